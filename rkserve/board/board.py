@@ -1,9 +1,8 @@
 """One board: requests in, events out, one engine kept alive behind them.
 
-The only glue of this room. Policy is elsewhere (admission, kv, watchdog, lifecycle, generation),
-and so is what a request goes through once it has the board (conduct, opening), what others ask of
-it meanwhile (control), of the caches (upkeep), what the cluster shall be (holding), and whether it
-has an engine at all (sleeping). It knows neither Ray nor cffi nor HTTP.
+It only connects its parts. Pure policy is in ``rules`` and ``answer``, a request's runs are in
+``run``, and changes of the desired state, sleep, caches and adapters in ``operations``. It imports
+neither Ray nor cffi nor HTTP.
 """
 
 from __future__ import annotations
@@ -83,9 +82,9 @@ __all__ = ["Board", "BoardSettings"]
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
-# A handle that fails this many runs in a row is not trusted to heal by itself.
+# After this many failed runs in a row the engine is replaced.
 RUNS_FAILED_LIMIT = 3
-# A model that is not there, and one that is on its way.
+# The states without a loaded model.
 UNLOADED = (BoardState.ASLEEP, BoardState.LOADING)
 
 
@@ -156,8 +155,8 @@ class Board:
             self,
             supervisor=supervisor,
             runner=runner,
-            bases=self._weights,
-            look_again=self._look_again,
+            weights=self._weights,
+            reapply_holds=self._reapply_holds,
         )
         self._adopter = StateAdopter(
             settings.board_id,
@@ -166,26 +165,26 @@ class Board:
             self,
             embedding=self._embedding,
             runner=runner,
-            sleeping=self._sleep,
-            rebasing=self._weight_swap,
+            sleep=self._sleep,
+            weight_swap=self._weight_swap,
         )
 
-    # -- life ---------------------------------------------------------------------------------
+    # -- life -------------------------------------------------------------------------------------
 
     async def start(self) -> None:
         """Load the model. Raises ``RkserveError`` or ``OSError``; the board is then ``failed``.
 
-        One that slept when its replica ended sleeps on until it is told otherwise.
+        A board that was asleep when its replica ended stays asleep until it is woken.
         """
         await asyncio.to_thread(self.staged.open)
-        await self._weights.open()  # before the caches: they are of what is loaded
+        await self._weights.open()  # before the caches, which depend on the loaded weights
         await self.caching.open()
-        await self._supervisor.start(await self._sleep.left_asleep())
-        # Not before: the load has brought the file into the page cache, and comes first.
+        await self._supervisor.start(await self._sleep.unloaded_facts())
+        # After the load, which has brought the file into the page cache and has priority.
         self._supervisor.spawn(self._model_file.look())
 
     async def stop(self) -> None:
-        """End the engine and everything that waits or is paused."""
+        """End the engine and all queued and paused requests."""
         self._model_file.stop()
         if self._timer is not None:
             self._timer.cancel()
@@ -193,15 +192,15 @@ class Board:
         await self.caching.close()
 
     def check(self) -> None:
-        """Raise ``BoardFailed`` with the reason while the board cannot help itself."""
+        """Raise ``BoardFailed`` with the reason where the board cannot recover by itself."""
         self._supervisor.check()
 
     def forgive(self) -> None:
-        """The last loss of the engine was a request's fault, and does not count."""
+        """Discount the last loss of the engine, which a request caused."""
         self._supervisor.forgive()
 
     def report(self) -> BoardReport:
-        """Return what the board is doing and what it has done."""
+        """Return the board's state and counters."""
         return reporting.report(
             self.settings,
             self._supervisor,
@@ -214,7 +213,7 @@ class Board:
             holdings=self._prefixes.packed(self._supervisor.live),
         )
 
-    # -- requests -----------------------------------------------------------------------------
+    # -- requests ---------------------------------------------------------------------------------
 
     async def generate(
         self, request: GenerateRequest, hooks: Sequence[HookFactory] = ()
@@ -222,11 +221,12 @@ class Board:
         """Yield ``Accepted``, deltas and ``Finished``. Closing the generator aborts the run.
 
         Raises:
-            QueueFull, QueueTimeout: the board has no place, or had none in time.
-            RequestError: the board cannot serve this request as it stands.
-            HookFailed: a hook raised. PauseExpired: nobody resumed it.
-            BoardFailed: the board is out of order, or its engine was lost during the answer.
-            BoardBehind, EnginePaused, BoardAsleep: it takes no such request now.
+            QueueFull, QueueTimeout: the queue is full, or the wait was too long.
+            RequestError: the board cannot serve this request.
+            HookFailed: a hook raised.
+            PauseExpired: the generation was not resumed in time.
+            BoardFailed: the board is out of order, or lost its engine during the answer.
+            BoardBehind, EnginePaused, BoardAsleep: the board accepts no such request now.
         """
         live = self._open_for(request)
         ignored = () if live.facts.per_run_sampling else self.settings.ignored(request)
@@ -283,7 +283,7 @@ class Board:
                 yield event
 
     def _open_for(self, request: GenerateRequest) -> LoadedEngine:
-        """Return the engine, where the board takes such a request. Raises as ``generate``."""
+        """Return the engine, where the board accepts the request. Raises as ``generate``."""
         live = self._supervisor.open()
         self.books.obligations.check(request, time.time())
         if self._supervisor.state in UNLOADED and not request.patient:
@@ -295,7 +295,7 @@ class Board:
         return self._control.generations() if self._supervisor.live is not None else []
 
     def emitted(self) -> Emitted:
-        """Return how many tokens each generation that has not ended has so far."""
+        """Return the token counts of the generations that have not ended."""
         return self._control.emitted()
 
     async def control(
@@ -309,37 +309,39 @@ class Board:
         return await self._control.control(generation, action, edit, choice)
 
     async def given_out(self, done: Sequence[GenerationInfo], action: ControlAction) -> None:
-        """Wait until the streams tell of what was just done; see ``RequestControl.given_out``."""
+        """Wait until the streams have emitted the action's effect; see
+        ``RequestControl.given_out``.
+        """
         await self._control.given_out(done, action)
 
     def abort_all(self, request_ids: Sequence[str] | None) -> int:
-        """Abort these generations, or all there are; return how many that were."""
+        """Abort these generations, or all; return their number."""
         return self._control.abort_all(request_ids)
 
     async def adopt(self, desired: Desired) -> Adoption:
-        """Be what the cluster shall be; see ``StateAdopter.adopt``."""
+        """Adopt the desired state; see ``StateAdopter.adopt``."""
         return await self._adopter.adopt(desired)
 
     async def load_adapter(
         self, ref: AdapterRef, prompt_ids: tuple[int, ...], tokens: int
     ) -> Probe:
-        """Load an adapter and try it; see ``AdapterProbes.load``."""
+        """Load an adapter and make a trial run; see ``AdapterProbes.load``."""
         return await self._probes.load(ref, prompt_ids, tokens)
 
     async def refresh(self, reason: str) -> None:
-        """Replace the engine by a fresh one between runs: nothing is loaded in it."""
+        """Replace the engine by a fresh one between runs, without loaded adapters."""
         self._supervisor.open()
         if self.asleep:
-            return  # the one that is loaded when it wakes is as fresh
+            return  # waking loads a fresh engine
         done = self.schedule(lambda: self.renew(reason), first=True)
-        self._runner.pauses.let_go()  # nobody who is paused keeps the board
+        self._runner.pauses.release_board()  # a paused run must not keep the board
         try:
             await done
         except BoardAsleep:
-            log.info("board %s: it was put to sleep, and wakes with a fresh engine", self.board_id)
+            log.info("board %s was put to sleep and wakes with a fresh engine", self.board_id)
 
     async def kv(self) -> KvReport:
-        """Return what the KV cache holds. Raises ``BoardFailed`` while there is no engine."""
+        """Return the content of the KV cache. Raises ``BoardFailed`` without an engine."""
         self._supervisor.open()
         return self._cache_calls.kv()
 
@@ -380,14 +382,14 @@ class Board:
         else:
             line = self.books.obligations.line(request)
             job.bind(self.books.obligations.bind(request), line.epoch if line is not None else 0)
-            job.introduce(self.books.obligations.label(job.ref))
+            job.set_reported(self.books.obligations.label(job.ref))
         self._adopter.admit(job)
         return job
 
     def _line_up(self, job: Job) -> int:
         """Queue a job, and return how many are ahead of it. Raises ``QueueFull``.
 
-        One that goes on had a board before, and goes first. One that is complete needs no run.
+        A continued job had a board before and goes first; a complete one needs no run.
         """
         if job.request.continued is None and not job.generation.complete:
             return self.admission.offer(job.ticket, loop_time_s(), job.key)
@@ -396,7 +398,7 @@ class Board:
         return len(self.admission.running)
 
     def _leave(self, job: Job) -> None:
-        """The consumer is gone, after the last event or before it."""
+        """Remove a job whose consumer is gone, after the last event or before it."""
         del self.books.jobs[job.ticket]
         self.books.asked_s = loop_time_s()
         self._control.remember(job)
@@ -406,10 +408,10 @@ class Board:
             self.books.counters.aborted += not waited
             self._runner.leave(job)
 
-    # -- who has the board --------------------------------------------------------------------
+    # -- the run queue and the engine slot --------------------------------------------------------
 
     def pump(self) -> None:
-        """Do what admission decides now, and come back when it has something to do by itself."""
+        """Carry out what admission decides now, and set a timer for its next decision."""
         for decision in self.admission.decide(ready=self._supervisor.ready, now_s=loop_time_s()):
             self._carry_out(decision)
         if self._timer is not None:
@@ -428,13 +430,13 @@ class Board:
             self._work(decision.ticket).end(error)
             self._tasks.pop(decision.ticket, None)
         else:
-            self._runner.pauses.let_go()
+            self._runner.pauses.release_board()
 
     def _work(self, ticket: int) -> Job | EngineTask:
         return self._tasks.get(ticket) or self.books.jobs[ticket]
 
     async def _conduct(self, work: Sequence[Job | EngineTask]) -> None:
-        """Let those that were started have the board, whoever still listens, then the next."""
+        """Run the started work, then admit the next."""
         started_s = loop_time_s()
         try:
             if isinstance(work[0], EngineTask):
@@ -456,7 +458,7 @@ class Board:
         except RkserveError as exc:
             self.lose(exc)
         except Exception as exc:
-            # The run may still be going on in the engine, and nobody would hear of its end.
+            # The run may still be going on in the engine, without a receiver for its end.
             log.exception("board %s: a run ended by an internal error", self.board_id)
             reason = f"internal error: {exc!r}"
             self.lose(BoardFailed(self.board_id, reason))
@@ -469,29 +471,29 @@ class Board:
             self.pump()
 
     def lose(self, error: RkserveError) -> None:
-        """Those who have the board cannot go on. A paused one does not have it."""
+        """Fail the work that has the board. A paused job does not have it."""
         for work in self._at_work:
             if isinstance(work, EngineTask):
                 work.end(error)
-            elif work.seated:
-                work.seated = False
+            elif work.has_board:
+                work.has_board = False
                 unbegun = work.state in (GenerationState.QUEUED, GenerationState.RESUMING)
                 lost = isinstance(error, EngineDied | EngineHung | BoardOutOfOrder)
                 rests = self._supervisor.state is BoardState.QUARANTINED
                 if unbegun and lost and not rests and not work.retried and not work.over:
-                    work.retried = True  # what killed the engine was not its own run
+                    work.retried = True  # its own run did not kill the engine
                     self.requeue(work)
                 else:
                     self._runner.fail(work, error)
 
     def requeue(self, job: Job) -> None:
-        """Let the job wait for the board again, in front of those that never had it."""
+        """Queue the job again, ahead of requests that have not had a run yet."""
         if job.state is GenerationState.RESUMING:
             job.advance(GenerationEvent.REQUEUED)
         if job.ticket not in self.books.jobs:
-            return  # nobody listens any more
+            return  # its consumer is gone
         job.queued_s = loop_time_s()
-        # Not ahead of those that it was to let go for, if it has not even done so yet.
+        # Not ahead of the requests that it released the board for, if they have not started yet.
         yields = job.released and job.ticket in self.admission.running
         self.admission.readmit(job.ticket, job.queued_s, job.key, yields=yields)
         self.pump()
@@ -503,33 +505,34 @@ class Board:
         first: bool,
         barred: Callable[[], bool] = lambda: False,
     ) -> asyncio.Future[T]:
-        """Do ``work`` when the board is free: ``first`` before others, or in turn (QueueFull).
+        """Run ``work`` between two runs: ``first`` ahead of others, or in turn (QueueFull).
 
-        It does not begin while it is ``barred``. Cancelling the future withdraws what waits.
+        It does not begin while ``barred`` returns True. Cancelling the future withdraws work that
+        has not begun.
         """
-        errand = EngineTask(next(self._tickets), work, barred)
-        key = ("errand", errand.ticket)  # it shares no run
-        self._tasks[errand.ticket] = errand
+        task = EngineTask(next(self._tickets), work, barred)
+        key = ("errand", task.ticket)  # it shares no run
+        self._tasks[task.ticket] = task
         try:
             if first:
-                self.admission.readmit(errand.ticket, loop_time_s(), key)
+                self.admission.readmit(task.ticket, loop_time_s(), key)
             else:
-                self.admission.offer(errand.ticket, loop_time_s(), key)
+                self.admission.offer(task.ticket, loop_time_s(), key)
         except QueueFull:
-            del self._tasks[errand.ticket]
+            del self._tasks[task.ticket]
             raise
-        errand.done.add_done_callback(lambda _: self._withdraw(errand))
+        task.done.add_done_callback(lambda _: self._withdraw(task))
         self.pump()
-        return errand.done
+        return task.done
 
     def is_barred(self, ticket: int) -> bool:
-        """Whether that errand may not begin now."""
-        errand = self._tasks.get(ticket)
-        return errand is not None and errand.barred()
+        """Return whether the engine task with this ticket must not begin."""
+        task = self._tasks.get(ticket)
+        return task is not None and task.barred()
 
-    def _withdraw(self, errand: EngineTask) -> None:
-        if errand.done.cancelled() and self.admission.withdraw(errand.ticket):
-            del self._tasks[errand.ticket]
+    def _withdraw(self, task: EngineTask) -> None:
+        if task.done.cancelled() and self.admission.withdraw(task.ticket):
+            del self._tasks[task.ticket]
             self.pump()
 
     def require_open(self) -> None:
@@ -542,22 +545,22 @@ class Board:
 
     @property
     def asleep(self) -> bool:
-        """Whether the model is unloaded."""
+        """True while the model is unloaded."""
         return self._sleep.asleep
 
-    def _look_again(self) -> None:
-        self._adopter.look_again()
+    def _reapply_holds(self) -> None:
+        self._adopter.reapply_holds()
 
-    def turn_away(self) -> None:
-        """There is no engine any more: end the errands that wait for it."""
-        for ticket, errand in list(self._tasks.items()):
+    def reject_tasks(self) -> None:
+        """End the queued engine tasks: there is no engine any more."""
+        for ticket, task in list(self._tasks.items()):
             if self.admission.withdraw(ticket):
                 del self._tasks[ticket]
-                errand.end(BoardAsleep(self.board_id, "it was put to sleep meanwhile"))
+                task.end(BoardAsleep(self.board_id, "the board was put to sleep meanwhile"))
 
     @property
     def free(self) -> bool:
-        """Whether it could start something now. Raises ``BoardFailed`` where it is out of order."""
+        """True where a run could start now. Raises ``BoardFailed`` on a board out of order."""
         self._supervisor.open()
         return self._supervisor.ready and not self.admission.running
 
@@ -582,13 +585,13 @@ class Board:
         await self._supervisor.renew(reason)
 
     def fail_all(self, *, spare_paused: bool = False) -> None:
-        """Nobody who waits is served here: say so now, while another board may still do it."""
+        """Fail all waiting work now, while another board may still serve it."""
         for ticket, job in self.books.jobs.items():
             self.admission.withdraw(ticket)
-            # Those who have the board are told what became of their own run; see ``lose``.
-            spared = job.seated or job.state is GenerationState.PAUSED
+            # Jobs that have the board get the error of their own run; see ``lose``.
+            spared = job.has_board or job.state is GenerationState.PAUSED
             if not (spare_paused and spared):
                 job.end(self._supervisor.failed())
-        for ticket, errand in self._tasks.items():
+        for ticket, task in self._tasks.items():
             self.admission.withdraw(ticket)
-            errand.end(self._supervisor.failed())
+            task.end(self._supervisor.failed())

@@ -11,14 +11,14 @@ from rkserve.core.messages import GenerateRequest, Thinking, TokenOrigin, Transc
 
 
 class StopStrings:
-    """Ends the answer before the first stop string of the request, or behind it."""
+    """End the answer before the first stop string of the request, or behind it."""
 
     def __init__(self, stops: tuple[str, ...], *, include: bool = False) -> None:
         self._search = StopSearch(stops)
         self._include = include
 
     def on_piece(self, piece: Decoded) -> Action:
-        """Hold back what may be the beginning of a stop string."""
+        """Hold back text that may be the beginning of a stop string."""
         certain = self._search.feed(piece.text)
         found = self._search.found
         if found is None:
@@ -26,14 +26,14 @@ class StopStrings:
         return Stop(certain + found if self._include else certain, found)
 
     def on_end(self) -> str:
-        """Release it: no stop string came."""
+        """Release it: no stop string followed."""
         return self._search.flush()
 
 
 class PauseOn:
-    """Pauses after the token that completes one of some texts, or is one of some ids.
+    """Pause after a token that completes one of some texts, or is one of some ids.
 
-    The reason that it gives is the entry.
+    The reason of the pause is that text or id.
     """
 
     def __init__(self, texts: tuple[str, ...], ids: tuple[int, ...]) -> None:
@@ -41,7 +41,7 @@ class PauseOn:
         self._ids = frozenset(ids)
 
     def on_piece(self, piece: Decoded) -> Action:
-        """Hold nothing back: the client sees what it was paused for."""
+        """Hold nothing back: the client gets the text that caused the pause."""
         text = self._finder.feed(piece.text)
         if text is not None:
             return Pause(reason=text)
@@ -51,27 +51,27 @@ class PauseOn:
         return Continue()
 
     def on_end(self) -> str:
-        """Nothing was held back."""
+        """Return nothing: no text was held back."""
         return ""
 
 
 def stop_strings(request: GenerateRequest) -> Hook | None:
-    """Make the hook of the request's stop strings."""
+    """Create the hook of the request's stop strings."""
     return StopStrings(request.stop, include=request.include_stop) if request.stop else None
 
 
 def pause_on(request: GenerateRequest) -> Hook | None:
-    """Make the hook of the request's own pauses."""
+    """Create the hook of the request's own pauses."""
     if not request.pause_on_text and not request.pause_on_ids:
         return None
     return PauseOn(request.pause_on_text, request.pause_on_ids)
 
 
 class StopSearch:
-    """Passes on text that is certain not to belong to a stop string.
+    """Pass on text that is certain not to belong to a stop string.
 
-    Text that may be the beginning of a stop string is held back until it is clear that it is not.
-    The stop string itself is never given out, nor is anything after it.
+    Text that may be the beginning of a stop string is held back until that is decided. The stop
+    string itself is never emitted, nor is anything after it.
     """
 
     def __init__(self, stops: tuple[str, ...]) -> None:
@@ -79,11 +79,11 @@ class StopSearch:
             raise ValueError("a stop string must not be empty")
         self._stops = stops
         self._held = ""
-        self.found: str | None = None  # the stop string that came
+        self.found: str | None = None  # the stop string that was found
 
     @property
     def stopped(self) -> bool:
-        """Whether one came."""
+        """True where a stop string was found."""
         return self.found is not None
 
     def feed(self, text: str) -> str:
@@ -93,7 +93,7 @@ class StopSearch:
         held = self._held + text
         found = [(i + len(s), i, s) for s in self._stops if (i := held.find(s)) >= 0]
         if found:
-            # The one that is complete first, so that it does not matter how tokens cut the text.
+            # The one completed first, so that the result does not depend on token borders.
             _, at, self.found = min(found)
             self._held = ""
             return held[:at]
@@ -103,13 +103,13 @@ class StopSearch:
         return held[:cut]
 
     def flush(self) -> str:
-        """Return what was held back for a stop string that did not come."""
+        """Return text held back for a stop string that did not follow."""
         certain, self._held = self._held, ""
         return certain
 
 
 class TextFinder:
-    """Says when a text is complete that may come in pieces. It holds nothing back."""
+    """Find texts that may arrive in pieces. It holds nothing back."""
 
     def __init__(self, texts: tuple[str, ...]) -> None:
         if any(not text for text in texts):
@@ -119,17 +119,17 @@ class TextFinder:
         self._tail = ""
 
     def feed(self, text: str) -> str | None:
-        """Return the text that is complete first within what ``text`` adds, or None."""
+        """Return the text completed first by ``text``, or None."""
         seen, before = self._tail + text, len(self._tail)
         self._tail = seen[-self._reach :] if self._reach else ""
-        # What was complete before this piece is not found again.
+        # A text completed before this piece is not found again.
         starts = ((seen.find(t, max(0, before - len(t) + 1)), t) for t in self._texts)
         found = [(at + len(t), -len(t), t) for at, t in starts if at >= 0]
         return min(found)[2] if found else None
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of ``text`` that is a proper beginning of ``stop``."""
+    """Return the length of the longest end of ``text`` that is a proper prefix of ``stop``."""
     for size in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:size]):
             return size
@@ -137,17 +137,17 @@ def _overlap(text: str, stop: str) -> int:
 
 
 class ReasoningBlock:
-    """Where an answer is: before, inside or behind its one block of thoughts.
+    """The position in an answer: before, inside or behind its one reasoning block.
 
-    White space may come before the block, and nothing else.
+    Only white space may precede the block.
     """
 
     def __init__(self, thinking: Thinking) -> None:
         self._open, self._close = thinking.open, thinking.close
         self.inside = thinking.begun
         self.opened = thinking.begun
-        self.over = False  # it has ended, or none has begun
-        self._tail = ""  # of the text, as far as it may belong to a mark
+        self.over = False  # it has ended, or there is none
+        self._tail = ""  # the end of the text that may belong to a mark
 
     def feed(self, text: str) -> None:
         """Take more of the answer."""
@@ -163,7 +163,7 @@ class ReasoningBlock:
 
     @property
     def closing(self) -> bool:
-        """Whether it may be in the middle of the mark that ends the block."""
+        """True where the text may be in the middle of the mark that ends the block."""
         return any(self._close.startswith(self._tail[at:]) for at in range(len(self._tail)))
 
     def _begin(self) -> None:
@@ -177,14 +177,14 @@ class ReasoningBlock:
 
 @dataclass(frozen=True, slots=True)
 class ReasoningSpan:
-    """The thoughts in an answer: its tokens up to their end, and whether that has come."""
+    """The reasoning part of an answer: its tokens up to its end, and whether it is unended."""
 
     tokens: int = 0
     unended: bool = False
 
 
 def reasoning_span(slots: Iterable[TranscriptToken], thinking: Thinking | None) -> ReasoningSpan:
-    """Return what an answer has of thoughts. The marks around them count."""
+    """Return the reasoning part of an answer. The marks around it count."""
     if thinking is None:
         return ReasoningSpan()
     block, tokens = ReasoningBlock(thinking), 0
@@ -200,9 +200,9 @@ def reasoning_span(slots: Iterable[TranscriptToken], thinking: Thinking | None) 
 
 
 class ThinkingLimit:
-    """Ends the block after so many tokens, as if the model had done so, and lets the answer go on.
+    """End the reasoning block after so many tokens, as the model would, and let the answer follow.
 
-    Where an edit has changed the block, it is ended at the next token that is too many.
+    Where an edit changed the block, it is ended at the next token over the limit.
     """
 
     def __init__(self, thinking: Thinking, most: int) -> None:
@@ -226,12 +226,12 @@ class ThinkingLimit:
         )
 
     def on_end(self) -> str:
-        """Nothing was held back."""
+        """Return nothing: no text was held back."""
         return ""
 
 
 def thinking_limit(request: GenerateRequest) -> Hook | None:
-    """Make the hook of a request whose thinking is limited."""
+    """Create the hook of a request with a reasoning limit."""
     thinking = request.thinking
     if thinking is None or thinking.max_tokens is None:
         return None

@@ -1,7 +1,7 @@
-"""One generation as pure bookkeeping: tokens and edits in, certain text and a true reason out.
+"""The state of one generation: tokens and edits in, certain text and a finish reason out.
 
-It decides *that* its run must be ended or interrupted; doing so is the caller's job. It knows no
-engine, and of the KV cache only how many positions the caller says it holds.
+It decides *that* its run must end or be interrupted; the caller does it. It knows no engine, and of
+the KV cache only the number of positions that the caller passes in.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from rkserve.core.messages import (
 )
 from rkserve.core.run_params import Scored
 
-# A hook that takes back its way out of an answer gets so many tries before it has to get further.
+# A hook that keeps replacing its own output is stopped after this many tries without progress.
 REWINDS_WITHOUT_PROGRESS = 64
-# The runtime's are of 32 bits, where the size of the vocabulary is not known.
+# Token ids of the runtime have 32 bits; this is the limit where the vocabulary's size is unknown.
 TOKEN_IDS = 2**31
 
 log = logging.getLogger(__name__)
 
 
 class RunSignal(Enum):
-    """What has to be done with a generation's run now."""
+    """The change that a generation's run needs now."""
 
     STOP = "end it"
     PAUSE = "interrupt it and wait"
@@ -51,14 +51,14 @@ class RunSignal(Enum):
 
 
 class Generation:
-    """The transcript of one request while it grows, is interrupted, edited and goes on.
+    """The transcript of one request while it grows, is interrupted, edited and resumed.
 
-    ``runtime_counts`` says that the runtime itself was given ``budget`` as its limit (1.3.0) and
-    ends the run there; otherwise it has to be aborted at the limit. Set it before each run.
+    ``runtime_counts`` is true where the runtime itself enforces ``budget`` (1.3.0) and ends the run
+    there; otherwise the run must be aborted at the limit. Set it before each run.
 
-    The life of one: ``accept`` for each token of a run, and do what it ``want``s. Once the run has
-    been left, in whichever way it returned, ``interrupted``, then perhaps ``apply``, and unless it
-    is ``complete`` another run over ``context``; or ``ended``.
+    Call ``accept`` for each token of a run and follow ``want``. Once the run has been left, however
+    it returned, call ``interrupted``, then perhaps ``apply``, and unless it is ``complete`` start
+    another run over ``context``; or call ``ended``.
     """
 
     def __init__(
@@ -71,9 +71,9 @@ class Generation:
         vocab_size: int | None = None,
         context_len: int | None = None,
     ) -> None:
-        """One that was begun elsewhere is what the request says that it became there.
+        """A request that began on another board starts with the state it reached there.
 
-        Raises ``HookFailed`` where a hook cannot be made.
+        Raises ``HookFailed`` where a hook cannot be created.
         """
         self.request = request
         self.runtime_counts = runtime_counts
@@ -81,9 +81,9 @@ class Generation:
         self._stop_ids = frozenset(request.stop_ids) - eos_ids
         self._vocab_size = vocab_size
         self._context_len = context_len
-        self._unseen = 0  # tokens of a prompt in text mode, which only the runtime has counted
-        # A pause is asked for by what the model says. Stop strings are about what is shown, and
-        # they hold text back, which other hooks must not be made to wait for.
+        self._unseen = 0  # tokens of a text-mode prompt, counted by the runtime
+        # Pauses depend on the model's output, stop strings on the shown text. Stop strings hold
+        # text back, which must not delay other hooks, so they come last.
         self._factories = (thinking_limit, pause_on, *hooks, stop_strings)
         self._chain = HookChain(self._factories, request)
         self._characters = Utf8Decoder()
@@ -95,31 +95,32 @@ class Generation:
         self.token_ids: list[int] = []  # of the answer
         self._score: Scored | None = None  # of the next token
         self._prompt_scores: list[Scored] = []
-        self._prompt_told = False  # its logprobs were given out
+        self._prompt_told = False  # the prompt's logprobs were emitted
         self._rewinding = False
         self._pause: str | None = None
         self._rewinds, self._furthest = 0, 0
         self._runtime_ends, self._beyond = False, False
         # Ranges that edits cleared since the last interruption, in an order to clear them in.
         self.cuts: tuple[Range, ...] = ()
-        self.paused_by: str | None = None  # the hook's word, if one led to the last interruption
-        self.rests = False  # it came from another board paused
+        # The reason of the hook that caused the last interruption.
+        self.paused_by: str | None = None
+        self.rests = False  # it was paused on another board
         self.failure: HookFailed | None = None
         self.reason: FinishReason | None = None
-        self._left = self.budget  # tokens that the run may still give
+        self._left = self.budget  # tokens that the run may still generate
         if request.continued is not None:
             self._take_over(request.continued)
         elif request.max_tokens == 0 and not self.begin_scores():
-            self.reason = FinishReason.LENGTH  # nothing is asked for that needs a run
+            self.reason = FinishReason.LENGTH  # the request needs no run
 
-    # -- what it is ---------------------------------------------------------------------------
+    # -- state ------------------------------------------------------------------------------------
 
     @property
     def want(self) -> RunSignal | None:
-        """What the run must do now, until it has been left.
+        """The change that the run needs now, until it has been left.
 
-        After an EOS, or at a limit that it was given, the runtime ends by itself; it is ended
-        only if it goes on, as 1.3.0 does with models whose EOS it misreads.
+        After an EOS, or at a limit that it was given, the runtime ends by itself; it is stopped
+        only if it continues, as 1.3.0 does with models whose EOS it misreads.
         """
         if self.complete:
             return None if self._runtime_ends and not self._beyond else RunSignal.STOP
@@ -129,22 +130,22 @@ class Generation:
 
     @property
     def complete(self) -> bool:
-        """No run may follow: the answer is whole, or a hook failed; ``ended`` says how."""
+        """True where no run may follow: the answer is complete, or a hook failed; see ``ended``."""
         return self.reason is not None or self.failure is not None
 
     @property
     def context(self) -> Ids:
-        """The ids that a run has to hold to go on: all that there are, less what was cleared."""
+        """The ids that the next run needs in its KV cache: all of them, less cleared ranges."""
         return self._transcript.context
 
     @property
     def tokens(self) -> int:
-        """Tokens of the answer so far."""
+        """The number of tokens of the answer so far."""
         return len(self.token_ids)
 
     @property
     def budget(self) -> int:
-        """Tokens that may still be generated: what was asked for, as far as the context goes."""
+        """The number of tokens that may still be generated, by the request and the context."""
         asked = self.request.max_tokens - self.tokens
         if self._context_len is not None:
             asked = min(asked, self._context_len - self._unseen - len(self.context))
@@ -156,23 +157,23 @@ class Generation:
         return "".join(self._chain.shown)
 
     @property
-    def spoken(self) -> str:
-        """What was said so far, before hooks changed what is shown of it: text mode goes on so."""
+    def generated_text(self) -> str:
+        """The generated text before hooks changed it, from which text mode continues."""
         data = b"".join(slot.data for slot in self._transcript.slots)
         return data.decode(errors="replace")
 
     @property
     def reasoning(self) -> ReasoningSpan:
-        """What the model has thought so far, before its answer."""
+        """The reasoning part of the answer so far."""
         return reasoning_span(self._transcript.slots, self.request.thinking)
 
-    # -- a run --------------------------------------------------------------------------------
+    # -- runs -------------------------------------------------------------------------------------
 
     def accept(self, token_id: int, data: bytes, waiting: bool = False) -> bool:
-        """Take one token of the run; True where there may be something new to give out.
+        """Take one token of the run; True where there may be something new to emit.
 
-        ``waiting``: the runtime holds its text back until a character is whole. It becomes part of
-        the answer with the tokens that complete it.
+        ``waiting``: the runtime holds its text back until a character is complete. It becomes part
+        of the answer with the tokens that complete it.
         """
         if self.complete or self._rewinding or self._pause is not None:
             self._beyond = True
@@ -199,7 +200,7 @@ class Generation:
         return not waiting or self.complete
 
     def begin_scores(self) -> bool:
-        """A run begins: say whether it owes the logprobs of the prompt."""
+        """Start a run; return whether it must deliver the prompt's logprobs."""
         self._prompt_scores = []
         asked = self.request.stepwise
         return asked is not None and asked.prompt_logprobs and not self._prompt_told
@@ -212,22 +213,21 @@ class Generation:
             (self._score,) = found
 
     def cut(self) -> None:
-        """The run ended where there was no more room, which only the engine knew."""
+        """End the answer at the engine's context limit, which only the engine knew."""
         if not self.complete:
             self.reason, self._runtime_ends = FinishReason.LENGTH, True
 
     def aborted(self) -> None:
-        """The answer ends here because somebody said so; what still arrives is not part of it."""
+        """End the answer as aborted; tokens that still arrive are not part of it."""
         if not self.complete:
             self.reason, self._runtime_ends = FinishReason.ABORT, False
 
     def interrupted(self, prompt_tokens: int = 0) -> None:
-        """The run was left before the answer's end, whichever way it returned.
+        """Note that the run was left before the answer's end, however it returned.
 
-        What came after the decision is no part of the answer, and neither is the beginning of a
-        character: whoever continues makes these tokens again. ``prompt_tokens`` is what the
-        runtime has counted, for a prompt that was text. Where the context has no room for another
-        token, the answer is complete.
+        Tokens after that decision are dropped, and so is an incomplete character at the end: the
+        next run generates them again. ``prompt_tokens`` is the runtime's count for a prompt in text
+        mode. Where the context has no room for another token, the answer is complete.
         """
         if self.request.prompt_text is not None:
             self._unseen = prompt_tokens
@@ -240,9 +240,9 @@ class Generation:
         self._make_room()
 
     def end_thinking(self) -> bool:
-        """Say the mark that ends the thoughts, which the runtime kept to itself with the run's end.
+        """Append the mark that ends the reasoning, which the runtime swallowed when the run ended.
 
-        False where that is not how the run ended, or where nothing can follow. See the quirk
+        Return False where the run did not end that way, or where no token can follow. See the quirk
         ``thinking_ends_run``.
         """
         thinking = self.request.thinking
@@ -258,13 +258,13 @@ class Generation:
         return not self.complete
 
     def ended(self, *, context_full: bool) -> FinishReason:
-        """The generation is over: settle the reason, release what was held back.
+        """Settle the finish reason and release held-back text.
 
-        A run that ended by itself before the limit and without a known EOS met an EOS that only
-        the runtime knows, unless the context is full: in text mode nobody could leave room there.
+        A run that ended by itself before the limit and without a known EOS met an EOS that only the
+        runtime knows, unless the context is full: in text mode no room could be reserved.
 
         Raises:
-            HookFailed: a hook did, now or before; the text before that can still be taken.
+            HookFailed: a hook failed, now or before; the text before that can still be taken.
         """
         if self.failure is not None:
             raise self.failure
@@ -282,18 +282,18 @@ class Generation:
 
     @property
     def stopped_by(self) -> str | None:
-        """The stop string that ended the answer, None where something else did."""
+        """The stop string that ended the answer; None where something else did."""
         return self._chain.stopped_by if self.reason is FinishReason.STOP else None
 
     @property
     def pending(self) -> bool:
-        """Whether ``take`` has something to return."""
+        """True where ``take`` has something to return."""
         return self._handout.pending or self._prompt_scored
 
     def take(self) -> Delta | None:
-        """Return what came since the last call, or None.
+        """Return the delta since the last call, or None.
 
-        Ids that an edit took back are not taken back here: ``tokens`` says how many count.
+        Ids that an edit took back are not taken back here: ``tokens`` is their valid number.
         """
         delta = self._handout.take(self._transcript, self.token_ids)
         if not self._prompt_scored:
@@ -303,25 +303,25 @@ class Generation:
 
     @property
     def _prompt_scored(self) -> bool:
-        """Whether all logprobs of the prompt are there, and nobody has them."""
+        """True where the prompt's logprobs are complete and not emitted yet."""
         if self._prompt_told or self.request.stepwise is None:
             return False
         asked = self.request.stepwise.prompt_logprobs
         found = len(self._prompt_scores)
         return asked and 0 < found == len(self.request.prompt_ids) - 1
 
-    # -- an edit ------------------------------------------------------------------------------
+    # -- edits ------------------------------------------------------------------------------------
 
     def apply(self, edit: Edit, *, kv_positions: int, context_len: int) -> None:
         """Change an interrupted generation, or raise and change nothing.
 
-        ``kv_positions`` is how many leading positions of ``context`` the KV cache holds. What is
-        put in as the answer's own goes through the hooks as a replay does. An edit may complete
-        the answer (a stop string, the limit) and may reopen one that an edit completed.
+        ``kv_positions`` is the number of leading positions of ``context`` in the KV cache. Ids
+        inserted as part of the answer pass the hooks as a replay does. An edit may complete the
+        answer (a stop string, the limit) and may reopen one that an edit completed.
 
         Raises:
-            StateConflict: a hook of it has failed.
-            RequestError: the edit asks for something that is not there.
+            StateConflict: a hook has failed.
+            RequestError: the edit refers to something that is not there.
             ContextOverflow: the context would leave no room for a token.
         """
         if self.failure is not None:
@@ -348,7 +348,7 @@ class Generation:
         self._beyond = False
         self._make_room()
 
-    # -- inside -------------------------------------------------------------------------------
+    # -- internal ---------------------------------------------------------------------------------
 
     def _make_room(self) -> None:
         """Say how many tokens the next run may give; without room for one there is no such run."""
@@ -394,14 +394,14 @@ class Generation:
         self._handout.certain, self._handout.ids = len(self._transcript.slots), self.tokens
 
     def _close(self, tokens: int) -> AnswerPiece:
-        """Make one piece of the tokens that had to wait for each other."""
+        """Make one piece of the tokens that share their text."""
         text = self._characters.feed(b"".join(slot.data for slot in self._open))
         piece = AnswerPiece(tokens - 1, tuple(slot.token_id for slot in self._open), text)
         self._open.clear()
         return piece
 
     def _feed_newest(self) -> None:
-        """Lead the newest tokens through the hooks, and do what these say."""
+        """Pass the newest tokens through the hooks and follow their actions."""
         piece = self._close(self.tokens)
         outcome = self._chain.feed(piece)
         if outcome.rewind is not None:
@@ -417,11 +417,11 @@ class Generation:
             self.reason = FinishReason.STOP
 
     def _rewind(self, name: str, action: Replace) -> None:
-        """Change the context now, so that the text goes out; the run is left as soon as it can."""
+        """Change the context now, so that the text is emitted; the run is left at once."""
         self._rewinds = 1 if self.tokens > self._furthest else self._rewinds + 1
         self._furthest = max(self._furthest, self.tokens)
         if self._rewinds > REWINDS_WITHOUT_PROGRESS:
-            reason = f"it replaced {self._rewinds} times and the answer got no further"
+            reason = f"it replaced {self._rewinds} times without progress of the answer"
             raise HookFailed(name, reason)
         try:
             changed = self._replaced(action)
@@ -439,17 +439,17 @@ class Generation:
         return self._transcript.spliced(action.last, action.ids, action.text, TokenOrigin.APPENDED)
 
     def _become(self, changed: Transcript) -> None:
-        """Take over what an edit, or a hook, has made of the transcript."""
+        """Take over the transcript that an edit or a hook made."""
         before, self._transcript = self._transcript, changed
         same_slots = common_prefix(before.slots, changed.slots)
         self._handout.rewrite(common_prefix(self.token_ids, changed.answer), same_slots)
         self._replay()
 
     def _take_over(self, continued: FailoverState) -> None:
-        """Be what the generation has become on another board.
+        """Restore the state that the generation reached on another board.
 
-        The last piece may have asked for a pause that nobody has heard of: that holds here. Any
-        other word of a hook has been followed there.
+        The last piece may have caused a pause that was not announced there: that pause applies
+        here. Other actions of a hook were carried out there.
         """
         request = self.request
         self._prompt_told = continued.scored
@@ -468,9 +468,9 @@ class Generation:
         self._make_room()
 
     def _replay(self, *, newest: bool = False) -> None:
-        """Lead the whole answer through fresh hooks, after what it consists of has changed.
+        """Pass the whole answer through fresh hooks after its content changed.
 
-        ``newest``: the last piece has just come, as far as anybody knows.
+        ``newest``: the last piece counts as new, not as replayed.
         """
         self.token_ids = self._transcript.answer
         self.reason, self._runtime_ends = None, False
@@ -491,7 +491,7 @@ class Generation:
 
     def _replay_slot(self, slot: TranscriptToken, tokens: int, *, live: bool) -> None:
         if slot.kind is not TokenOrigin.GENERATED and not self._open:
-            self._characters.drop()  # nothing completes a character across this border
+            self._characters.drop()  # no token completes a character across this border
         if slot.kind is TokenOrigin.INJECTED:
             return
         stops = slot.kind is TokenOrigin.GENERATED and slot.token_id in self._stop_ids
@@ -511,5 +511,5 @@ class Generation:
             self.reason = FinishReason.STOP
 
     def _show(self) -> None:
-        """Compare what is shown with what was given out."""
+        """Compare the shown text with the emitted text."""
         self._handout.show(self.partial_output)

@@ -1,9 +1,9 @@
-"""Intervention hooks: what may look at an answer while it grows, and change its course. Pure.
+"""Intervention hooks: the protocol, its actions, and the chain that calls them. Pure.
 
-A hook sees each piece of text as it is decoded and says what is to happen; it knows no run and no
-engine. Hooks form a chain: each gets what the one before it shows. They are called on the path of
-every token, in the loop that serves all clients of the board, so a hook must be quick: no waiting,
-no network, no work that grows with the answer at every piece.
+A hook gets each piece of text as it is decoded and returns an action; it knows no run and no
+engine. Hooks form a chain: each gets the output of the one before it. They are called for every
+token in the event loop that serves all clients of the board, so a hook must be quick: no waiting,
+no network, no work per piece that grows with the answer.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from rkserve.core.messages import GenerateRequest
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """One piece of the answer: a token, or several that have their text together.
+    """One piece of the answer: a token, or several that share their text.
 
-    Several are the tokens of one character, and the words that an edit or a ``Replace`` put in.
-    ``ids`` is empty for the text that the hook before held back until the end. ``index`` counts
-    the answer's tokens, from 0, up to the last one of this piece.
+    Several are the tokens of one character, and the words that an edit or a ``Replace`` inserted.
+    ``ids`` is empty for text that the previous hook held back until the end. ``index`` counts the
+    answer's tokens, from 0, up to the last one of this piece.
 
-    ``replayed``: the answer was changed, or the piece was put in by an edit, and a fresh hook sees
-    what remains of it. ``Pause`` and a ``Replace`` in the context have no effect then.
+    ``replayed``: the answer was changed, or an edit inserted the piece, and a fresh hook gets the
+    remaining answer. ``Pause`` and a ``Replace`` in the context have no effect then.
     """
 
     index: int
     ids: tuple[int, ...]
     text: str
     replayed: bool
-    # Of all pieces, this one's is at `_at`: joined only when asked for.
+    # The texts of all pieces; this one's is at `_at`. They are joined only on demand.
     _texts: Sequence[str] = field(default=(), repr=False)
     _at: int = field(default=0, repr=False)
 
@@ -44,22 +44,22 @@ class Decoded:
 
     @property
     def answer(self) -> str:
-        """The whole text up to and with this piece, as the hook before shows it."""
+        """The whole text up to and including this piece, as the previous hook shows it."""
         return "".join(self._texts[: self._at + 1])
 
 
 @dataclass(frozen=True, slots=True)
 class Continue:
-    """Go on. ``show`` is given out instead of the piece's text; None is the text as it came."""
+    """Continue. ``show`` is emitted instead of the piece's text; None is the text unchanged."""
 
     show: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """The answer ends here, with finish reason ``stop``; of this piece ``show`` is given out.
+    """End the answer with finish reason ``stop``; of this piece ``show`` is emitted.
 
-    ``by`` is the text that ended it, for dialects that tell their clients.
+    ``by`` is the text that ended it, for APIs that report it.
     """
 
     show: str = ""
@@ -68,7 +68,7 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """Pause after this piece; ``reason`` is what the pause is put down to."""
+    """Pause after this piece, with ``reason``."""
 
     show: str | None = None
     reason: str = ""
@@ -78,9 +78,9 @@ class Pause:
 class Replace:
     """Put ``text`` in place of the last ``last`` tokens of the answer, this piece included.
 
-    In the context, ``ids`` take their place there: the run is interrupted and goes on from them,
-    and ``text`` is what they are shown as. Otherwise only what is shown changes, and ``ids`` has
-    no meaning. Text that was given out already is taken back where the client's stream allows it.
+    In the context, ``ids`` replace them there: the run is interrupted and continues from them, and
+    ``text`` is shown for them. Otherwise only the shown text changes, and ``ids`` has no meaning.
+    Emitted text is retracted where the client's stream allows it.
     """
 
     ids: tuple[int, ...]
@@ -93,16 +93,16 @@ Action = Continue | Stop | Pause | Replace
 
 
 class Hook(Protocol):
-    """Watches one generation. It is made anew and sees a replay when the answer is changed."""
+    """The hook of one generation. It is created again and gets a replay when the answer changes."""
 
     def on_piece(self, piece: Decoded) -> Action:
-        """Say what is to happen with, and after, this piece."""
+        """Return the action for this piece."""
 
     def on_end(self) -> str:
-        """The answer is over: return the text that was held back."""
+        """Return the text held back, at the end of the answer."""
 
 
-# Makes the hook of one generation, a new one at each call, or None where it has no interest in it.
+# Creates the hook of one generation, a new one at each call, or None where it does not apply.
 HookFactory = Callable[[GenerateRequest], Hook | None]
 
 
@@ -111,7 +111,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class AnswerPiece:
-    """Tokens of the answer that have their text together; ``index`` is the last one's."""
+    """Tokens of the answer that share their text; ``index`` is the last one's."""
 
     index: int
     ids: tuple[int, ...]
@@ -120,10 +120,10 @@ class AnswerPiece:
 
 @dataclass(slots=True)
 class ChainOutcome:
-    """What the chain made of a piece.
+    """The result of passing a piece through the chain.
 
-    ``rewritten``: what pieces before it show has changed too. ``rewind`` is a replacement in the
-    context and the name of the hook that asks for it.
+    ``rewritten``: the shown text of earlier pieces changed too. ``rewind`` is a replacement in the
+    context and the name of the hook that returned it.
     """
 
     stop: bool = False
@@ -133,16 +133,16 @@ class ChainOutcome:
 
 
 class _Stage:
-    """One hook and where it comes from."""
+    """One hook and its factory."""
 
     def __init__(self, name: str, factory: HookFactory, hook: Hook) -> None:
         self.name, self.factory, self.hook = name, factory, hook
 
 
 class HookChain:
-    """The hooks that want to see one generation, in order.
+    """The hooks of one generation, in order.
 
-    They are code of strangers: whatever one raises, or returns amiss, is ``HookFailed`` here.
+    They are third-party code: an exception or an invalid action is ``HookFailed`` here.
     """
 
     def __init__(self, factories: Sequence[HookFactory], request: GenerateRequest) -> None:
@@ -154,29 +154,29 @@ class HookChain:
                 name = type(hook).__qualname__
                 self._stages.append(_Stage(name, factory, hook))
         self._pieces: list[AnswerPiece] = []
-        # What stage i gets of each piece is at i; the last list is what is shown.
+        # The input of stage i for each piece is at i; the last list is the shown text.
         self._texts: list[list[str]] = [[] for _ in range(len(self._stages) + 1)]
         self._stopped: tuple[int, int] | None = None  # by which stage, at which piece
-        self.stopped_by: str | None = None  # the text that a hook stopped at
+        self.stopped_by: str | None = None  # the text at which a hook stopped
 
     @property
     def shown(self) -> list[str]:
-        """What is shown of each piece."""
+        """The shown text of each piece."""
         return self._texts[-1]
 
     def feed(self, piece: AnswerPiece, *, replayed: bool = False) -> ChainOutcome:
-        """Lead a piece through the hooks."""
+        """Pass a piece through the hooks."""
         outcome = ChainOutcome()
         self._pieces.append(piece)
         self._texts[0].append(piece.text)
         for depth in range(len(self._stages)):
             self._catch_up(depth, outcome, replayed=replayed)
             if outcome.rewind is not None:
-                break  # the piece will not be part of the answer
+                break  # the piece is not part of the answer
         return outcome
 
     def end(self) -> ChainOutcome:
-        """Take what the hooks held back; each one's goes through those behind it."""
+        """Release text that the hooks held back; each one's passes through those behind it."""
         outcome = ChainOutcome()
         for depth, stage in enumerate(self._stages):
             if self._stopped is not None and depth <= self._stopped[0]:
@@ -194,7 +194,9 @@ class HookChain:
         return outcome
 
     def _catch_up(self, depth: int, outcome: ChainOutcome, *, replayed: bool) -> None:
-        """Show a stage the pieces that it has not seen: the newest, or all if it is fresh."""
+        """Pass pieces to a stage that it has not got yet: the newest, or all of them if it is
+        fresh.
+        """
         shown = self._texts[depth + 1]
         for at in range(len(shown), len(self._pieces)):
             if self._stopped is not None and at > self._stopped[1] and self._pieces[at].ids:
@@ -207,12 +209,12 @@ class HookChain:
             shown.append(text)
 
     def _ask(self, depth: int, at: int, outcome: ChainOutcome, *, replayed: bool) -> str | None:
-        """Return what the stage shows of piece ``at``; None where it rewinds the context."""
+        """Return the shown text of piece ``at``; None where the stage rewinds the context."""
         stage, piece, texts = self._stages[depth], self._pieces[at], self._texts[depth]
         decoded = Decoded(piece.index, piece.ids, texts[at], replayed, texts, at)
         try:
             action = stage.hook.on_piece(decoded)
-        except BaseException as exc:  # a hook that calls exit() ends its own answer only
+        except BaseException as exc:  # a hook that calls exit() ends only its own answer
             raise _raised(stage.name, exc) from exc
         _check(stage.name, action)
         text: str | None = None
@@ -233,13 +235,13 @@ class HookChain:
         return texts[at] if text is None else text
 
     def _blank(self, depth: int, at: int, last: int) -> bool:
-        """Show nothing of the pieces before ``at`` with the last tokens; True where any is."""
+        """Blank the pieces before ``at`` with the last tokens; True where there are any."""
         covered, first = max(1, len(self._pieces[at].ids)), at
         while covered < last and first > 0:
             first -= 1
             covered += len(self._pieces[first].ids)
         if not 1 <= last <= covered:
-            reason = f"it replaces the last {last} tokens of an answer that has {covered}"
+            reason = f"it replaces the last {last} tokens; the answer has {covered}"
             raise HookFailed(self._stages[depth].name, reason)
         if first == at:
             return False
@@ -259,7 +261,7 @@ class HookChain:
     def _remake(self, stage: _Stage) -> Hook:
         hook = self._make(stage.factory)
         if hook is None:
-            raise HookFailed(stage.name, "its factory made none for a replay")
+            raise HookFailed(stage.name, "its factory returned None for a replay")
         return hook
 
 
@@ -269,12 +271,12 @@ def _released(stage: _Stage) -> str:
     except BaseException as exc:
         raise _raised(stage.name, exc) from exc
     if not _is_text(held):
-        raise _wrong(stage.name, "it released what is no text", held)
+        raise _wrong(stage.name, "on_end did not return a string", held)
     return held
 
 
 def _raised(name: str, exc: BaseException) -> HookFailed:
-    # Here is the traceback, and whoever wrote the hook needs it.
+    # The author of the hook needs the traceback, which is available only here.
     log.error("hook %s raised %r", name, exc, exc_info=exc)
     return HookFailed(name, f"it raised {type(exc).__name__}", repr(exc))
 
@@ -285,12 +287,12 @@ def _wrong(name: str, reason: str, found: object) -> HookFailed:
 
 
 def _check(name: str, action: object) -> None:
-    """Raise ``HookFailed`` unless ``action`` is an action all through: hooks are not type-checked.
+    """Raise ``HookFailed`` unless ``action`` is a valid action: hooks are not type-checked.
 
-    What is wrong must show here, and not where a token is taken or a run is made of it.
+    An error must show here, and not where a token is taken or a run is started from it.
     """
     if not isinstance(action, Continue | Stop | Pause | Replace):
-        raise _wrong(name, "it returned what is no action", action)
+        raise _wrong(name, "it did not return an action", action)
     kind = type(action).__name__
     if isinstance(action, Replace):
         fits = {
@@ -316,7 +318,7 @@ def _is_number(value: object) -> bool:
 
 
 def _is_text(value: object) -> bool:
-    """Whether it is a string that can be sent: half of a surrogate pair cannot."""
+    """Return whether it is a string that can be encoded: half of a surrogate pair cannot."""
     if not isinstance(value, str):
         return False
     try:

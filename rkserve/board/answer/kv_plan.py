@@ -1,8 +1,8 @@
-"""What the KV cache of one handle holds, and what a run or a resumption can reuse of it. Pure.
+"""The known content of one engine's KV cache, and the part that a run can reuse. Pure.
 
 Between runs the KV cache of RKLLM can be appended to or cleared, not cut back: a request reuses all
-of the live context or nothing. Of a paused run ranges can be cut out. Positions are worth something
-only under the origin that they were computed with.
+of the live context or nothing. Ranges can be cut out of a paused run. Positions are valid only
+under the origin that they were computed with.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class PrefillPlan:
-    """How to start a run: clear first or not, which ids to send, how many the context holds."""
+    """The start of a run: whether to clear, the ids to send, and the number of reused positions."""
 
     clear: bool
     send: Ids
@@ -27,7 +27,7 @@ class PrefillPlan:
 
 @dataclass(frozen=True, slots=True)
 class ResumePlan:
-    """How to go on with a paused run: what to cut out of the KV cache, then which ids to send.
+    """The resumption of a paused run: ranges to cut out of the KV cache, then ids to send.
 
     ``cut`` is applied range by range, each at the positions of that moment.
     """
@@ -37,37 +37,37 @@ class ResumePlan:
 
 
 class CachedContext:
-    """The token ids that the runtime's KV cache holds, as far as they are known for certain."""
+    """The token ids in the runtime's KV cache, as far as they are known for certain."""
 
     def __init__(self, *, append: bool) -> None:
-        """``append`` says whether the release may be sent only the new ids of a conversation."""
+        """``append`` is true where the release accepts only the new ids of a conversation."""
         self.append = append
         self._ids: Ids | None = ()
-        self._origin: str | None = None  # what they were computed under
+        self._origin: str | None = None  # the origin that they were computed under
         self._once = False
 
     @property
     def ids(self) -> Ids | None:
-        """The ids that are held; None where that is not known."""
+        """The ids in the cache; None where they are not known."""
         return self._ids
 
     @property
     def origin(self) -> str | None:
-        """The origin that ``ids`` were computed under; None is the base model."""
+        """The origin of ``ids``; None is the base model."""
         return self._origin
 
     @property
     def once(self) -> bool:
-        """Whether nobody is expected to go on from it."""
+        """True where no request is expected to extend it."""
         return self._once
 
     @property
     def positions(self) -> int:
-        """Positions known to be held."""
+        """The number of positions known to be in the cache."""
         return len(self._ids or ())
 
     def plan(self, prompt: Ids, origin: str | None = None) -> PrefillPlan:
-        """Return how a run over ``prompt`` begins.
+        """Return the start of a run over ``prompt``.
 
         At least one id is always sent: the runtime computes the first new token from it.
         """
@@ -79,12 +79,11 @@ class CachedContext:
     def settle(
         self, transcript: Ids, positions: int, origin: str | None = None, *, once: bool = False
     ) -> bool:
-        """Record what a run that ended in order left: ``transcript``, perhaps without its end.
+        """Record the context that a run left: ``transcript``, perhaps without its last token.
 
-        ``once``: nobody is expected to go on from it.
-
-        False where ``positions``, the runtime's word, cannot be true (see ``held``): it did not
-        append what it was sent, or moved its window. The context is forgotten then.
+        With ``once`` no request is expected to extend it. Return False where ``positions``, the
+        runtime's count, cannot be right (see ``held``): it did not append the ids, or moved its
+        window. The context is forgotten then.
         """
         self._ids = held(transcript, positions)
         self._origin = origin if self._ids else None
@@ -92,10 +91,10 @@ class CachedContext:
         return self._ids is not None
 
     def cleared(self, kept: int) -> None:
-        """Record that it was cleared between runs, but for ``kept`` positions.
+        """Record a clear between runs that spared ``kept`` positions.
 
-        They are the first ones: all that a clear can spare is a system prompt. Where these are not
-        known, or cannot be that many, everything is forgotten.
+        They are the first ones: a clear can spare only a system prompt. Where their ids are not
+        known, or ``kept`` is impossible, everything is forgotten.
         """
         if kept == 0:
             self.reset()
@@ -105,22 +104,22 @@ class CachedContext:
             self.forget()
 
     def forget(self) -> None:
-        """The content is unknown (abort, failure): the next run clears first."""
+        """Mark the content as unknown (abort, failure): the next run clears first."""
         self._ids = None
         self._origin = None
 
     def reset(self) -> None:
-        """A new handle: nothing is held."""
+        """Mark the cache as empty, as in a new engine."""
         self._ids = ()
         self._origin = None
 
 
 def held(transcript: Ids, positions: int) -> Ids | None:
-    """Return what the KV cache holds of ``transcript``, or None where that is not known.
+    """Return the part of ``transcript`` that the KV cache holds; None where it is not known.
 
-    ``transcript`` is everything that was sent and delivered. How much of it the KV cache holds is
-    the runtime's word: a token enters it only when the next one is computed, so whether the last
-    one is in differs with the way the run ended or was paused. No other number can be true.
+    ``transcript`` is everything that was sent and generated. A token enters the KV cache only when
+    the next one is computed, so whether the last one is in depends on how the run ended or was
+    paused; the runtime's ``positions`` tells. Any other number is impossible.
     """
     if max(0, len(transcript) - 1) <= positions <= len(transcript):
         return transcript[:positions]
@@ -128,15 +127,15 @@ def held(transcript: Ids, positions: int) -> Ids | None:
 
 
 def plan_resume(kept: Ids | None, wanted: Ids, cuts: Iterable[Range] = ()) -> ResumePlan | None:
-    """Return how a paused run goes on with ``wanted`` as its context; None: recompute instead.
+    """Return how a paused run resumes with ``wanted`` as its context; None: recompute instead.
 
-    ``kept`` is what its KV cache holds (see ``held``) and ``cuts`` what edits asked to cut out,
-    one after the other, each at the positions of that moment. What is left is cut back to where
-    it and ``wanted`` part, and the rest is sent: at least one id, from which the next token is
-    computed.
+    ``kept`` is the content of its KV cache (see ``held``) and ``cuts`` the ranges that edits cut
+    out, one after the other, each at the positions of that moment. The rest is cut back to the
+    common prefix with ``wanted``, and the remaining ids are sent: at least one, from which the next
+    token is computed.
 
-    It has to be recomputed where the content is not known or does not hold a cut, and where no
-    position would be left: cutting everything is as suspect as the full clear of a paused handle.
+    It must be recomputed where the content is not known or does not contain a cut, and where no
+    position would be left: cutting everything is as doubtful as the full clear of a paused engine.
     """
     if kept is None:
         return None
@@ -156,8 +155,9 @@ def plan_resume(kept: Ids | None, wanted: Ids, cuts: Iterable[Range] = ()) -> Re
 
 
 def common_prefix(one: Sequence[T], other: Sequence[T]) -> int:
-    """Return how many ids, or characters, both begin with. They are of one type."""
-    # Slices are compared in C: a loop over 16,384 positions would be felt, once per cache entry.
+    """Return the length of the common prefix of two sequences of one type."""
+    # Slices are compared in C: a Python loop over 16,384 positions, once per cache entry, is too
+    # slow.
     same, differs = 0, min(len(one), len(other))
     if one[:differs] == other[:differs]:
         return differs

@@ -1,6 +1,7 @@
-"""The token ids of one generation: the prompt, the answer, what edits put in and took out. Pure.
+"""The token ids of one generation, and the deltas that report them to the client. Pure.
 
-It checks what an edit asks for and knows nothing of text, hooks or runs.
+A transcript has the prompt, the answer, and the ids that edits inserted and removed. It validates
+an edit's positions and knows nothing of hooks or runs.
 """
 
 from __future__ import annotations
@@ -20,17 +21,17 @@ class Transcript:
     """The ids of one generation in order. Edits return a changed copy or raise."""
 
     def __init__(self, prompt: Ids, slots: Iterable[TranscriptToken] = ()) -> None:
-        self._prompt = prompt  # without what was cleared
+        self._prompt = prompt  # without cleared ranges
         self.slots = list(slots)
 
     @property
     def context(self) -> Ids:
-        """What a run that goes on has to hold."""
+        """The ids that the next run needs in its KV cache."""
         return (*self._prompt, *(slot.token_id for slot in self.slots if not slot.cleared))
 
     @property
     def prompt(self) -> Ids:
-        """The prompt, less what edits have cleared of it."""
+        """The prompt, less cleared ranges."""
         return self._prompt
 
     @property
@@ -39,10 +40,10 @@ class Transcript:
         return [slot.token_id for slot in self.slots if slot.kind is not TokenOrigin.INJECTED]
 
     def drop_unfinished(self) -> int:
-        """Drop the beginning of a character at the end, and return how many tokens that were.
+        """Drop an incomplete character at the end; return the number of its tokens.
 
-        What the runtime held back of it is lost with the interruption, and whoever continues
-        makes these tokens again.
+        The text that the runtime held back is lost with the interruption, and the next run
+        generates these tokens again.
         """
         before = len(self.slots)
         while self.slots and self.slots[-1].unfinished:
@@ -53,7 +54,7 @@ class Transcript:
         """Return a copy without these half-open ranges of the first ``held`` positions.
 
         Raises:
-            RequestError: a range is outside of the cache, turned round, or overlaps another one.
+            RequestError: a range is outside of the cache, reversed, or overlaps another one.
         """
         context = self.context
         live = [True] * len(context)
@@ -72,25 +73,25 @@ class Transcript:
         """Return a copy with ``ids`` in place of the last tokens of the answer.
 
         Raises:
-            RequestError: there are not so many, or they are part of a piece that is one.
+            RequestError: the answer has fewer tokens, or the cut would split an inserted piece.
         """
         copy = Transcript(self._prompt, self.slots[: self._cut(take_back)])
         copy.drop_unfinished()
         if not ids:
             if text:
-                raise RequestError("text cannot be put in without its token ids", "text")
+                raise RequestError("text needs its token ids", "text")
             return copy
         try:
             data = text.encode()
         except UnicodeEncodeError as exc:
             raise RequestError(f"the text is not valid Unicode: {exc.reason}", "text") from None
-        # Its text cannot be told apart by tokens, so it is shown with the last of them.
+        # Its text cannot be divided among the tokens, so it is shown with the last one.
         copy.slots += [TranscriptToken(token_id, b"", kind, waiting=True) for token_id in ids[:-1]]
         copy.slots.append(TranscriptToken(ids[-1], data, kind))
         return copy
 
     def _cut(self, take_back: int) -> int:
-        """Return the slot from which the last tokens of the answer are taken back."""
+        """Return the first slot of the last ``take_back`` tokens of the answer."""
         cut, kinds = len(self.slots), [slot.kind for slot in self.slots]
         own = kinds[::-1].index(TokenOrigin.INJECTED) if TokenOrigin.INJECTED in kinds else cut
         if not 0 <= take_back <= own:
@@ -111,12 +112,12 @@ class Transcript:
 
 
 def ordered(ranges: Sequence[Range], held: int) -> list[Range]:
-    """Return the ranges that are not empty, the last one first.
+    """Return the non-empty ranges, the last one first.
 
-    In that order each can be cleared by itself: it moves no position of those that follow.
+    In that order each can be cleared by itself: it moves no position of the ranges that follow.
 
     Raises:
-        RequestError: a range is outside of the cache, turned round, or overlaps another one.
+        RequestError: a range is outside of the cache, reversed, or overlaps another one.
     """
     for start, end in ranges:
         if not 0 <= start <= end <= held:
@@ -134,9 +135,9 @@ def ordered(ranges: Sequence[Range], held: int) -> list[Range]:
 
 
 class Utf8Decoder:
-    """Turns the bytes of tokens into whole characters.
+    """An incremental UTF-8 decoder that returns complete characters.
 
-    A character is held back until its last byte is there. What is never completed is no text.
+    A character is held back until its last byte arrives; one that is never completed is dropped.
     """
 
     def __init__(self) -> None:
@@ -148,18 +149,20 @@ class Utf8Decoder:
 
     @property
     def whole(self) -> bool:
-        """Whether no character waits for its last byte."""
+        """True where no incomplete character is held back."""
         return not self._decoder.getstate()[0]
 
     def drop(self) -> None:
-        """Forget the bytes of a character that was cut in two."""
+        """Forget the bytes of an incomplete character."""
         self._decoder.reset()
 
 
 class PendingDelta:
-    """The text, ids and slots of one answer that were given out, and those that wait for it.
+    """The text, ids and slots of one answer that were emitted, and those still to be emitted.
 
-    ``certain`` slots may be given out; set it, and ``ids`` to how many of them are the answer's.
+    It compares the text shown now with the emitted text. From all deltas the whole transcript can
+    be rebuilt, so that another board can continue it. Up to ``certain`` slots may be emitted; set
+    it together with ``ids``, the number of them that belong to the answer.
     """
 
     def __init__(
@@ -171,27 +174,24 @@ class PendingDelta:
         *,
         scored: bool = False,
     ) -> None:
-        """That much was given out already, of a generation that began elsewhere.
-
-        Ids that are ``scored`` are given out with their logprobs.
-        """
+        """The arguments are the part emitted on another board. ``scored`` ids carry logprobs."""
         self._scored = scored
         self._given = [text]
         self._text, self._retract = "", 0
         self._prompt = prompt
-        self._slots = len(slots)  # that were given out
-        self._taken = ids  # so many ids of the answer
-        self._parts: list[int] | None = []  # lengths of the texts since, each of one id
+        self._slots = len(slots)  # emitted slots
+        self._taken = ids  # emitted ids of the answer
+        self._parts: list[int] | None = []  # lengths of the texts since then, one per id
         self._rewritten = False
         self.certain, self.ids = len(slots), ids
 
     @property
     def pending(self) -> bool:
-        """Whether ``take`` has something to return."""
+        """True where ``take`` has something to return."""
         return bool(self._slots < self.certain or self._text or self._retract or self._rewritten)
 
     def add(self, ids: int, text: str, shown: str) -> None:
-        """A piece of so many tokens was said, and of it, and those before, that is shown."""
+        """Add a piece of ``ids`` tokens, its text, and the text shown for it."""
         self._text += shown
         if self._parts is None or ids != 1 or text != shown:
             self._parts = None
@@ -199,26 +199,26 @@ class PendingDelta:
             self._parts.append(len(text))
 
     def add_silent(self) -> None:
-        """A token of the answer has no text: the end of it."""
+        """Add a token of the answer without text: its end."""
         if self._parts is not None:
             self._parts.append(0)
 
     def show(self, shown: str) -> None:
-        """All that is shown of the answer now."""
+        """Set the whole text shown of the answer."""
         given = "".join(self._given)
         same = common_prefix(given, shown)
         self._retract, self._text = len(given) - same, shown[same:]
 
     def rewrite(self, same_ids: int, same_slots: int) -> None:
-        """The answer was changed behind so many ids and slots."""
+        """Note that the answer was changed behind so many ids and slots."""
         self._taken = min(self._taken, same_ids)
         self._slots = min(self._slots, same_slots)
         self._rewritten = True
 
     def take(self, transcript: Transcript, token_ids: Sequence[int]) -> Delta | None:
-        """Return what came since the last call, or None.
+        """Return the delta since the last call, or None.
 
-        Ids are given out with their text. Those that an edit took back are not taken back here.
+        Ids are emitted with their text. Ids that an edit removed are not taken back here.
         """
         if not self.pending:
             return None
@@ -244,7 +244,7 @@ class PendingDelta:
         return delta
 
     def _logprobs(self, transcript: Transcript, count: int) -> tuple[Scored | None, ...]:
-        """Return those of the last ids that are certain."""
+        """Return the logprobs of the last ``count`` certain ids."""
         found: list[Scored | None] = []
         for at in range(self.certain - 1, -1, -1):
             slot = transcript.slots[at]

@@ -1,4 +1,4 @@
-"""The states of one board as a table, and when crashes make it a quarantined one. Pure."""
+"""The states of one board as a table, and the limit of crashes before a quarantine. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rkserve.core.errors import Misuse
 
 
 class BoardEvent(Enum):
-    """What happens to a board."""
+    """An event of a board."""
 
     LOADED = "the model is loaded"
     LOAD_FAILED = "the model cannot be loaded"
@@ -32,7 +32,7 @@ TRANSITIONS: dict[tuple[BoardState, BoardEvent], BoardState] = {
     (_S.LOADING, _E.LOADED): _S.READY,
     (_S.LOADING, _E.LOAD_FAILED): _S.FAILED,
     (_S.LOADING, _E.STOP): _S.STOPPED,
-    # It slept when its replica ended, and nobody has woken it.
+    # It was asleep when its replica ended, and was not woken since.
     (_S.LOADING, _E.SLEEP): _S.ASLEEP,
     (_S.READY, _E.ENGINE_DIED): _S.RECOVERING,
     (_S.READY, _E.WATCHDOG): _S.HUNG,
@@ -47,7 +47,7 @@ TRANSITIONS: dict[tuple[BoardState, BoardEvent], BoardState] = {
     (_S.RECOVERING, _E.LOADED): _S.READY,
     (_S.RECOVERING, _E.LOAD_FAILED): _S.FAILED,
     (_S.RECOVERING, _E.TOO_MANY_CRASHES): _S.QUARANTINED,
-    # What is not there needs no unloading.
+    # Without an engine there is nothing to unload.
     (_S.RECOVERING, _E.SLEEP): _S.ASLEEP,
     (_S.RECOVERING, _E.STOP): _S.STOPPED,
     (_S.QUARANTINED, _E.COOLED): _S.RECOVERING,
@@ -57,8 +57,8 @@ TRANSITIONS: dict[tuple[BoardState, BoardEvent], BoardState] = {
     (_S.ASLEEP, _E.STOP): _S.STOPPED,
     (_S.FAILED, _E.STOP): _S.STOPPED,
     (_S.STOPPED, _E.STOP): _S.STOPPED,
-    # A bug of ours must not leave a board that looks well and never answers: health fails, and
-    # the replica is replaced.
+    # A bug of rkserve must not leave a board that looks healthy and never answers: health fails,
+    # and the replica is replaced.
     (_S.LOADING, _E.BROKE): _S.FAILED,
     (_S.ASLEEP, _E.BROKE): _S.FAILED,
     (_S.READY, _E.BROKE): _S.FAILED,
@@ -72,8 +72,8 @@ TRANSITIONS: dict[tuple[BoardState, BoardEvent], BoardState] = {
 # Health fails here: a fresh replica may help where the board cannot help itself. Not so in
 # quarantine, which ends by itself: a fresh replica would forget why the board rests.
 SICK = frozenset({BoardState.HUNG, BoardState.FAILED})
-# Requests are taken here, and wait where it is not ready. Of a board that sleeps, what it was told
-# says whether it takes any; one that loads for the first time has no engine to ask about, see
+# Requests are accepted here, and wait where it is not ready. The desired state decides whether a
+# sleeping board accepts any; one that loads for the first time has no engine facts yet, see
 # ``EngineSupervisor.open``.
 OPEN = frozenset({BoardState.READY, BoardState.RECOVERING, BoardState.ASLEEP, BoardState.LOADING})
 
@@ -105,6 +105,6 @@ class CrashLog:
         return len(self._times) >= self._limit
 
     def forgive(self) -> None:
-        """The last crash does not count."""
+        """Discount the last crash."""
         if self._times:
             self._times.pop()

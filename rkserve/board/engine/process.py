@@ -1,6 +1,6 @@
-"""The engine process seen from the board: spawned, spoken to in frames, ended without fail.
+"""The engine process as seen from the board: spawned, driven by frames, and ended reliably.
 
-It knows pipes, signals and frames; what a run means is the board's business.
+It knows pipes, signals and frames; the meaning of a run is the board's business.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ log = logging.getLogger(__name__)
 STDERR_LINES = 40
 ERROR_LINES = 3
 MAX_LINE = 1 << 16
-# The library speaks on one pipe and the engine on another: how long its words may lag behind.
+# The library logs to one pipe and the engine writes frames to another: the log may lag this far
+# behind.
 WORDS_LAG_S = 0.05
 REFUSALS: Mapping[str, type[NativeError]] = {
     refusal.__name__: refusal for refusal in (LibraryMissing, ReleaseRefused, LoadFailed, Misuse)
@@ -51,18 +52,18 @@ REFUSALS: Mapping[str, type[NativeError]] = {
 
 
 class _Pipe(asyncio.Protocol):
-    """Where the engine's frames come out. A stream's reader would be woken for every token."""
+    """The engine's frames. An asyncio stream reader would be woken for every token."""
 
     def __init__(self, take: Callable[[bytes], None]) -> None:
         self._take = take
         self.over = asyncio.get_running_loop().create_future()
 
     def data_received(self, data: bytes) -> None:
-        """Take what the engine says."""
+        """Take bytes of frames."""
         self._take(data)
 
     def connection_lost(self, _: Exception | None) -> None:
-        """It says nothing any more."""
+        """Note the end of the pipe."""
         if not self.over.done():
             self.over.set_result(None)
 
@@ -75,12 +76,12 @@ class EngineProcess:
         self._board_id = board_id
         self._reader = engine_frames.FrameReader()
         self._runs: dict[int, tuple[OnToken, OnScores | None, asyncio.Future[RunEnded]]] = {}
-        self._vectors: dict[int, tuple[int, bytes]] = {}  # of runs whose end is about to come
+        self._vectors: dict[int, tuple[int, bytes]] = {}  # of runs whose end follows
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._call_ids = itertools.count(1)
         self._loaded: asyncio.Future[EngineFacts] = loop.create_future()
         self._last_sign_s = loop.time()
-        self._stderr: deque[str] = deque(maxlen=STDERR_LINES)  # since it was last idle
+        self._stderr: deque[str] = deque(maxlen=STDERR_LINES)  # since the engine was last idle
         self.died: asyncio.Future[str] = loop.create_future()
         self.facts = EngineFacts("", per_run_sampling=False, quirks={}, load_s=0.0)
         self._pipe = _Pipe(self._take)
@@ -94,8 +95,8 @@ class EngineProcess:
         """Spawn an engine and load the model.
 
         Raises:
-            NativeError: ``LibraryMissing``, ``ReleaseRefused`` or ``LoadFailed``, with the words
-                of the library where it said any.
+            NativeError: ``LibraryMissing``, ``ReleaseRefused`` or ``LoadFailed``, with the
+                library's error lines, if any.
         """
         engine = cls(board_id)
         await engine._spawn(spec)
@@ -200,7 +201,7 @@ class EngineProcess:
         return future
 
     def _ask(self, frame: bytes, future: asyncio.Future[Any]) -> bool:
-        """Send what will be answered; where nobody lives to do so, ``future`` knows at once."""
+        """Send a command; where the engine has died, fail ``future`` at once."""
         if self.died.done():
             future.set_exception(EngineDied(self._board_id, self.died.result()))
             return False
@@ -210,11 +211,11 @@ class EngineProcess:
         return True
 
     def pause(self, run_id: int) -> None:
-        """Ask the run to pause at its next token; see ``Engine``."""
+        """Pause the run at its next token; see ``Engine``."""
         self._send(engine_frames.pack(FrameKind.PAUSE, {"run_id": run_id}))
 
     def abort(self, run_id: int) -> None:
-        """Ask for the run's end; returns at once."""
+        """Abort the run; returns at once."""
         self._send(engine_frames.pack(FrameKind.ABORT, {"run_id": run_id}))
 
     def silent_s(self) -> float:
@@ -222,7 +223,7 @@ class EngineProcess:
         return asyncio.get_running_loop().time() - self._last_sign_s
 
     async def stop(self) -> None:
-        """End an engine without a run in order: destroy, then exit; by force after 5 s."""
+        """Stop an engine without a run in order: destroy, then exit; kill it after 5 s."""
         self._send(engine_frames.pack(FrameKind.STOP, {}))
         if not await self._gone(5.0):
             await self.kill()
@@ -244,21 +245,22 @@ class EngineProcess:
         self._child.write(frame)  # lost with an engine that just died; its EOF tells the board
 
     def _take(self, chunk: bytes) -> None:
-        """Read what the engine says."""
+        """Parse frames of the engine."""
         try:
             self._last_sign_s = asyncio.get_running_loop().time()
             for kind, payload in self._reader.feed(chunk):
                 self._dispatch(kind, payload)
         except Exception:
-            # A corrupt stream, or a bug in a token's receiver. What comes behind it makes no sense.
+            # A corrupt stream, or a bug in a token's receiver. The rest of the stream cannot be
+            # parsed.
             log.exception("board %s: the engine's frames cannot be read", self._board_id)
             self._child.kill()
             self._child.close_stdout()
 
     async def _follow(self) -> None:
-        """Wait for the engine's end, and tell all who wait for it."""
+        """Wait for the engine's end, and fail all waiting calls."""
         await self._pipe.over
-        self._bury(await self._epitaph())
+        self._fail_waiting(await self._describe_end())
 
     def _dispatch(self, kind: FrameKind, payload: bytes) -> None:
         if kind is FrameKind.TOKEN:
@@ -283,7 +285,7 @@ class EngineProcess:
             loop.call_later(WORDS_LAG_S, self._refuse, engine_frames.unpack(payload))
 
     def _note_vector(self, run_id: int, tokens: int, vector: bytes) -> None:
-        """Keep it until the end of its run comes."""
+        """Keep the vector until the end of its run."""
         if run_id in self._runs:
             self._vectors[run_id] = (tokens, vector)
 
@@ -316,7 +318,7 @@ class EngineProcess:
             return
         if ended.end is RunEnd.FAILED:
             ended = replace(ended, error=self._explained(ended.error))
-            self._stderr.clear()  # said now: it must not explain what happens later
+            self._stderr.clear()  # reported now; it must not explain later failures
         elif ended.cache_refused is not None:
             ended = replace(ended, cache_refused=self._explained(ended.cache_refused))
         future.set_result(ended)
@@ -335,7 +337,7 @@ class EngineProcess:
         future = self._calls.pop(call_id, None)
         if future is not None and not future.done():
             future.set_exception(self._native_error(error["kind"], error["args"]))
-        self._stderr.clear()  # said now, as above
+        self._stderr.clear()  # reported now, as above
 
     def _native_error(self, kind: str, args: list[Any]) -> NativeError:
         if kind == CallFailed.__name__:
@@ -349,9 +351,9 @@ class EngineProcess:
             self._loaded.set_exception(refusal(self._explained(facts["message"])))
 
     def _explained(self, message: str | None) -> str | None:
-        """``message`` with the library's error lines: the reason that its codes never give.
+        """Return ``message`` with the library's error lines, which its return codes never explain.
 
-        Several, because the last one is often only "rkllm_init failed".
+        Several lines, because the last one is often only "rkllm_init failed".
         """
         said = self._said(message or "")
         if not said:
@@ -374,23 +376,23 @@ class EngineProcess:
             self._stderr.append(text)
             log.info("board %s engine %d: %s", self._board_id, self.pid, text)
 
-    async def _epitaph(self) -> str:
-        """Say how the process ended: the signal or code, and the last words of the library."""
+    async def _describe_end(self) -> str:
+        """Return how the process ended: the signal or code, and the library's last error lines."""
         code = await self._child.wait()
-        await asyncio.wait({self._tasks[1]}, timeout=1.0)  # its last words may still be in the pipe
+        await asyncio.wait({self._tasks[1]}, timeout=1.0)  # the log's end may still be in the pipe
         how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         words = max(reversed(self._stderr), key=_weight, default="")
         words = words if _weight(words) else ""
         return f"the engine process ended ({how}{': ' + words if words else ''})"
 
-    def _bury(self, epitaph: str) -> None:
-        self.died.set_result(epitaph)
+    def _fail_waiting(self, reason: str) -> None:
+        self.died.set_result(reason)
         self._child.close()
         waiting = [*(future for _, _, future in self._runs.values()), *self._calls.values()]
         self._runs, self._calls = {}, {}
         for future in waiting:
             if not future.done():
-                future.set_exception(EngineDied(self._board_id, epitaph))
+                future.set_exception(EngineDied(self._board_id, reason))
 
 
 def _environ(spec: EngineSpec) -> dict[str, str]:
@@ -400,9 +402,10 @@ def _environ(spec: EngineSpec) -> dict[str, str]:
 
 
 def _weight(line: str) -> int:
-    """How much a line of its log says about an engine's end; the last of the weightiest is it.
+    """Return the weight of a log line for explaining the engine's end; the last of the heaviest
+    wins.
 
-    ``faulthandler`` speaks after the library, and only says which signal it was.
+    ``faulthandler`` writes after the library, and names only the signal.
     """
     if "GGML_ASSERT" in line or line.startswith("E "):
         return 2

@@ -1,6 +1,6 @@
-"""What the board asks of an engine, and what it hears: the ``Engine`` protocol and its values.
+"""The ``Engine`` protocol and its values.
 
-It knows no processes, pipes or frames: ``process`` does the talking, and tests have a fake.
+It knows no processes, pipes or frames: ``process`` implements it, and tests have a fake.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from rkserve.core.run_params import Embeds, EncoderStates, Picture, Pooling, Sco
 from rkserve.native.runtime import LoadParams, Perf, RunEnd, VisionParams
 from rkserve.native.step_params import StepParams
 
-# What a run gives for every token: entry of the batch, token id, text, and whether the library
-# still holds text back (``waiting``). See ``TokenPiece``.
+# Receives every token of a run: entry of the batch, token id, text, and whether the library still
+# holds text back (``waiting``).
 OnToken = Callable[[int, int, bytes, bool], None]
-# What a run of single steps gives before a token, or of its prompt (True): logprobs.
+# Receives logprobs in a run of single steps: of the next token, or of the prompt (True).
 OnScores = Callable[[bool, tuple[Scored, ...]], None]
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """What an engine process is started with.
+    """The parameters of an engine process.
 
     ``fence`` is the lock file that keeps two engines off one NPU. ``environ`` is added to the
     process's environment. ``pin_cpus`` are the cores it may run on; empty leaves all. The callables
@@ -46,7 +46,7 @@ class EngineSpec:
 
 
 def with_weights(spec: EngineSpec, weights: Path | None) -> EngineSpec:
-    """Return what an engine with another model file is started with; None changes nothing."""
+    """Return the parameters with another model file; None changes nothing."""
     if weights is None:
         return spec
     return replace(spec, params=replace(spec.params, model_path=str(weights)))
@@ -54,7 +54,7 @@ def with_weights(spec: EngineSpec, weights: Path | None) -> EngineSpec:
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
-    """What a loaded engine says of its runtime. Every run takes exactly ``n_batch`` entries."""
+    """The properties of a loaded engine's runtime. Every run takes exactly ``n_batch`` entries."""
 
     release: str
     per_run_sampling: bool
@@ -68,7 +68,7 @@ class EntryCommand:
     """One entry of a batch: token ids, or in text mode the rendered prompt and no ids.
 
     Such a prompt may have ``images``, or be ``embeds`` and no text; then it is the only entry. So
-    is one with the states of an ``encoder``, whose ids, if it has any, go before its text.
+    is one with the states of an ``encoder``, whose ids, if any, precede its text.
     """
 
     ids: tuple[int, ...] = ()
@@ -80,18 +80,18 @@ class EntryCommand:
 
 @dataclass(frozen=True, slots=True)
 class RunCommand:
-    """One run as the engine is asked for it; see ``RunParams`` for the common meanings.
+    """The command for one run; see ``RunParams`` for the common fields.
 
     Before the run, in this order: ``clear`` empties the whole KV cache of an idle handle; ``cut``
-    clears half-open ranges of the paused entry 0, one call each, with positions as they are at that
-    moment; ``release_cache`` forgets the prompt cache, and ``load_cache`` loads another, which
-    stays for later runs. If one of the first two fails, there is no run. A cache is a convenience:
-    one that cannot be loaded or released leaves its reason in ``RunEnded.cache_refused``.
+    clears half-open ranges of the paused entry 0, one call each, at the positions of that moment;
+    ``release_cache`` releases the prompt cache, and ``load_cache`` loads another, which stays for
+    later runs. If one of the first two fails, there is no run. A prompt cache is a convenience: one
+    that cannot be loaded or released leaves its reason in ``RunEnded.cache_refused``.
 
-    ``resume`` goes on with the paused run, under a new ``run_id``. With ``steps`` the engine makes
-    the run of single steps; ``sampling`` and ``max_new_tokens`` are the library's, and not used.
-    With ``pooling`` nothing is generated: the hidden states of the one entry become the ``vector``
-    of ``RunEnded``.
+    ``resume`` resumes the paused run, under a new ``run_id``. With ``steps`` the engine makes the
+    run of single steps; the library's ``sampling`` and ``max_new_tokens`` are not used. With
+    ``pooling`` nothing is generated: the hidden states of the one entry become the ``vector`` of
+    ``RunEnded``.
     """
 
     run_id: int
@@ -112,15 +112,14 @@ class RunCommand:
 
 @dataclass(frozen=True, slots=True)
 class RunEnded:
-    """How a run ended.
+    """The end of a run.
 
-    ``end`` is None for a run that was aborted before it began. ``kv_positions`` is what the runtime
-    says each entry's KV cache holds now, and empty where it would not say. ``perf`` is zeros for a
-    run that was paused. Of a run of single steps, ``refused`` says that it failed by what it was
-    asked for, ``cut`` that it ended at the room that the engine has for a context, and ``aborted``
-    that the engine had the library abort a part of it. ``vector``
-    are float32 values, of a text with so many ``tokens``. So many images were ``encoded``; the rows
-    of others were known.
+    ``end`` is None for a run that was aborted before it began. ``kv_positions`` is the runtime's
+    count for each entry of the KV cache now, and empty where it gave none. ``perf`` is zeros for a
+    paused run. For a run of single steps, ``refused`` means that it failed by its parameters,
+    ``cut`` that it ended at the engine's context limit, and ``aborted`` that the engine had the
+    library abort a part of it. ``vector`` is float32 values, of a text with ``tokens`` tokens.
+    ``encoded`` images were encoded; the others were cached.
     """
 
     end: RunEnd | None
@@ -138,12 +137,12 @@ class RunEnded:
 
     @property
     def in_order(self) -> bool:
-        """Whether the runtime finished the run, by itself or after an abort."""
+        """True where the runtime finished the run, by itself or after an abort."""
         return self.end is RunEnd.FINISHED
 
 
 class Engine(Protocol):
-    """A loaded engine, as the board uses it."""
+    """A loaded engine."""
 
     facts: EngineFacts
     pid: int
@@ -155,47 +154,47 @@ class Engine(Protocol):
         """Start a run. The future fails with ``EngineDied`` if the process ends first.
 
         Raises:
-            FrameCorrupt: the command cannot travel; nothing was sent.
+            FrameCorrupt: the command cannot be encoded; nothing was sent.
         """
 
     def pause(self, run_id: int) -> None:
-        """Ask the run to pause at its next token that may; returns at once.
+        """Pause the run at its next possible token; returns at once.
 
-        Whether the runtime may pause such a run is the caller's to know. A run that has not begun
-        or has ended is not concerned, and an abort outweighs this.
+        The caller has to know whether the runtime can pause such a run. A run that has not begun or
+        has ended is not affected, and an abort has priority.
         """
 
     def abort(self, run_id: int) -> None:
-        """Ask for the run's end; returns at once."""
+        """Abort the run; returns at once."""
 
     def call(self, method: str, **args: Any) -> asyncio.Future[Any]:
-        """Make one call of the runtime between runs; it waits in the engine for those before it.
+        """Make one call of the runtime between runs; it is queued behind earlier ones.
 
         ``drain()``, ``clear_kv(keep_system_prompt)``, ``kv_sizes()`` (a tuple),
         ``load_adapter(path, name, scale)``, ``release_cache()``. The future fails with
-        ``EngineDied``, or with the ``NativeError`` that the runtime raised.
+        ``EngineDied``, or with the runtime's ``NativeError``.
         """
 
     def silent_s(self) -> float:
         """Seconds since the last sign of life."""
 
     async def stop(self) -> None:
-        """End an idle or paused engine in order, by force if it does not."""
+        """Stop an idle or paused engine in order, by force if it does not end."""
 
     async def kill(self) -> bool:
-        """End it by SIGTERM, then SIGKILL. False if it is still there after that."""
+        """End it by SIGTERM, then SIGKILL. False if it survives both."""
 
 
 UNLOADED_REASON = "its model is unloaded"
 
 
 class UnloadedEngine:
-    """The ``Engine`` of a board without one: it has ended, holds nothing, and does nothing."""
+    """The ``Engine`` of a sleeping board: ended, empty, and without effect."""
 
     pid = 0
 
     def __init__(self, board_id: str, facts: EngineFacts) -> None:
-        """``facts`` are those of the engine before it."""
+        """``facts`` are those of the unloaded engine."""
         self._board_id = board_id
         self.facts = facts
         self.died: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -204,12 +203,12 @@ class UnloadedEngine:
     def run(
         self, command: RunCommand, on_token: OnToken, on_scores: OnScores | None = None
     ) -> asyncio.Future[RunEnded]:
-        """There is nobody to make it."""
+        """Fail with ``EngineDied``."""
         del command, on_token, on_scores
         return self._refused()
 
     def call(self, method: str, **args: Any) -> asyncio.Future[Any]:
-        """There is nobody to make it."""
+        """Fail with ``EngineDied``."""
         del method, args
         return self._refused()
 
@@ -219,18 +218,18 @@ class UnloadedEngine:
         return refused
 
     def pause(self, run_id: int) -> None:
-        """There is no run."""
+        """Do nothing: there is no run."""
 
     def abort(self, run_id: int) -> None:
-        """There is no run."""
+        """Do nothing: there is no run."""
 
     def silent_s(self) -> float:
-        """Nothing is expected of it."""
+        """Return 0: no sign of life is expected."""
         return 0.0
 
     async def stop(self) -> None:
-        """It has ended."""
+        """Do nothing: it has ended."""
 
     async def kill(self) -> bool:
-        """It has ended."""
+        """Return True: it has ended."""
         return True

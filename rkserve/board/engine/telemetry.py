@@ -1,10 +1,10 @@
-"""What a board's kernel says of its NPU, its clocks, its heat and its memory.
+"""Telemetry of a board from its kernel: NPU, clocks, temperature and memory.
 
-It knows where each SoC keeps these figures and the formats of the rknpu driver and the kernel. It
-refuses to know who asks, to write anything, and to raise: a figure that cannot be had is None (or
-empty), and a note says why in words for an operator. The root is passed in: ``/`` on a board.
+It knows the places of these figures for each SoC, and the formats of the rknpu driver and the
+kernel. It never writes and never raises: a missing figure is None (or empty), and a note gives the
+reason. The root is an argument: ``/`` on a board.
 
-A read may block while the driver is stuck: call this off the event loop and with a time limit.
+A read may block while the driver hangs: call this off the event loop and with a time limit.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ NPU_NODES: Mapping[str, str] = MappingProxyType(
 )
 MAX_FILE_BYTES = 8192  # /proc/meminfo, the longest, has about 1,500
 MAX_ZONES = 64
-FULL_PERCENT = 100  # the driver cuts its own figure there; more is damage
-# Where the driver shows its own figures: debugfs is for root only, /proc/rknpu a build option.
+FULL_PERCENT = 100  # the driver limits its own figure to this; more is damage
+# The driver's own figures: debugfs is for root only, /proc/rknpu a build option.
 DRIVER_FOLDERS = ("sys/kernel/debug/rknpu", "proc/rknpu")
 DEVFREQ = "sys/class/devfreq"
 DDR = f"{DEVFREQ}/dmc"
@@ -46,11 +46,11 @@ CELSIUS = (-60.0, 200.0)
 
 
 class _Unknown(Exception):
-    """One source has no answer; the message is the reason. Never leaves this module."""
+    """A missing figure, with the reason. Never leaves this module."""
 
 
 def read_telemetry(root: Path) -> Hardware:
-    """Return everything that can be read now under ``root``."""
+    """Return all figures that can be read now under ``root``."""
     board = _Reader(root)
     soc = board.first("SoC", board.soc) or ""
     npu_hz, npu_max_hz = board.npu_clocks(soc)
@@ -80,13 +80,13 @@ def read_soc(root: Path) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Reader:
-    """Reads the sources of one board and keeps the reasons for what is unknown."""
+    """Reads the sources of one board and collects the reasons for missing figures."""
 
     root: Path
     notes: list[str] = field(default_factory=list)
 
     def first(self, figure: str, *sources: Callable[[], T]) -> T | None:
-        """Return what the first source with an answer says; note all reasons where none has."""
+        """Return the figure of the first source that has it; note all reasons where none has."""
         reasons = []
         for source in sources:
             try:
@@ -108,7 +108,7 @@ class _Reader:
 
     def npu_clocks(self, soc: str) -> tuple[int | None, int | None]:
         """The NPU's clock, and the highest that it can be set to."""
-        # RK3562's kernel, for one, may show the clock in the driver's folder only.
+        # Some kernels (RK3562) show the clock in the driver's folder only.
         driver = [partial(self._driver_hertz, folder) for folder in DRIVER_FOLDERS]
         try:
             folder = self._npu_folder(soc)
@@ -119,13 +119,13 @@ class _Reader:
         highest = self.first(
             "highest NPU clock",
             partial(self._highest_hertz, f"{folder}/available_frequencies"),
-            # The limit in force, which heat or a script may have lowered: better than nothing.
+            # The current limit, which heat or a script may have lowered: better than nothing.
             partial(self._hertz, f"{folder}/max_freq"),
         )
         return current, highest
 
     def _npu_folder(self, soc: str) -> str:
-        """Return the NPU's devfreq folder: that of the SoC, or whatever looks like one."""
+        """Return the NPU's devfreq folder: that of the SoC, or one that looks alike."""
         there = self._names(DEVFREQ)
         known = [node for name, node in NPU_NODES.items() if soc.startswith(name)]
         alike = sorted(name for name in there if re.fullmatch(r"[\w.-]{1,64}\.npu", name, re.ASCII))
@@ -135,8 +135,8 @@ class _Reader:
         raise _Unknown(f"/{DEVFREQ} has no {known[0] if known else '*.npu'}")
 
     def _driver_hertz(self, folder: str) -> int:
-        # To show `freq` the driver powers the NPU up; a board that is asked each second would
-        # never be off.
+        # Reading `freq` makes the driver power the NPU up; with a read each second it would never
+        # be off.
         power = self._text(f"{folder}/power").strip()
         if power != "on":
             raise _Unknown(f"/{folder}/power is {_shown(power)}: the NPU is not powered up to ask")
@@ -171,7 +171,7 @@ class _Reader:
         return hertz, named or "", percent
 
     def temperature(self) -> float:
-        """Degrees of the NPU, or of the SoC where the NPU has no sensor of its own."""
+        """Degrees Celsius of the NPU, or of the SoC where the NPU has no sensor of its own."""
         found: dict[str, str] = {}
         for name in sorted(self._names(THERMAL))[:MAX_ZONES]:
             if re.fullmatch(r"thermal_zone\d{1,4}", name, re.ASCII) is None:

@@ -25,23 +25,23 @@ from rkserve.native.runtime import RunEnd
 
 log = logging.getLogger(__name__)
 
-# An adapter is read from flash storage, perhaps a slow card, while the call blocks.
+# The call blocks while the adapter is read from flash storage, perhaps a slow card.
 LOAD_S = 60.0
 
 
 class AdapterLoader:
-    """The adapters of one board as it loads them: those staged there, and the model folder's."""
+    """Loads adapters from the board's folder of transferred ones and from the model folder."""
 
     def __init__(self, folder: Path | None, staged: AdapterFolder | None = None) -> None:
-        """``folder`` is the model folder. What was ``staged`` on the board goes before it.
+        """``folder`` is the model folder. Adapters ``staged`` on the board have priority.
 
-        Without either the base model alone is served.
+        Without either only the base model is served.
         """
         shelves = (staged, None if folder is None else AdapterFolder.of_model(folder))
         self._shelves = tuple(shelf for shelf in shelves if shelf is not None)
 
     async def ready(self, slot: EngineSlot, ref: AdapterRef) -> LoadedEngine:
-        """Return the engine of ``slot`` once that holds ``ref`` under its key.
+        """Return the engine of ``slot`` with ``ref`` loaded under its key.
 
         Raises:
             AdapterBroken: the file is missing, changed, or refused by the runtime.
@@ -74,7 +74,7 @@ PROBE_TEXT = "Hello"  # in text mode
 
 
 class AdapterProbes:
-    """Tries adapters on one board, whatever that is doing."""
+    """Loads and tries adapters on one board, whatever else it is doing."""
 
     def __init__(
         self,
@@ -89,14 +89,15 @@ class AdapterProbes:
         self._runner = runner
 
     async def load(self, ref: AdapterRef, prompt_ids: Ids, tokens: int) -> Probe:
-        """Load ``ref`` before anything else starts, and let it say up to ``tokens`` tokens.
+        """Load ``ref`` ahead of other work, and generate up to ``tokens`` tokens with it.
 
-        What this engine has loaded and tried before is known at once, with ``load_ms`` of 0.
-        Whoever is paused inside the runtime lets go of the board; a run has ``patience_s`` to end,
-        then it is left at a token, and goes on by itself after this. Cancelled, it is withdrawn.
+        An adapter that this engine has loaded and tried before is answered at once, with
+        ``load_ms`` of 0. A paused run releases the board; a running one has ``load_patience_s`` to
+        end, then it is interrupted at a token and continues by itself later. Cancelling withdraws
+        the trial.
 
         Raises:
-            AdapterBroken: the file is not what it should be, or the runtime refuses it or its run.
+            AdapterBroken: the file is not valid, or the runtime refuses it or its run.
             BoardFailed: the board is out of order, or the engine failed.
             BoardAsleep: its model is unloaded.
         """
@@ -108,24 +109,24 @@ class AdapterProbes:
         done = self._queue.schedule(
             lambda: self._load_and_probe(ref, prompt_ids, tokens), first=True
         )
-        self._runner.pauses.let_go()
+        self._runner.pauses.release_board()
         try:
-            # What waited before it may begin meanwhile, and has to make way as well.
+            # Work queued before it may begin meanwhile, and has to release the board as well.
             while not (await asyncio.wait({done}, timeout=self._settings.load_patience_s))[0]:
-                self._runner.make_way()
+                self._runner.vacate()
             return done.result()
         finally:
             done.cancel()
 
     async def _load_and_probe(self, ref: AdapterRef, prompt_ids: Ids, tokens: int) -> Probe:
-        """Load ``ref`` and let it say up to ``tokens`` tokens. Use it while the board is one's own.
+        """Load ``ref`` and generate up to ``tokens`` tokens, while the caller has the board.
 
         Raises:
-            AdapterBroken: the file is not what it should be, or the runtime refuses it or its run.
+            AdapterBroken: the file is not valid, or the runtime refuses it or its run.
             BoardFailed: the engine failed.
         """
         known = _known(self._slot.live, ref)
-        if known is not None:  # somebody else has asked for the same meanwhile
+        if known is not None:  # another call did the same meanwhile
             return known
         await self._caching.park(self._slot.live)
         started_s = loop_time_s()
@@ -148,7 +149,7 @@ class AdapterProbes:
 
 
 def _known(live: LoadedEngine, ref: AdapterRef) -> Probe | None:
-    """Return what is known of an adapter that is loaded in this engine and was tried in it."""
+    """Return the result of an earlier trial in this engine, if it still has the adapter."""
     if not live.alive or ref.key not in live.adapters.keys or ref.key not in live.tried:
         return None
     return replace(live.tried[ref.key], load_ms=0.0)
@@ -157,12 +158,13 @@ def _known(live: LoadedEngine, ref: AdapterRef) -> Probe | None:
 async def try_out(
     settings: BoardSettings, live: LoadedEngine, adapter: str | None, prompt_ids: Ids, tokens: int
 ) -> tuple[EngineRun, float, int]:
-    """Make a trial run, with no ids in text mode, of up to ``tokens`` tokens; the board is free.
+    """Make a trial run of up to ``tokens`` tokens, without ids in text mode, while the board is
+    free.
 
-    Return it, how long the runtime says that decoding took, and how many tokens it gave.
+    Return the run, the runtime's decoding time in ms, and the number of generated tokens.
 
     Raises:
-        RunFailed: the runtime refused it, or gave nothing.
+        RunFailed: the runtime refused it, or generated nothing.
         EngineHung, EngineDied: as any run.
     """
     entry = EntryCommand(prompt_ids) if prompt_ids else EntryCommand(prompt_text=PROBE_TEXT)

@@ -1,8 +1,8 @@
-"""Which base weights a board's engine is loaded with: the file, its marker, and those that failed.
+"""The base weights of a board's engine: the file to load, its marker, and refused ones.
 
-Every load goes through here, whatever it is for: it takes the weights that the board has, or is to
-have, and where these cannot be loaded those that were good last. When other ones are loaded, and
-what becomes of requests then, is not decided here (rebasing).
+Every load goes through here: it takes the current or the next weights, and where these cannot be
+loaded the last good ones. When other weights are loaded, and the effect on requests, is decided in
+``swap_weights``.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from rkserve.core.file_digests import CachedDigest
 
 log = logging.getLogger(__name__)
 
-# Weights that could not be loaded are tried again, asked for again, after a rest; then after one
-# that is twice as long, and so on up to this. Each try ends an engine that works.
+# Weights that could not be loaded are tried again on request after a rest, then after one twice as
+# long, and so on up to this limit. Each try ends a working engine.
 LONGEST_REST_S = 600.0
 
-# Starts an engine from a file; None is the one in the model folder.
+# Starts an engine from a model file; None is the one in the model folder.
 StartEngine = Callable[[Path | None], Awaitable[Engine]]
 
 
 @dataclass(slots=True)
 class Refusal:
-    """Weights that could not be loaded: why, how often, and when they may be tried again."""
+    """Weights that could not be loaded: reason, count, and the earliest time of the next try."""
 
     reason: str
     count: int
@@ -47,7 +47,7 @@ class Refusal:
 
 
 def same(one: BaseVersion | None, other: BaseVersion | None) -> bool:
-    """Whether it is the same content, whatever it is called; None is the model folder's file."""
+    """Return whether both have the same content; None is the model folder's file."""
     return _digest(one) == _digest(other)
 
 
@@ -56,7 +56,7 @@ def _digest(base: BaseVersion | None) -> str:
 
 
 class ModelFileDigest:
-    """The base model in the model folder: its size, and its sha256 once that is computed."""
+    """Size and sha256 of the base model in the model folder, computed in the background."""
 
     def __init__(self, file: Path | None, record: Path | None) -> None:
         self._kept = None if file is None else CachedDigest(file, record)
@@ -64,7 +64,7 @@ class ModelFileDigest:
         self.size_bytes = 0
 
     async def look(self) -> None:
-        """Compute the digest in a thread: of gigabytes it takes half a minute."""
+        """Compute the digest in a thread: it takes half a minute for gigabytes."""
         if self._kept is None:
             return
         try:
@@ -75,7 +75,7 @@ class ModelFileDigest:
             log.warning("the sha256 of %s cannot be computed: %s", self._kept.file, exc)
 
     def stop(self) -> None:
-        """End the computation, if there is one."""
+        """Cancel the computation."""
         if self._kept is not None:
             self._kept.stop()
 
@@ -86,64 +86,64 @@ class BaseWeights:
     def __init__(
         self,
         staged: StagedWeights,
-        charge: Obligations,
+        obligations: Obligations,
         caching: PromptCaching,
         start_engine: StartEngine,
         *,
         marker: Path | None,
         rest_s: float,
     ) -> None:
-        """``start_engine`` takes a file, or None for that of the model folder. ``marker`` is where
-        a restarted replica finds what to load at once. ``rest_s`` is the first rest after a load
-        that failed.
+        """``start_engine`` takes a file, or None for that of the model folder. ``marker`` is the
+        file that names the weights to load first after a restart. ``rest_s`` is the first rest
+        after a failed load.
         """
         self._rest_s = rest_s
         self._staged = staged
-        self._charge = charge
+        self._obligations = obligations
         self._caching = caching
         self._start_engine = start_engine
         self._marker = marker
         self._good: BaseVersion | None = None
-        self._trial: list[BaseVersion | None] = []  # one, or none
-        self._on_trial = False  # it is, or was, loaded for that
-        self._marked: tuple[BaseVersion | None] | None = None  # what the marker says
+        self._trial: list[BaseVersion | None] = []  # one element, or none
+        self._on_trial = False  # the trial's weights are, or were, loaded
+        self._marked: tuple[BaseVersion | None] | None = None  # the content of the marker
         self._refusals: dict[str, Refusal] = {}
-        self.failures = 0  # how often weights were refused
+        self.failures = 0  # number of refusals
         self.base: BaseVersion | None = None
-        charge.weights_here(self.here)
+        obligations.weights_here(self.here)
 
     @property
     def digest(self) -> str:
-        """What the engine has, or the next one will: empty is the model folder's file."""
+        """Digest of the weights of the current or next engine; empty is the model folder's file."""
         return _digest(self.base)
 
     @property
     def staged(self) -> tuple[str, ...]:
-        """The keys of what is on the disk whole; see ``BaseVersion.key``."""
+        """Keys of the complete files on the disk; see ``BaseVersion.key``."""
         return self._staged.keys
 
     def here(self, base: BaseVersion | None) -> bool:
-        """Whether the file is on the disk."""
+        """Return whether the file is on the disk."""
         return base is None or self._staged.path(base) is not None
 
     def uses(self, base: BaseVersion) -> bool:
-        """Whether a load may need the file."""
-        target = self._charge.target
+        """Return whether a load may need the file."""
+        target = self._obligations.target
         wanted = [self.base, self._good, *self._trial, target.base if target is not None else None]
         return any(same(base, one) for one in wanted)
 
     async def open(self) -> None:
-        """Find what is staged, and what the marker says to begin with. Raises ``ConfigError``."""
+        """Read the staged files and the marker. Raises ``ConfigError``."""
         await asyncio.to_thread(self._staged.open)
         said = await asyncio.to_thread(self._read_marker)
         if said is not None and self.here(said):
-            # Until it is loaded, the folder's file is what can be relied on.
+            # Until it is loaded, only the folder's file is known to be good.
             await self.note(said)
 
     async def load(self) -> Engine:
-        """Start an engine. Raises what starting one with the last choice raises."""
+        """Start an engine. Raises the error of the last choice."""
         if self._trial and self._on_trial:
-            self.refuse(self._trial[0], "the engine ended in their trial")
+            self.refuse(self._trial[0], "the engine ended in its trial run")
         choices: list[BaseVersion | None] = []
         for one in (*self._trial, self.base, self._good):
             if not any(same(one, other) for other in choices):
@@ -164,7 +164,7 @@ class BaseWeights:
         self._on_trial = any(same(base, one) for one in self._trial)
         engine = await self._start_engine(path)
         if self._on_trial:
-            return engine  # nothing is said of it before it has passed
+            return engine  # it is not noted before it has passed
         try:
             await self._settle(base, good=True)
         except BaseException:
@@ -172,29 +172,29 @@ class BaseWeights:
             raise
         return engine
 
-    # -- other ones ---------------------------------------------------------------------------
+    # -- trial and refusal ------------------------------------------------------------------------
 
     def try_next(self, base: BaseVersion | None) -> None:
-        """The next load takes these, for a trial: ``prove`` or ``refuse`` them then."""
+        """Use these weights for the next load, as a trial: ``prove`` or ``refuse`` them then."""
         self._trial, self._on_trial = [base], False
 
     @property
     def on_trial(self) -> bool:
-        """Whether the engine has weights that are on trial."""
+        """True where the engine has weights on trial."""
         return bool(self._trial) and self._on_trial
 
     async def prove(self) -> None:
-        """Those that are loaded for a trial are good."""
+        """Note that the weights on trial are good."""
         (base,) = self._trial
         self._trial = []
         await self._settle(base, good=True)
 
     def give_up(self) -> None:
-        """There will be no trial."""
+        """Cancel the trial."""
         self._trial = []
 
     def refuse(self, base: BaseVersion | None, reason: str) -> None:
-        """These cannot be used: the next load takes what was good before."""
+        """Mark these weights as unusable: the next load takes the last good ones."""
         self._trial = [one for one in self._trial if not same(one, base)]
         if same(self.base, base):
             self.base = self._good
@@ -203,42 +203,42 @@ class BaseWeights:
         rest_s = min(self._rest_s * 2.0 ** (count - 1), LONGEST_REST_S)
         self._refusals[_digest(base)] = Refusal(reason, count, rest_s, loop_time_s() + rest_s)
         self.failures += 1
-        self._charge.refused(f"its weights are not loaded: {reason}")
+        self._obligations.refused(f"its weights are not loaded: {reason}")
         log.error("the weights %s are refused: %s", _words(base), reason)
 
     def rest(self, base: BaseVersion | None) -> None:
-        """From now on it rests from trying these, if they were refused."""
+        """Start the rest before the next try, if these were refused."""
         refusal = self._refusals.get(_digest(base))
         if refusal is not None:
             refusal.until_s = loop_time_s() + refusal.rest_s
 
     def refused(self, base: BaseVersion | None) -> Refusal | None:
-        """Return why these were refused, and when they may be tried again."""
+        """Return the refusal of these weights, if any."""
         return self._refusals.get(_digest(base))
 
     def forgive(self, *, but: BaseVersion | None) -> None:
-        """Others than ``but`` are not asked for now; when they are, they are tried."""
+        """Drop the refusals of all weights but these, so that they are tried when requested."""
         kept = {d: one for d, one in self._refusals.items() if d == _digest(but)}
         if self._refusals and not kept:
-            self._charge.refused("")
+            self._obligations.refused("")
         self._refusals = kept
 
     async def note(self, base: BaseVersion | None) -> None:
-        """Without an engine: the next load takes these, and what was good if it cannot."""
+        """Use these weights for the next load of a board without an engine."""
         await self._settle(base, good=False)
 
     async def _settle(self, base: BaseVersion | None, *, good: bool) -> None:
-        """These are what the board has from now on; ``good`` says that it has loaded them."""
+        """Note the board's current weights; ``good`` after they were loaded."""
         self._refusals.pop(_digest(base), None)
         self.base = base
         if good:
             self._good = base
-        self._charge.loaded(base)
+        self._obligations.loaded(base)
         await self._caching.reseal(_digest(base))
         if self._marked is None or not same(base, self._marked[0]):
             await asyncio.to_thread(self._write_marker, base)
 
-    # -- for the next process -----------------------------------------------------------------
+    # -- the marker -------------------------------------------------------------------------------
 
     def _read_marker(self) -> BaseVersion | None:
         if self._marker is None:
@@ -263,12 +263,12 @@ class BaseWeights:
             write_private(fresh, json.dumps(asdict(base)))
             sync(fresh)
             fresh.replace(self._marker)
-        except OSError as exc:  # it costs the next process a load, and nothing else
+        except OSError as exc:  # it only costs the next process a load
             log.warning("%s could not be written: %s", self._marker, exc)
 
 
 def _base(said: Any) -> BaseVersion:
-    """Raises ``TypeError`` for what was not written here."""
+    """Parse a marker. Raises ``TypeError`` for a foreign one."""
     found = BaseVersion(**said)
     texts = (found.model, found.version, found.digest)
     if not all(isinstance(text, str) for text in texts) or not isinstance(found.size_bytes, int):

@@ -1,6 +1,6 @@
-"""What is asked of a board besides answers: its KV cache and its prompt caches.
+"""Calls for one board's KV cache and prompt caches.
 
-Whatever touches the engine is an errand, which waits until the board is free.
+A call that needs the engine waits until the board is free.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 class CacheCalls:
-    """The caches of one board, seen from outside."""
+    """The KV cache and the prompt caches of one board."""
 
     def __init__(
         self,
@@ -37,12 +37,12 @@ class CacheCalls:
         self._settings, self._slot, self._queue = settings, slot, queue
         self._caching = caching
         self._pauses = pauses
-        self._clears: dict[bool, asyncio.Future[None]] = {}  # the last of each kind
+        self._clears: dict[bool, asyncio.Future[None]] = {}  # the last clear of each kind
 
     def kv(self) -> KvReport:
-        """Return what the KV cache holds, by the runtime's last word and what was sent since.
+        """Return the content of the KV cache, by the runtime's last count and the ids sent since.
 
-        Edits of a run that is paused in it are applied when that is resumed, and told beside it.
+        Edits of a run that is paused in it are applied when that is resumed, and reported apart.
         """
         entries = self._slot.live.entries
         capacity = self._settings.context_len * len(entries)
@@ -56,26 +56,26 @@ class CacheCalls:
         )
 
     async def clear_kv(self, *, keep_system_prompt: bool) -> KvReport:
-        """Empty the KV cache: now where the board is free, else before anything else starts.
+        """Empty the KV cache: now where the board is free, else before the next run.
 
         Raises:
-            BoardFailed: the board is out of order, or fails while it does so.
+            BoardFailed: the board is out of order, or fails meanwhile.
             NativeError: the runtime refused it.
         """
         free = self._slot.free
         if self._slot.asleep:
-            return replace(self.kv(), status="cleared")  # there is nothing
+            return replace(self.kv(), status="cleared")  # a sleeping board has no KV cache
 
         async def clear() -> None:
             await self._slot.live.clear(keep_system_prompt=keep_system_prompt)
 
         done = self._clears.get(keep_system_prompt)
-        if done is None or done.done():  # one that waits serves all who ask meanwhile
+        if done is None or done.done():  # a waiting clear serves all calls
             done = self._clears[keep_system_prompt] = self._queue.schedule(clear, first=True)
         if not free:
             return replace(self.kv(), status="pending")
         try:
-            await asyncio.shield(done)  # it is the others', too
+            await asyncio.shield(done)  # other calls wait for it, too
         except BoardAsleep:
             log.info("board %s: its KV cache is gone with its engine", self._settings.board_id)
         return replace(self.kv(), status="cleared")
@@ -83,11 +83,11 @@ class CacheCalls:
     async def build_cache(self, name: str, ids: Ids, adapter: AdapterRef | None) -> CacheEntry:
         """Compute ``ids`` and keep their KV cache as a file called ``name``.
 
-        Cancelled, it is withdrawn: what was not begun is not done, and what was is not kept.
+        Cancelling withdraws it: it does not begin, or its file is not kept.
 
         Raises:
-            RequestError: the name cannot be one, the ids do not fit, or the adapter is broken.
-            CacheUnsupported: this board keeps none, or it does not fit the budget.
+            RequestError: the name is invalid, the ids do not fit, or the adapter is broken.
+            CacheUnsupported: this board keeps no caches, or the file does not fit the budget.
             QueueFull, QueueTimeout, BoardFailed: as a generation.
             BoardAsleep: the board's model is unloaded.
         """
@@ -110,7 +110,7 @@ class CacheCalls:
                 live = await self._slot.with_adapter(adapter)
             entry = await caching.build(live, name, ids, key, wanted=lambda: not done.cancelled())
             if not live.facts.per_run_sampling and not caching.usable(live):
-                # 1.2.x takes no limit: the run was aborted, and after that no cache is safe.
+                # 1.2.x has no token limit: the run was aborted, after which no cache can be loaded.
                 await self._slot.renew("prompt caches need a handle without an aborted run")
             return entry
 

@@ -1,9 +1,9 @@
-"""The texts that one board makes vectors of, between its generations.
+"""Embeddings of texts on one board, computed between its generations.
 
-Each request waits its turn as a generation does, and then has the board for all of its texts. It
-leaves nothing in the KV cache, and displaces what was there: a conversation is parked first. No
-such run can be paused, nor cut short. Under a pause that keeps requests the vectors are held back,
-and what has not begun waits.
+Each request is queued like a generation, and then has the board for all of its texts. It leaves
+nothing in the KV cache and displaces its content: a conversation is parked first. Such a run can
+neither be paused nor cut short. Under a pause that keeps requests, vectors are withheld, and queued
+requests wait.
 """
 
 from __future__ import annotations
@@ -48,39 +48,39 @@ class EmbeddingJob:
         self.queued_s = loop_time_s()
         self.begun_s: float | None = None
         self.label = ""
-        self.held = False  # nothing of it may begin, or be given out
-        self.over = False  # nobody waits for it any more
-        self.live: LoadedEngine | None = None  # whose run is its own now
-        self.done: asyncio.Future[None] | None = None  # by its errand
+        self.held = False  # a hold keeps it from starting and its vectors from being emitted
+        self.over = False  # its client is gone
+        self.live: LoadedEngine | None = None  # the engine of its current run
+        self.done: asyncio.Future[None] | None = None  # the future of its engine task
         self._error: RkserveError | None = None
         self._news: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     @property
     def entries(self) -> Iterator[EntryCommand]:
-        """What is sent to the engine, one run each."""
+        """The inputs of the engine, one run each."""
         if self.request.texts:
             return (EntryCommand(prompt_text=text) for text in self.request.texts)
         return (EntryCommand(ids) for ids in self.request.inputs)
 
     def hold(self, *, held: bool) -> None:
-        """Keep it back, or let go of it."""
+        """Withhold its vectors, or release them."""
         self.held = held
         self.wake()
 
     def fail(self, error: RkserveError) -> None:
-        """It ends so, whatever its run does."""
+        """End it with this error, whatever its run does."""
         self._error = self._error or error
         self.stop()
         self.wake()
 
     def stop(self) -> None:
-        """Nothing more is to be computed for it."""
+        """Compute nothing more for it."""
         self.over = True
         if self.live is not None and self.live.running is not None:
             self.live.abort(self.live.running)
 
     async def settled(self) -> None:
-        """Return when all is there and may be given out. Raises how it ended otherwise."""
+        """Wait until all vectors may be emitted. Raises the error that ended it."""
         assert self.done is not None
         while True:
             if self._error is not None:
@@ -91,19 +91,19 @@ class EmbeddingJob:
             await self.changed()
 
     def changed(self) -> asyncio.Future[None]:
-        """Return a future that completes when something about it has changed."""
+        """Return a future that completes when its state has changed."""
         if self._news.done():
             self._news = asyncio.get_running_loop().create_future()
         return self._news
 
     def wake(self) -> None:
-        """Let those who wait for a change look again."""
+        """Complete the future of ``changed``."""
         if not self._news.done():
             self._news.set_result(None)
 
 
 class EmbeddingService:
-    """Use it from the board's loop."""
+    """The embedding requests of one board. Use it from the board's loop."""
 
     def __init__(
         self,
@@ -119,20 +119,20 @@ class EmbeddingService:
 
     @property
     def busy(self) -> bool:
-        """Whether anybody waits for vectors."""
+        """True while there is a request."""
         return bool(self._orders)
 
     async def events(self, request: EmbedRequest) -> AsyncGenerator[Event, None]:
         """Yield ``Accepted``, ``Embedded`` and ``Finished``. Closing the generator withdraws it.
 
         Raises:
-            QueueFull, QueueTimeout: the board has no place, or had none in time.
-            CallAborted: it was ended with all that ran.
+            QueueFull, QueueTimeout: the queue is full, or the wait was too long.
+            CallAborted: a pause with mode ``abort`` ended it.
             RunFailed, BoardFailed, BoardAsleep: as a generation.
         """
-        charge = self._books.obligations
-        ref = charge.bind(request)
-        line = charge.line(request)
+        obligations = self._books.obligations
+        ref = obligations.bind(request)
+        line = obligations.line(request)
         order = EmbeddingJob(request)
         order.held = self._keeps(order)
         ahead = self._queue.admission.ahead
@@ -144,7 +144,7 @@ class EmbeddingService:
         self._books.counters.requests += 1
         self._books.asked_s = loop_time_s()
         try:
-            label, epoch = charge.label(ref), charge.epoch or 0
+            label, epoch = obligations.label(ref), obligations.epoch or 0
             line_epoch = 0 if line is None else line.epoch
             release = self._slot.live.facts.release
             yield Accepted(
@@ -165,10 +165,10 @@ class EmbeddingService:
             order.done.cancel()
             self._books.asked_s = loop_time_s()
 
-    # -- what the cluster shall be -------------------------------------------------------------
+    # -- desired state ----------------------------------------------------------------------------
 
-    def told(self) -> None:
-        """The board was told something new: keep back, end or release, at once."""
+    def update(self) -> None:
+        """Hold, abort or release requests after a change of the desired state."""
         for order in list(self._orders):
             hold = self._hold(order)
             if hold is not None and hold.mode is PauseMode.ABORT:
@@ -177,7 +177,7 @@ class EmbeddingService:
                 order.hold(held=hold is not None)
 
     def awaited(self) -> Iterable[asyncio.Future[None]]:
-        """Yield what may change with those that a pause waits for."""
+        """Yield futures that complete with changes of requests that a pause waits for."""
         for order in self._orders:
             hold = self._hold(order)
             if hold is not None and hold.mode is PauseMode.WAIT and not (order.held or order.over):
@@ -190,10 +190,10 @@ class EmbeddingService:
         hold = self._hold(order)
         return hold is not None and hold.mode is PauseMode.KEEP
 
-    # -- while it has the board ---------------------------------------------------------------
+    # -- runs -------------------------------------------------------------------------------------
 
     async def _perform(self, order: EmbeddingJob) -> None:
-        """Make all vectors of the order. Raises ``RkserveError``."""
+        """Compute all vectors of the job. Raises ``RkserveError``."""
         if order.over:
             return
         order.begun_s = loop_time_s()
@@ -226,7 +226,7 @@ class EmbeddingService:
         finally:
             order.live = None
         if order.over:
-            return  # whatever became of it is nobody's
+            return  # its result is not wanted any more
         if ended.end is not RunEnd.FINISHED or not ended.vector:
             raise RunFailed(self._settings.board_id, _reason(ended))
         order.prefill_s += loop_time_s() - started_s
@@ -250,7 +250,7 @@ class EmbeddingService:
 
 
 def _ignore(run: EngineRun, entry: int, token_id: int, data: bytes, waiting: bool) -> None:
-    """Nothing is generated."""
+    """Drop tokens: nothing is generated."""
 
 
 def _reason(ended: RunEnded) -> str:

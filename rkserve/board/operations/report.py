@@ -1,4 +1,7 @@
-"""What a board says of itself."""
+"""The report of one board, and the prefixes of contexts in it.
+
+Prefixes are reported as a few block hashes instead of their ids.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +35,8 @@ from rkserve.core.board_report import BoardReport, BoardState, GenerationState
 def report(
     settings: BoardSettings,
     supervisor: EngineSupervisor,
-    sleeping: BoardSleep,
-    bases: BaseWeights,
+    sleep: BoardSleep,
+    weights: BaseWeights,
     *,
     books: BoardBooks,
     admission: Admission,
@@ -41,12 +44,12 @@ def report(
     own: ModelFileDigest,
     holdings: bytes,
 ) -> BoardReport:
-    """Return what the board is doing and what it has done."""
-    live, charge = supervisor.live, books.obligations
+    """Return the board's state and counters."""
+    live, obligations = supervisor.live, books.obligations
     state, reason = supervisor.state, supervisor.reason
-    if state in (BoardState.READY, BoardState.ASLEEP) and charge.joining:
-        state, reason = BoardState.JOINING, charge.joining
-    hold = charge.target.hold if charge.target is not None else None
+    if state in (BoardState.READY, BoardState.ASLEEP) and obligations.joining:
+        state, reason = BoardState.JOINING, obligations.joining
+    hold = obligations.target.hold if obligations.target is not None else None
     return BoardReport(
         board_id=settings.board_id,
         model=settings.model,
@@ -69,13 +72,13 @@ def report(
         adapter_bytes=live.adapters.used_bytes if live is not None else 0,
         engine_starts=supervisor.starts,
         engine_renewals=supervisor.renewals,
-        epoch=charge.epoch,
+        epoch=obligations.epoch,
         hold=hold.mode.value if hold is not None else "",
-        missing=len(charge.missing) + (charge.missing_base is not None),
-        staged=(*(version.ref.key for version in charge.staged), *bases.staged),
+        missing=len(obligations.missing) + (obligations.missing_base is not None),
+        staged=(*(version.ref.key for version in obligations.staged), *weights.staged),
         versions=books.versions.figures,
-        level=sleeping.level,
-        base=bases.digest,
+        level=sleep.level,
+        base=weights.digest,
         own_digest=own.digest,
         own_bytes=own.size_bytes,
         serving=_serving(settings.board_id, books),
@@ -86,21 +89,21 @@ def report(
 
 
 def _serving(board_id: str, books: BoardBooks) -> tuple[tuple[str, str], ...]:
-    """Return name and sha256 of each adapter as a new session gets it."""
+    """Return name and sha256 of each adapter that a new session gets."""
     target = books.obligations.target
     refs = [] if target is None else [line.serves(board_id, "") for line in target.lines]
     return tuple((ref.name, ref.digest) for ref in refs if ref is not None)
 
 
 def _idle_s(supervisor: EngineSupervisor, books: BoardBooks, embedding: EmbeddingService) -> float:
-    """Since when nobody has used it; one that was just loaded was loaded for somebody."""
+    """Return the time since the last use; a load counts as one."""
     if books.jobs or embedding.busy:
         return 0.0
     return loop_time_s() - max(books.asked_s, supervisor.loaded_s)
 
 
 class PrefixReport:
-    """Says what one board holds. It remembers what it has hashed."""
+    """The cached prefixes of one board. Computed hashes are kept."""
 
     def __init__(self, caching: PromptCaching) -> None:
         self._caching = caching
@@ -109,7 +112,7 @@ class PrefixReport:
         self._packed: tuple[CachedPrefixes, bytes] = (CachedPrefixes(), pack(CachedPrefixes()))
 
     def packed(self, live: LoadedEngine | None) -> bytes:
-        """Return what the board holds with that engine; nothing of use without one."""
+        """Return the cached prefixes with that engine; empty without one."""
         holdings = CachedPrefixes() if live is None else self._of(live)
         if holdings != self._packed[0]:
             self._packed = (holdings, pack(holdings))
@@ -137,7 +140,7 @@ class PrefixReport:
         return known[2]
 
     def _filed(self) -> tuple[FilePrefix, ...]:
-        """Return the files that a run would begin from, the last used one last."""
+        """Return the files that a run could begin from, the last used one last."""
         entries = [entry for entry in self._caching.files() if len(entry.ids) >= BLOCK]
         entries = sorted(entries, key=lambda entry: (entry.used_s, entry.id))[-FILES:]
         files: dict[str, FilePrefix] = {}

@@ -1,9 +1,8 @@
-"""Puts one board to sleep and wakes it: its engine is ended, or loaded again, as it was told.
+"""Sleep and wake of one board: its engine is ended, or loaded again.
 
-A sleep is a hold, and that is ``holding``'s business: once that holds, nothing emits, and this
-module sees to the engine and to what is kept of the KV caches. It makes one change at a time. Told
-otherwise meanwhile, it goes on to what is wanted now: a load is never cut short, and an unloading
-that has not begun is not begun.
+A sleep is a hold, carried out by ``adopt``: once it holds, no token is emitted, and this module
+handles the engine and its KV contexts. One change is made at a time, following the latest desired
+state: a load is never cut short, and an outdated unload is not begun.
 """
 
 from __future__ import annotations
@@ -33,15 +32,15 @@ from rkserve.core.errors import BoardAsleep, BoardOutOfOrder, EngineDied, Engine
 
 log = logging.getLogger(__name__)
 
-# Nothing comes of waiting here: the replica has to be replaced.
+# Waiting does not help here: the replica has to be replaced.
 _OUT_OF_ORDER = (BoardState.HUNG, BoardState.FAILED, BoardState.STOPPED)
-# An engine that is lost while it is put to sleep is not worth more than so many tries.
+# Number of tries after engines that died while being put to sleep.
 TRIES = 3
 
 
 @dataclass(frozen=True, slots=True)
 class SleptContext:
-    """What a KV cache held when the board was put to sleep."""
+    """A KV context that existed when the board was put to sleep."""
 
     ids: Ids
     origin: str | None
@@ -49,7 +48,7 @@ class SleptContext:
 
 @dataclass(frozen=True, slots=True)
 class SleepResult:
-    """How deep the board sleeps, and what becomes of the contexts that it had; see ``Adoption``."""
+    """The level of the sleep, and the numbers of kept and dropped tokens; see ``Adoption``."""
 
     level: SleepLevel | None = None
     kept_tokens: int = 0
@@ -57,7 +56,7 @@ class SleepResult:
 
 
 class BoardSleep:
-    """Use it from the board's loop."""
+    """Sleep and wake of one board. Use it from the board's loop."""
 
     def __init__(
         self,
@@ -75,24 +74,26 @@ class BoardSleep:
         self._caching, self._embedding, self._pauses = caching, embedding, pauses
         self._supervisor = supervisor
         self._mark = SleepMarker(settings.asleep_file)
-        self._contexts: tuple[SleptContext, ...] = ()  # that were live when it was put to sleep
-        self._stopped: list[Job] | None = None  # by what it was told last; None: those are noted
-        self._dropped = False  # nothing is parked any more
-        self._failed = False  # a wake or a sleep was not possible
-        self._ending = False  # the errand that ends the engine has the board
+        # The contexts in memory when it was put to sleep.
+        self._contexts: tuple[SleptContext, ...] = ()
+        # Jobs stopped by the last desired state; None: noted already.
+        self._stopped: list[Job] | None = None
+        self._dropped = False  # parked conversations were removed
+        self._failed = False  # a wake or a sleep failed
+        self._ending = False  # the engine task that ends the engine has the board
         self._moving: asyncio.Future[None] | None = None
-        self._told: asyncio.Future[None] | None = None  # completes when it is told anew
+        self._told: asyncio.Future[None] | None = None  # completes with the next desired state
 
-    # -- what is so ---------------------------------------------------------------------------
+    # -- state ------------------------------------------------------------------------------------
 
     @property
     def asleep(self) -> bool:
-        """Whether the model is unloaded."""
+        """True while the model is unloaded."""
         return self._supervisor.state is BoardState.ASLEEP
 
     @property
     def level(self) -> SleepLevel | None:
-        """How deep the board sleeps now; None where it is awake, or on its way."""
+        """The level of the current sleep; None where the board is awake, or about to be."""
         wanted = self._wanted
         if self._supervisor.state is BoardState.ASLEEP:
             return wanted if self._due and wanted is not None else SleepLevel.UNLOADED
@@ -103,27 +104,27 @@ class BoardSleep:
         if self.asleep or self._books.obligations.unloads:
             raise BoardAsleep(self._settings.board_id, "its model is unloaded until it is woken up")
 
-    async def left_asleep(self) -> EngineFacts | None:
-        """Return what the engine was like where the replica before this one was asleep.
+    async def unloaded_facts(self) -> EngineFacts | None:
+        """Return the facts of the unloaded engine where the previous replica was asleep.
 
-        Only for a board that will be told when to wake.
+        Only for a governed board, which is woken by the desired state.
         """
         if not self._settings.governed:
             return None
         return await asyncio.to_thread(self._mark.read, self._settings.n_batch)
 
-    # -- what is wanted -----------------------------------------------------------------------
+    # -- desired state ----------------------------------------------------------------------------
 
-    def told(self, stopped: Iterable[Job]) -> None:
-        """The board was told something new, which has stopped these; at once."""
+    def update(self, stopped: Iterable[Job]) -> None:
+        """Take a new desired state, which stopped these jobs."""
         self._stopped = [*(self._stopped or ()), *stopped]
         if self._told is not None and not self._told.done():
             self._told.set_result(None)
         if self.asleep and self._awaits_jobs:
-            self._start()  # they end before anybody settles here, and need an engine for that
+            self._start()  # these jobs have to end first, and need an engine
 
     async def settle(self) -> None:
-        """Return when the engine is loaded, or not, as is wanted.
+        """Wait until the engine is loaded, or unloaded, as desired.
 
         Raises:
             BoardFailed: the board is out of order, or its model cannot be loaded.
@@ -136,18 +137,18 @@ class BoardSleep:
         await asyncio.shield(self._start())
 
     def _start(self) -> asyncio.Future[None]:
-        """Let the board become what is wanted; the future says when it is, or cannot be."""
+        """Start the change; the future completes when it is done, or has failed."""
         if self._moving is None or self._moving.done():
             self._moving = asyncio.get_running_loop().create_future()
-            # Whoever sent it may have left: an error that nobody hears of is in the board's state.
+            # The caller may be gone: an unread error is in the board's state.
             self._moving.add_done_callback(lambda done: done.cancelled() or done.exception())
             self._supervisor.spawn(self._move(self._moving))
         return self._moving
 
     def _check(self) -> None:
-        """A board that could not be woken is not awake, whatever it is told after that.
+        """Raise the board's failure where it could not be woken.
 
-        Where it is held it need not be: it emits nothing, and must not keep others from a pause.
+        A held board need not be awake: it emits nothing, and must not keep others from a pause.
         """
         target = self._books.obligations.target
         held = (
@@ -163,19 +164,19 @@ class BoardSleep:
 
     @property
     def _due(self) -> bool:
-        """Whether it shall have no engine now: under ``wait`` not before everybody has ended."""
+        """True where it must have no engine now: under ``wait`` once its generations ended."""
         return self._books.obligations.unloads and not self._awaits_jobs
 
     @property
     def _awaits_jobs(self) -> bool:
-        charge, jobs = self._books.obligations, self._books.jobs.values()
+        obligations, jobs = self._books.obligations, self._books.jobs.values()
         if any(self._embedding.awaited()):
             return True
         return any(
             hold.mode is PauseMode.WAIT
             for job in jobs
             if not (job.frozen or job.over)
-            and (hold := charge.hold(adapter_name(job.request))) is not None
+            and (hold := obligations.hold(adapter_name(job.request))) is not None
         )
 
     def _is_settled(self) -> bool:
@@ -183,7 +184,7 @@ class BoardSleep:
             return False
         return self._dropped or self._wanted is not SleepLevel.DROPPED
 
-    # -- moving -------------------------------------------------------------------------------
+    # -- changes ----------------------------------------------------------------------------------
 
     async def _move(self, done: asyncio.Future[None]) -> None:
         try:
@@ -192,13 +193,13 @@ class BoardSleep:
                 try:
                     await self._step()
                 except (EngineDied, EngineHung) as exc:
-                    tries -= 1  # it is loaded anew, with nothing in it
+                    tries -= 1  # it is loaded again, with nothing in it
                     log.warning("board %s: not asleep yet: %s", self._settings.board_id, exc.reason)
                     if tries == 0:
                         raise
                 except BoardOutOfOrder as exc:
                     await self._supervisor.gave_up()
-                    tries -= 1  # a quarantine, or one that hung: another try meets no engine
+                    tries -= 1  # after a quarantine or a hang the next try finds no engine
                     if tries == 0 or self._supervisor.state in _OUT_OF_ORDER:
                         raise
                     log.warning("board %s: not asleep yet: %s", self._settings.board_id, exc.reason)
@@ -208,7 +209,7 @@ class BoardSleep:
         else:
             done.set_result(None)
         finally:
-            if not done.done():  # the replica shuts down, or this is a bug of ours
+            if not done.done():  # the replica shuts down, or this is a bug of rkserve
                 done.set_exception(self._supervisor.failed())
 
     async def _step(self) -> None:
@@ -223,7 +224,7 @@ class BoardSleep:
             await self._supervisor.wake()
 
     async def _unload(self) -> None:
-        """End the engine once the board is free; none where it crashed or was told otherwise."""
+        """End the engine once the board is free, unless it crashed or the desired state changed."""
         supervisor = self._supervisor
         if supervisor.state in (BoardState.FAILED, BoardState.STOPPED):
             raise supervisor.failed()
@@ -231,7 +232,7 @@ class BoardSleep:
             await self._end_recovery()
             return
         ending = self._queue.schedule(self._end_engine, first=True)
-        self._pauses.let_go()  # nobody who is paused keeps the board
+        self._pauses.release_board()  # a paused run must not keep the board
         try:
             while not ending.done():
                 told = self._told = asyncio.get_running_loop().create_future()
@@ -241,7 +242,7 @@ class BoardSleep:
             ending.result()
         finally:
             ending.cancel()
-        await self._caching.settled()  # what was parked counts once it is published
+        await self._caching.settled()  # a parked conversation counts once it is published
 
     async def _end_engine(self) -> None:
         if not self._due:
@@ -255,24 +256,24 @@ class BoardSleep:
                     return  # it was woken meanwhile
             await asyncio.to_thread(self._mark.write, live.facts)
             await self._supervisor.sleep("it was put to sleep")
-            self._queue.turn_away()
+            self._queue.reject_tasks()
         finally:
             self._ending = False
 
     async def _end_recovery(self) -> None:
-        """Nobody has the board, and there is nothing to park; but the next engine may come."""
+        """End the recovery from a crash, in which nothing runs and nothing can be parked."""
         supervisor = self._supervisor
         await asyncio.to_thread(self._mark.write, self._slot.live.facts)
         if supervisor.recovering and self._due:
             await supervisor.sleep("it was put to sleep")
-            self._queue.turn_away()
-        elif not self._due:  # a restarted replica would believe it
+            self._queue.reject_tasks()
+        elif not self._due:  # a restarted replica would read it
             await asyncio.to_thread(self._mark.remove)
 
-    # -- what is kept -------------------------------------------------------------------------
+    # -- kept contexts ----------------------------------------------------------------------------
 
     def _note_contexts(self) -> None:
-        """What is live now, when all rests, is what a sleep keeps or drops."""
+        """Note the contexts in memory, which a sleep keeps or drops."""
         stopped, self._stopped = self._stopped, None
         if self._wanted is None:
             self._contexts = ()
@@ -294,7 +295,7 @@ class BoardSleep:
                 yield context
 
     def slept(self) -> SleepResult:
-        """Return how it sleeps now, and what became of the contexts that it had."""
+        """Return the level of the sleep, and the fate of its contexts."""
         level = self.level
         if level is None:
             return SleepResult()
@@ -303,7 +304,7 @@ class BoardSleep:
         return SleepResult(level, kept, total - kept)
 
     def _kept(self, context: SleptContext, level: SleepLevel) -> int:
-        """How much of it need not be computed again."""
+        """Return how many of its tokens need not be computed again."""
         live = self._slot.live
         held = live.context.ids if live.context.origin == context.origin else None
         if live.paused is not None and live.paused.origin == context.origin:
@@ -315,26 +316,26 @@ class BoardSleep:
 
 
 def _is_same(inside: Ids, context: Ids) -> bool:
-    """Whether it is one conversation: others have a system prompt in common, and no more.
+    """Return whether both are one conversation: others share only a system prompt.
 
-    Of the last token it depends whether the runtime has computed it.
+    The last token may or may not have been computed by the runtime.
     """
     shared = common_prefix(inside, context)
     return shared > 0 and shared >= min(len(inside), len(context)) - 1
 
 
 class SleepMarker:
-    """The file that says that a board sleeps. All methods touch the disk; none of them raises.
+    """The file that marks a sleeping board. All methods touch the disk; none raises.
 
-    It is a convenience: where it is missing or damaged, a model is loaded for nothing.
+    It is a convenience: where it is missing or damaged, the model is loaded for nothing.
     """
 
     def __init__(self, path: Path | None) -> None:
-        """``path`` of None remembers nothing."""
+        """``path`` of None keeps no marker."""
         self._path = path
 
     def read(self, n_batch: int) -> EngineFacts | None:
-        """Return what the engine was like that was unloaded; None where the board was awake."""
+        """Return the facts of the unloaded engine; None where the board was awake."""
         if self._path is None:
             return None
         try:
@@ -345,10 +346,10 @@ class SleepMarker:
             log.warning("%s is damaged, and the model is loaded: %s", self._path, exc)
             self.remove()
             return None
-        return replace(facts, n_batch=n_batch)  # it may have been configured anew since
+        return replace(facts, n_batch=n_batch)  # the configuration may have changed since
 
     def write(self, facts: EngineFacts) -> None:
-        """Note that the board sleeps."""
+        """Mark the board as asleep."""
         if self._path is None:
             return
         fresh = self._path.with_suffix(".asleep.new")
@@ -361,7 +362,7 @@ class SleepMarker:
             log.warning("%s cannot be written; a restart loads the model: %s", self._path, exc)
 
     def remove(self) -> None:
-        """Note that the board is awake, or about to be."""
+        """Remove the mark, before the board is woken."""
         if self._path is None:
             return
         try:
@@ -371,10 +372,10 @@ class SleepMarker:
 
 
 def _facts(found: Any) -> EngineFacts:
-    """Raises ``KeyError``, ``TypeError``, ``ValueError`` for what was not written here."""
+    """Parse a mark. Raises ``KeyError``, ``TypeError``, ``ValueError`` for a foreign one."""
     quirks = {str(name): bool(value) for name, value in dict(found["quirks"]).items()}
     if not isinstance(found["per_run_sampling"], bool) or not isinstance(found["release"], str):
-        raise TypeError("it is not what was written")
+        raise TypeError("unexpected types")
     return EngineFacts(
         release=found["release"],
         per_run_sampling=found["per_run_sampling"],

@@ -1,9 +1,8 @@
-"""Who starts, who waits, who is turned away on one board. Pure: the clock is passed in.
+"""Admission of one board: order of service, expiry and rejection. Pure: the clock is passed in.
 
-A board makes one run at a time, of one generation or of a batch. The queue in front of it is
-bounded and first come, first served; a request that waits longer than the limit is given up. It
-knows requests by *ticket*, the board's own number for one: request ids come from outside and may
-come twice.
+A board makes one run at a time, of one request or of a batch. The queue in front of it is bounded
+and first come, first served; a request that waits longer than the limit expires. Requests are known
+by *ticket*, the board's own number: request ids come from outside and may repeat.
 """
 
 from __future__ import annotations
@@ -16,14 +15,14 @@ from rkserve.core.errors import QueueFull
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """These requests get the board now, as one run."""
+    """Start one run with these requests."""
 
     tickets: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Expire:
-    """This request waited too long."""
+    """Reject a request that waited too long."""
 
     ticket: int
     waited_s: float
@@ -31,7 +30,7 @@ class Expire:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """These hold the board without running, and others have waited long enough for it."""
+    """Release the board from these requests, which hold it without running while others wait."""
 
     tickets: tuple[int, ...]
 
@@ -44,18 +43,18 @@ class _Waiting:
     ticket: int
     since_s: float
     key: Hashable
-    returned: bool  # it had the board before
-    barred_s: float | None = None  # since when it may not start, and does not count as waiting
+    returned: bool  # it had a run before
+    barred_s: float | None = None  # since when it is barred; that time does not count as waiting
 
 
 class Admission:
-    """The queue of one board and who holds it.
+    """The queue of one board and the tickets that have the current run.
 
-    Up to ``batch`` requests of the same key share a run; ``key`` is whatever decides that they
-    can. A run that is not full waits ``window_s`` for more, from the moment that the board is free
-    and its first request is there. ``hold_s`` is how long one request may let others wait for a
-    board that it only holds (``hold``), over all of its pauses; None is for ever. What is barred
-    keeps its place, does not start, and its time does not run; ``bar`` says which.
+    Up to ``batch`` requests of the same ``key`` share a run. A run that is not full waits
+    ``window_s`` for more, from the moment that the board is free and its first request is there.
+    ``hold_s`` is how long one request may keep others waiting by holding the board (``hold``), over
+    all of its pauses; None is unlimited. A barred request keeps its place, does not start, and its
+    waiting time stands still; see ``bar``.
     """
 
     def __init__(
@@ -72,27 +71,28 @@ class Admission:
         self._batch = batch
         self._window_s = window_s
         self._hold_s = hold_s
-        # In the order of service: those that come back, then the others, each as they came.
+        # In the order of service: requests that had a run before, then the others, each as they
+        # came.
         self._queue: list[_Waiting] = []
         self._barred: Callable[[int], bool] = lambda _: False
         self._free_since_s: float | None = None  # None: busy, or not ready
         self._held_since_s: float | None = None
-        self._hold_left_s: float | None = None  # of this hold; None: for ever, or said already
-        self._typical_s = 10.0  # a first guess; replaced by what runs really take
+        self._hold_left_s: float | None = None  # of this hold; None: unlimited, or already released
+        self._typical_s = 10.0  # a first guess; replaced by the measured time of runs
 
     @property
     def queued(self) -> int:
-        """Requests that wait."""
+        """The number of queued requests."""
         return len(self._queue)
 
     @property
     def ahead(self) -> int:
-        """Requests that a new one would have before it."""
+        """The number of requests ahead of a new one."""
         return len(self._queue) + len(self.running)
 
     def offer(self, ticket: int, now_s: float, key: Hashable = None) -> int:
         """Queue a request and return how many are ahead of it. Raises ``QueueFull``."""
-        # A board that is free takes a whole run besides what may wait.
+        # A free board takes a whole run beside the queue.
         room = self.queue_limit if self.running else self.queue_limit + self._batch
         if len(self._queue) >= room:
             raise QueueFull(self.queued, self.retry_after_s())
@@ -103,26 +103,26 @@ class Admission:
     def readmit(
         self, ticket: int, now_s: float, key: Hashable = None, *, yields: bool = False
     ) -> None:
-        """Queue one that had the board before, in front of those that did not; never refused.
+        """Queue a request that had a run before, ahead of those that did not; it is never rejected.
 
-        One that ``yields`` comes behind the first of those: it was to let go of the board for them
-        and is back before they had it.
+        With ``yields`` it goes behind the first of those: it released the board for them and is
+        back before they started.
         """
         returned = sum(waiting.returned for waiting in self._queue)
         place = returned + 1 if yields else returned
         self._queue.insert(place, self._waiting(ticket, now_s, key, returned=not yields))
 
     def bar(self, barred: Callable[[int], bool], now_s: float) -> None:
-        """Tickets that are ``barred`` do not start from now on; others do again."""
+        """Keep tickets for which ``barred`` is true from starting; release the others."""
         self._barred = barred
         self._queue = [self._looked_at(waiting, now_s) for waiting in self._queue]
 
     def rekey(self, ticket: int, key: Hashable) -> None:
-        """One that may be waiting shares its run with others from now on."""
+        """Change the key of a request that may be queued."""
         self._queue = [replace(w, key=key) if w.ticket == ticket else w for w in self._queue]
 
     def withdraw(self, ticket: int) -> bool:
-        """Take a request out of the queue; False where it is not waiting."""
+        """Remove a request from the queue; False where it is not queued."""
         for waiting in self._queue:
             if waiting.ticket == ticket:
                 self._queue.remove(waiting)
@@ -130,29 +130,30 @@ class Admission:
         return False
 
     def holdable(self, spent_s: float) -> bool:
-        """Whether one that has let others wait for ``spent_s`` already may hold the board now."""
+        """Return whether a request that kept others waiting for ``spent_s`` may hold the board."""
         return self._hold_s is None or spent_s < self._hold_s or not self._free
 
     def hold(self, now_s: float, spent_s: float = 0.0) -> None:
-        """Those that run do not need the board now and yet keep it: a pause inside the runtime.
+        """Note that the running requests hold the board without using it: a pause inside the
+        runtime.
 
-        ``spent_s`` is what ``unhold`` has returned for the same request so far.
+        ``spent_s`` is the sum of what ``unhold`` returned for this request.
         """
         self._held_since_s = now_s
         self._hold_left_s = None if self._hold_s is None else max(0.0, self._hold_s - spent_s)
 
     def unhold(self, now_s: float) -> float:
-        """The hold is over; return how long others have waited for it."""
+        """End the hold; return how long others waited for it."""
         since_s = self._waited_for_s()
         self._held_since_s = self._hold_left_s = None
         return 0.0 if since_s is None else max(0.0, now_s - since_s)
 
     def decide(self, *, ready: bool, now_s: float) -> list[Decision]:
-        """Return what must be done now, in order."""
+        """Return the actions due now, in order."""
         decisions: list[Decision] = list(self._expire(now_s))
         release_s = self._release_s()
         if release_s is not None and release_s <= now_s:
-            self._hold_left_s = None  # said once; the board is let go of by `finished`
+            self._hold_left_s = None  # decided once; `finished` frees the board
             decisions.append(Release(self.running))
         if not ready or self.running:
             self._free_since_s = None
@@ -165,27 +166,27 @@ class Admission:
         return decisions
 
     def next_event_s(self) -> float | None:
-        """When ``decide`` has something to do without anybody's doing, on the clock of ``offer``.
+        """Return when ``decide`` next has something to do by itself, on the clock of ``offer``.
 
-        It tells of a batch's window only after a ``decide`` has found the board free.
+        The window of a batch is included only after ``decide`` has found the board free.
         """
         events = [waiting.since_s + self._timeout_s for waiting in self._free]
         events += [when_s for when_s in (self._release_s(), self._start_s()) if when_s is not None]
         return min(events, default=None)
 
     def finished(self, took_s: float) -> None:
-        """The run has let go of the board after ``took_s``."""
+        """Note that the run has ended after ``took_s``."""
         self.running = ()
         self._held_since_s = self._hold_left_s = None
         self._typical_s += 0.2 * (took_s - self._typical_s)
 
     def retry_after_s(self) -> int:
-        """Seconds until a place in the queue may be free: one typical run."""
+        """Seconds until the queue may have room: the time of one typical run."""
         return max(1, round(self._typical_s))
 
     @property
     def _free(self) -> list[_Waiting]:
-        """Those that may start."""
+        """Queued requests that are not barred."""
         return [waiting for waiting in self._queue if waiting.barred_s is None]
 
     def _waiting(self, ticket: int, now_s: float, key: Hashable, *, returned: bool) -> _Waiting:
@@ -202,28 +203,28 @@ class Admission:
         return replace(waiting, since_s=waiting.since_s + spent_s, barred_s=None)
 
     def _expire(self, now_s: float) -> Iterator[Expire]:
-        # One that came back began to wait later than those behind it: all of them are looked at.
+        # A readmitted request began to wait later than those behind it, so all are checked.
         late = [w for w in self._free if w.since_s + self._timeout_s <= now_s]
         for waiting in late:
             self._queue.remove(waiting)
             yield Expire(waiting.ticket, now_s - waiting.since_s)
 
     def _waited_for_s(self) -> float | None:
-        """Since when others wait for a board that is only held; None while nobody does."""
+        """Return since when others wait for a held board; None while none does."""
         waiting = self._free
         if self._held_since_s is None or not waiting:
             return None
         return max(self._held_since_s, min(w.since_s for w in waiting))
 
     def _release_s(self) -> float | None:
-        """When those that hold the board have to let go of it; None while nobody waits for it."""
+        """Return when the holder must release the board; None while no request waits for it."""
         since_s = self._waited_for_s()
         if since_s is None or self._hold_left_s is None:
             return None
         return since_s + self._hold_left_s
 
     def _start_s(self) -> float | None:
-        """When the next run begins if nobody else comes; None where the board is not free."""
+        """Return when the next run begins if no request comes; None where the board is not free."""
         waiting = self._free
         if self._free_since_s is None or not waiting:
             return None
@@ -232,7 +233,7 @@ class Admission:
         return startable_s if full else startable_s + self._window_s
 
     def _mates(self) -> list[_Waiting]:
-        """The first in the queue, with those behind it that can share its run."""
+        """Return the first queued request and those behind it that can share its run."""
         waiting = self._free
         return [one for one in waiting if one.key == waiting[0].key][: self._batch]
 

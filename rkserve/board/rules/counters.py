@@ -1,4 +1,7 @@
-"""What a board has done, in numbers: for one generation, and since the replica's start. Pure."""
+"""Counters of a board: per generation, per version of the weights, and since its start. Pure.
+
+A version is known here by its label alone.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +48,7 @@ class BoardCounters:
 
 @dataclass(slots=True)
 class GenerationCounters:
-    """What one generation has cost so far, over all of its runs and pauses."""
+    """The cost of one generation over all of its runs and pauses."""
 
     prompt_tokens: int
     cached_tokens: int = 0
@@ -61,16 +64,16 @@ class GenerationCounters:
     encode_ms: float = 0.0
     runs: int = 0
     continued: int = 0
-    begun_tokens: int = 0  # of the answer, which came with the request
+    begun_tokens: int = 0  # tokens of the answer that came with a continued request
 
     def add(self, perf: Perf, reused: int) -> None:
-        """Add a run. ``reused`` ids of its context were planned to be in the KV cache already."""
+        """Add a run. ``reused`` ids of its context were planned to be in the KV cache."""
         if self.runs == 0:
-            # In text mode only the runtime knows how many tokens the prompt became.
+            # In text mode only the runtime knows the prompt's token count.
             sent = max(0, perf.prefill_tokens - self.begun_tokens)
             self.prompt_tokens = self.prompt_tokens or sent
-            # The runtime's own count where it is less than planned: what it prefilled again was
-            # not reused. A run without figures (no FINISH) is left with the plan.
+            # The runtime's count wins where it is less than planned: ids that it prefilled again
+            # were not reused. A run without figures (no FINISH) keeps the plan.
             unread = self.prompt_tokens + self.begun_tokens - perf.prefill_tokens
             self.cached_tokens = max(0, min(reused, unread, self.prompt_tokens))
         self.runs += 1
@@ -102,20 +105,20 @@ class GenerationCounters:
         )
 
 
-# Each update of a trainer makes a new version: what nobody asks about any more is forgotten.
+# Each update of a trainer makes a new version, so only the most recent ones are kept.
 VERSIONS_REMEMBERED = 32
 
 
 @dataclass(slots=True)
 class VersionSpans:
-    """The versions of one answer's tokens, which edits may take back."""
+    """The versions that generated one answer's tokens; edits may take tokens back."""
 
-    _marks: list[tuple[int, str]] = field(default_factory=list)  # from which token on, which one
-    begun: int = 0  # how often ``begin`` was told something
+    _marks: list[tuple[int, str]] = field(default_factory=list)  # (first token, label)
+    begun: int = 0  # number of calls of ``begin``
 
     @property
     def marks(self) -> tuple[tuple[int, str], ...]:
-        """From which token on it is which version."""
+        """The first token and the label of each span."""
         return tuple(self._marks)
 
     @property
@@ -124,12 +127,12 @@ class VersionSpans:
         return self._marks[-1][1] if self._marks else None
 
     def begin(self, label: str, tokens: int) -> None:
-        """From token ``tokens`` on it is this version; there are not more than so many now."""
+        """Start a span of ``label`` at token ``tokens``, the current length of the answer."""
         self.begun += 1
         while self._marks and self._marks[-1][0] >= tokens:
             self._marks.pop()
         if self.label != label:
-            # What an edit has put in before the first run that followed is put down to that run.
+            # Tokens inserted by an edit count for the run that follows.
             self._marks.append((tokens if self._marks else 0, label))
 
     def of(self, tokens: int) -> tuple[VersionSpan, ...]:
@@ -143,26 +146,26 @@ class VersionSpans:
 
 
 class VersionCounters:
-    """What one board did with each version since its replica's start."""
+    """Counters of each version that one board served since its replica's start."""
 
     def __init__(self) -> None:
-        self._figures: dict[str, VersionFigures] = {}  # the longest unused first
+        self._figures: dict[str, VersionFigures] = {}  # least recently used first
 
     @property
     def figures(self) -> tuple[VersionFigures, ...]:
-        """What is known of each, the most recently used last."""
+        """The counters of each version, the most recently used last."""
         return tuple(self._figures.values())
 
     def began(self, label: str) -> None:
-        """A request has begun with it."""
+        """Count a request that began with this version."""
         self._add(label, requests=1)
 
     def failed(self, label: str) -> None:
-        """A request ended by a fault of the board, or of the version."""
+        """Count a request that failed by a fault of the board or of this version."""
         self._add(label, failed=1)
 
     def ran(self, label: str, tokens: int, decode_ms: float) -> None:
-        """A run of a request has given so many tokens."""
+        """Count the tokens of a request's run."""
         self._add(label, tokens=tokens, decode_ms=decode_ms)
 
     def _add(

@@ -1,7 +1,4 @@
-"""The states of one generation on a board as a table, and what may be asked in each. Pure.
-
-It knows no run and no engine: the board says what happened, and the table says what that makes.
-"""
+"""States of one generation on a board as a table, with the actions allowed in each. Pure."""
 
 from __future__ import annotations
 
@@ -13,20 +10,20 @@ from rkserve.core.messages import ControlAction
 
 
 class GenerationEvent(Enum):
-    """What happens to a generation."""
+    """An event of a generation."""
 
-    STARTED = "a run of it is started"
-    ARRIVED = "it comes from another board, where it was paused"
+    STARTED = "a run starts"
+    ARRIVED = "it arrives paused from another board"
     TOKEN = "a token"
-    PAUSE_ASKED = "a pause is asked for, by a call or by a hook"
-    HELD = "the cluster stops it, whatever it is doing"
-    FREED = "it is to go on, and never came to rest"
-    PAUSED = "nothing more of it is emitted"
+    PAUSE_ASKED = "a call or a hook requests a pause"
+    HELD = "the cluster stops it"
+    FREED = "it continues before it was paused"
+    PAUSED = "it emits no more tokens"
     EDITED = "an edit"
-    RESUME_ASKED = "a resumption is asked for"
-    REWOUND = "a hook has changed its context, and it is to go on"
+    RESUME_ASKED = "a resumption is requested"
+    REWOUND = "a hook changed its context"
     REQUEUED = "it waits for the board"
-    ABORT_ASKED = "an abort is asked for"
+    ABORT_ASKED = "an abort is requested"
     ENDED = "its last event is settled"
 
 
@@ -38,7 +35,7 @@ TRANSITIONS: dict[tuple[GenerationState, GenerationEvent], GenerationState] = {
     (_S.QUEUED, _E.ABORT_ASKED): _S.ABORTING,
     (_S.QUEUED, _E.ENDED): _S.ENDED,
     (_S.PREFILLING, _E.TOKEN): _S.GENERATING,
-    # Unlike a client the cluster may stop it here; the prefill itself cannot be cut.
+    # Unlike a client the cluster may stop it here; the prefill itself cannot be cut short.
     (_S.PREFILLING, _E.HELD): _S.PAUSING,
     (_S.PREFILLING, _E.ABORT_ASKED): _S.ABORTING,
     (_S.PREFILLING, _E.ENDED): _S.ENDED,
@@ -48,17 +45,17 @@ TRANSITIONS: dict[tuple[GenerationState, GenerationEvent], GenerationState] = {
     (_S.GENERATING, _E.REWOUND): _S.RESUMING,
     (_S.GENERATING, _E.ABORT_ASKED): _S.ABORTING,
     (_S.GENERATING, _E.ENDED): _S.ENDED,
-    # A pause races the last token: the answer's end may still arrive, and is the good outcome.
+    # A pause races the last token: the answer may still end, which is fine.
     (_S.PAUSING, _E.TOKEN): _S.PAUSING,
     (_S.PAUSING, _E.PAUSED): _S.PAUSED,
-    # It was only switched to another version, or the cluster goes on already.
+    # Only its version changed, or the cluster has resumed.
     (_S.PAUSING, _E.FREED): _S.RESUMING,
     (_S.PAUSING, _E.ABORT_ASKED): _S.ABORTING,
     (_S.PAUSING, _E.ENDED): _S.ENDED,
     (_S.PAUSED, _E.EDITED): _S.PAUSED,
     (_S.PAUSED, _E.RESUME_ASKED): _S.RESUMING,
     (_S.PAUSED, _E.ABORT_ASKED): _S.ABORTING,
-    # Nobody resumed it in time, or the client is gone.
+    # Its pause timed out, or the client is gone.
     (_S.PAUSED, _E.ENDED): _S.ENDED,
     # Kept in the KV cache it starts at once; recomputed it queues first.
     (_S.RESUMING, _E.STARTED): _S.PREFILLING,
@@ -66,10 +63,10 @@ TRANSITIONS: dict[tuple[GenerationState, GenerationEvent], GenerationState] = {
     (_S.RESUMING, _E.ABORT_ASKED): _S.ABORTING,
     # An edit may have completed the answer: then no run follows.
     (_S.RESUMING, _E.ENDED): _S.ENDED,
-    # An abort is asynchronous, and asking twice changes nothing.
+    # An abort is asynchronous; a second one has no effect.
     (_S.ABORTING, _E.TOKEN): _S.ABORTING,
     (_S.ABORTING, _E.ABORT_ASKED): _S.ABORTING,
-    # The runtime had paused before the abort came: the run is drained, and the abort goes on.
+    # The runtime had paused before the abort: the run is drained, and the abort continues.
     (_S.ABORTING, _E.PAUSED): _S.ABORTING,
     (_S.ABORTING, _E.ENDED): _S.ENDED,
 }
@@ -81,16 +78,16 @@ _ASKED = {
     ControlAction.ABORT: GenerationEvent.ABORT_ASKED,
 }
 
-_NOT_YET = "It can be paused once its first token is there."
+_NOT_YET = "It can be paused after its first token."
 _PAUSE_FIRST = "Pause it first."
-_GOING_ON = "It is going on already."
+_GOING_ON = "It is not paused."
 _SOON = "Wait until it is paused."
 
 _HINTS: dict[tuple[ControlAction, GenerationState], str] = {
     (ControlAction.PAUSE, _S.QUEUED): _NOT_YET,
     (ControlAction.PAUSE, _S.PREFILLING): _NOT_YET,
-    (ControlAction.PAUSE, _S.RESUMING): "It can be paused again once its next token is there.",
-    (ControlAction.PAUSE, _S.PAUSING): "A pause is on its way.",
+    (ControlAction.PAUSE, _S.RESUMING): "It can be paused again after its next token.",
+    (ControlAction.PAUSE, _S.PAUSING): "It is being paused already.",
     (ControlAction.PAUSE, _S.PAUSED): "Edit, resume or abort it.",
     (ControlAction.EDIT, _S.GENERATING): _PAUSE_FIRST,
     (ControlAction.EDIT, _S.PAUSING): _SOON,
@@ -115,10 +112,10 @@ def advance(state: GenerationState, event: GenerationEvent) -> GenerationState:
 
 
 def judge(state: GenerationState, action: ControlAction) -> GenerationState:
-    """Return the state that ``action``, asked for in ``state``, leads to.
+    """Return the state after ``action``.
 
     Raises:
-        StateConflict: the state does not allow it; the generation goes on unharmed.
+        StateConflict: the state does not allow it; the generation is not affected.
     """
     after = TRANSITIONS.get((state, _ASKED[action]))
     if after is None:

@@ -1,7 +1,7 @@
-"""Which LoRA adapters one handle has loaded, and what has to happen before a run needs one. Pure.
+"""The LoRA adapters loaded in one engine, and the step due before a run needs one. Pure.
 
-RKLLM loads adapters side by side and takes none away again: memory comes back only by a fresh
-handle. The runtime does not say what an adapter takes, so its file's size is the estimate.
+RKLLM loads adapters side by side and unloads none: memory is freed only by a fresh engine. The
+runtime does not report an adapter's memory, so its file's size is the estimate.
 """
 
 from __future__ import annotations
@@ -21,21 +21,22 @@ class AdapterReady:
 
 @dataclass(frozen=True, slots=True)
 class LoadAdapter:
-    """Load the adapter under this name, then say ``loaded`` or ``refused``."""
+    """Load the adapter under this name, then call ``loaded`` or ``refused``."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class RenewEngine:
-    """There is no room: end the handle, and load the adapter into a fresh one, whose table is new.
+    """No room is left: start a fresh engine and load the adapter into it.
 
-    What else was loaded comes back when it is asked for: otherwise it would fill that up again.
+    The other adapters are loaded again when a request needs them; otherwise they would fill the
+    fresh engine at once.
     """
 
 
 class AdapterTable:
-    """The adapters of one handle, at most ``limit`` of them and ``budget_bytes`` together."""
+    """The adapters of one engine: at most ``limit`` adapters and ``budget_bytes`` in total."""
 
     def __init__(self, limit: int, budget_bytes: int | None = None) -> None:
         self._limit = limit
@@ -45,19 +46,19 @@ class AdapterTable:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """What is loaded, the most recently used last."""
+        """Keys of the loaded adapters, the most recently used last."""
         return tuple(self._loaded)
 
     @property
     def used_bytes(self) -> int:
-        """What the loaded ones take, by the sizes of their files."""
+        """Estimated memory of the loaded adapters: the sizes of their files."""
         return sum(self._loaded.values())
 
     def need(self, ref: AdapterRef, size_bytes: int) -> AdapterReady | LoadAdapter | RenewEngine:
-        """Return what must be done before a run with ``ref``, whose file has ``size_bytes``.
+        """Return the step due before a run with ``ref``, whose file has ``size_bytes``.
 
         Raises:
-            AdapterBroken: this handle has refused it before, or it is too large for any.
+            AdapterBroken: this engine refused it before, or it exceeds the whole budget.
         """
         key = ref.key
         if key in self._loaded:
@@ -68,19 +69,19 @@ class AdapterTable:
         if not self._fits(1, size_bytes):
             raise AdapterBroken(
                 ref.label,
-                f"its {size_bytes} bytes are more than the {self._budget_bytes} bytes that this "
-                "board has for adapters",
+                f"its file has {size_bytes} bytes; the limit for adapters on this board is "
+                f"{self._budget_bytes} bytes",
             )
         if self._fits(len(self._loaded) + 1, self.used_bytes + size_bytes):
             return LoadAdapter(key)
         return RenewEngine()
 
     def loaded(self, ref: AdapterRef, size_bytes: int) -> None:
-        """The runtime has taken the adapter."""
+        """Record that the runtime loaded the adapter."""
         self._loaded[ref.key] = size_bytes
 
     def refused(self, ref: AdapterRef, reason: str) -> None:
-        """The runtime has refused the file: this handle is not asked to load it again."""
+        """Record that the runtime refused the file, so that this engine is not given it again."""
         self._refused[ref.key] = reason
 
     def _fits(self, count: int, total_bytes: int) -> bool:

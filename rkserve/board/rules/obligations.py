@@ -1,7 +1,7 @@
-"""What one board is charged with: the epoch it obeys, what is paused, which versions it serves.
+"""The desired state of one board: its epoch, holds, and versions. Pure.
 
-Pure bookkeeping over ``core.desired_state``, carried out by ``operations.adopt``. Knows neither
-runs nor files: the versions on the disk are an argument.
+Bookkeeping over ``core.desired_state``, carried out by ``operations.adopt``. It knows neither runs
+nor files: the versions on the disk are an argument.
 """
 
 from __future__ import annotations
@@ -28,18 +28,21 @@ from rkserve.core.errors import (
 )
 from rkserve.core.messages import FIRST_LABEL, AdapterRef, GenerateRequest
 
-RETRY_AFTER_S = 5  # where a pause has no lease, nobody knows how long it lasts
+RETRY_AFTER_S = 5  # for a pause without a lease, whose end is unknown
 
 
 def adapter_name(request: GenerateRequest) -> str | None:
-    """Return the name of the adapter that the request is for, in whichever version."""
+    """Return the name of the request's adapter, whatever its version."""
     if request.line is not None:
         return request.line
     return request.adapter.name if request.adapter is not None else None
 
 
 class Obligations:
-    """What the board was told last; ``governed`` boards serve nothing before that."""
+    """The desired state that one board last adopted.
+
+    A ``governed`` board serves nothing before the first one.
+    """
 
     def __init__(
         self,
@@ -52,7 +55,7 @@ class Obligations:
         self._board_id, self._model = board_id, model
         self._staged = staged
         self._governed = governed
-        self._refused = ""  # why other weights that it shall have could not be loaded
+        self._refused = ""  # why the desired weights could not be loaded
         self._here: Callable[[BaseVersion], bool] = lambda _: False
         self._base: BaseVersion | None = None
         self._label = FIRST_LABEL
@@ -60,17 +63,17 @@ class Obligations:
 
     @property
     def epoch(self) -> int | None:
-        """The epoch of what it obeys; None before it was told anything."""
+        """The epoch of the adopted state; None before the first."""
         return None if self.target is None else self.target.epoch
 
     @property
     def staged(self) -> tuple[AdapterVersion, ...]:
-        """What is on the disk."""
+        """The adapter versions on the disk."""
         return self._staged()
 
     @property
     def missing(self) -> tuple[AdapterVersion, ...]:
-        """What it shall serve and does not have."""
+        """The desired adapter versions that are not on the disk."""
         if self.target is None:
             return ()
         there = frozenset(self._staged())
@@ -78,7 +81,7 @@ class Obligations:
 
     @property
     def missing_base(self) -> BaseVersion | None:
-        """The file that its model shall be loaded from, and that it does not have."""
+        """The desired base weights, where their file is not on the disk."""
         base = None if self.target is None else self.target.base
         if base is None or self.has_base or self._here(base):
             return None
@@ -86,35 +89,35 @@ class Obligations:
 
     @property
     def has_base(self) -> bool:
-        """Whether its model is loaded from what it shall be loaded from."""
+        """True where the model is loaded from the desired base weights."""
         return self.target is None or _digest(self.target.base) == _digest(self._base)
 
     @property
     def joining(self) -> str:
-        """Why it takes no requests yet, or nothing."""
+        """The reason for taking no requests yet, or an empty string."""
         if self.target is None:
-            return "it was not told yet what it shall be" if self._governed else ""
+            return "it has no desired state yet" if self._governed else ""
         missing = [version.ref.label for version in self.missing]
         if self.missing_base is not None:
             missing.append(self.missing_base.title)
         if missing:
-            return f"it has not been sent yet: {', '.join(missing)}"
+            return f"missing files: {', '.join(missing)}"
         return "" if self.has_base else self._refused
 
-    # -- the base model's weights, as those tell it who load them -------------------------------
+    # -- base weights -----------------------------------------------------------------------------
 
     def weights_here(self, here: Callable[[BaseVersion], bool]) -> None:
-        """Learn how to find out whether a file is on the disk."""
+        """Set the check for whether a file of base weights is on the disk."""
         self._here = here
 
     def loaded(self, base: BaseVersion | None) -> None:
-        """The model is loaded from this file, or will be next; None is the model folder's."""
+        """Note the file that the model is loaded from now, or next; None is the model folder's."""
         self._base = base
         self._label = FIRST_LABEL if base is None else base.version
         self._take_label()
 
     def refused(self, reason: str) -> None:
-        """What it shall be loaded from could not be, and why; nothing: it was not tried."""
+        """Note why the desired base weights could not be loaded; empty: they were not tried."""
         self._refused = reason
 
     def _take_label(self) -> None:
@@ -123,12 +126,12 @@ class Obligations:
 
     @property
     def unloads(self) -> bool:
-        """Whether it shall have no engine."""
+        """True where the desired state has the model unloaded."""
         level = None if self.target is None else self.target.level
         return level is not None and level >= SleepLevel.UNLOADED
 
     def take(self, desired: Desired) -> bool:
-        """Obey from now on; False where it obeys a later epoch, or this one, already."""
+        """Adopt a desired state; False where its epoch is not later than the adopted one."""
         if self.target is not None and desired.epoch <= self.target.epoch:
             return False
         self.target = desired.target(self._board_id, self._model)
@@ -136,24 +139,25 @@ class Obligations:
         return True
 
     def hold(self, adapter: str | None) -> EffectivePause | None:
-        """Return what pauses generations with the adapter of that name."""
+        """Return the hold on generations with the adapter of that name."""
         return None if self.target is None else self.target.held(adapter)
 
     def line(self, request: GenerateRequest) -> AdapterVersions | None:
-        """Return the line that the request leaves its version to."""
+        """Return the adapter line that chooses the request's version."""
         if self.target is None or request.line is None:
             return None
         return self.target.line(request.line)
 
     def check(self, request: GenerateRequest, now_s: float) -> None:
-        """Raise ``BoardBehind``, ``BoardAsleep``, ``EnginePaused`` where it takes no such request.
+        """Raise ``BoardBehind``, ``BoardAsleep`` or ``EnginePaused`` where the request is not
+        accepted.
 
         ``now_s`` is in seconds since 1970, as the ends of leases are.
         """
         if self.joining:
             raise BoardBehind(self._board_id, self.joining)
         if (self.epoch or 0) < request.min_epoch:
-            reason = f"it obeys epoch {self.epoch}, and {request.min_epoch} is asked for"
+            reason = f"its epoch is {self.epoch}; the request needs at least {request.min_epoch}"
             raise BoardBehind(self._board_id, reason)
         self._check_weights(request)
         name, level = adapter_name(request), None if self.target is None else self.target.level
@@ -163,26 +167,26 @@ class Obligations:
         if hold is None or hold.mode is PauseMode.KEEP:
             return
         if hold.mode is PauseMode.WAIT and request.continued is not None:
-            return  # it was accepted before, and is to run to its end
+            return  # it was accepted before the pause and runs to its end
         refused = EnginePaused if level is None else EngineAsleep
         whole = self.target is not None and hold is self.target.hold
         what = f"board {self._board_id}" if whole else f"adapter {name}"
         raise refused(what, _retry_after_s(hold, now_s))
 
     def _check_weights(self, request: GenerateRequest) -> None:
-        """Raise ``BoardBehind`` where one that shall keep its version would get other weights."""
+        """Raise ``BoardBehind`` where a request that keeps its version would get other weights."""
         begun = None if request.continued is None else request.continued.bound
         if begun is None or begun.adapter is not None or not request.keep_version:
             return
         if begun.marks and begun.marks[-1][1] != self._label:
-            reason = f"it has the weights {self._label}, and {begun.marks[-1][1]} are asked for"
+            reason = f"its weights are {self._label}; the request needs {begun.marks[-1][1]}"
             raise BoardBehind(self._board_id, reason)
 
     def bind(self, request: GenerateRequest) -> AdapterRef | None:
-        """Return the version of the adapter that the request would begin with now.
+        """Return the adapter version that the request would begin with now.
 
         Raises:
-            ModelNotFound: the request names a line of which nothing is served.
+            ModelNotFound: the request names a line without a served version.
         """
         if request.line is None:
             return request.adapter
@@ -193,13 +197,13 @@ class Obligations:
         return ref
 
     def serves(self, line: AdapterVersions, request: GenerateRequest) -> AdapterRef | None:
-        """Return what a request gets of a line here."""
+        """Return the version that a line gives to a request on this board."""
         return line.serves(self._board_id, request.session)
 
     def label(self, ref: AdapterRef | None) -> str:
-        """Return what weights are called in answers: the adapter's version, or the model's.
+        """Return the label of the weights in answers: the adapter's version, or the model's.
 
-        That of the model is of those that are loaded, whatever it shall have.
+        The model's label is that of the loaded weights, not of the desired ones.
         """
         return self._label if ref is None else ref.label
 

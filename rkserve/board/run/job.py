@@ -1,6 +1,6 @@
-"""One request on one board: its generation, its state, and the channel to whoever streams it.
+"""One request on one board: its generation, its state, and the event stream of its consumer.
 
-It knows asyncio and nothing of engines or queues.
+It uses asyncio and knows neither engines nor queues.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from rkserve.core.errors import RkserveError
 from rkserve.core.messages import AdapterRef, Bound, Delta, Finished, GenerateRequest, Paused
 
 _S, _E = GenerationState, GenerationEvent
-GOES_ON = Delta("", ())  # the end of a pause
+PAUSE_END = Delta("", ())  # emitted at the end of a pause
 
 
 class Job:
     """A request between admission and its last event, over all of its runs and pauses.
 
-    ``ticket`` is the board's number for it: unlike a request id it never comes twice. ``mates``
-    says with whom, of those of its origin, it may share a run.
+    ``ticket`` is the board's number for it: unlike a request id it never repeats. Jobs with equal
+    ``mates`` and origin may share a run.
     """
 
     def __init__(
@@ -36,46 +36,46 @@ class Job:
         self.ticket = ticket
         self.generation = generation
         self.ref: AdapterRef | None = self.request.adapter
-        self.line_epoch = 0  # of the line that chose ``ref``
+        self.line_epoch = 0  # epoch of the line that chose ``ref``
         self.spans = VersionSpans()
-        self.begun = False  # some run of it was started
-        self._told: Bound | None = None  # what the consumer knows of the weights
-        self._told_begun = 0  # with so many beginnings of spans
+        self.begun = False  # a run of it was started
+        self._reported: Bound | None = None  # the weights last reported to the consumer
+        self._reported_begun = 0  # ``spans.begun`` at that time
         continued = self.request.continued
-        # Of those that a board was lost with it shall show which one does that.
+        # A request that may have crashed its last board runs alone, so that a crash identifies it.
         self._mates = ("alone", ticket) if continued is not None and continued.suspect else mates
-        self.frozen = False  # the cluster is paused: no run of it may begin
-        self.goes_on = False  # it is paused by the cluster alone
-        self.yields = False  # it leaves its run for an errand, and goes on by itself after that
-        self.pause_asked = False  # by its client, while its run goes on
-        self.muted = False  # what it has is kept back until the cluster goes on
+        self.frozen = False  # a pause of the cluster keeps its runs from starting
+        self.goes_on = False  # it is paused by the cluster alone and resumes with it
+        self.yields = False  # it leaves its run for an engine task and continues after it
+        self.pause_asked = False  # by its client, while its run continues
+        self.muted = False  # its output is withheld until the cluster resumes
         self.arrived_s = arrived_s
         self.queued_s: float | None = (
             arrived_s  # since when it waits for the board; None: it has it
         )
         self.paused_s: float | None = None  # since when it is paused
         self.paused_by: str | None = None
-        self.expiry: asyncio.TimerHandle | None = None  # of the pause
-        self.held_s = 0.0  # how long others have waited while it held the board, paused
-        self.released = False  # it was to let go of the board for them
+        self.expiry: asyncio.TimerHandle | None = None  # of the pause's timeout
+        self.held_s = 0.0  # time that others waited while it held the board, paused
+        self.released = False  # it was made to release the board for them
         self.tally = GenerationCounters(len(self.request.prompt_ids))
         if continued is not None:
             self.tally.continued, self.tally.begun_tokens = continued.times, continued.tokens
         self.state = _S.QUEUED
-        self.seated = False  # the board is its own: from admission's word until it lets go
-        self.retried = False  # the engine failed before its run began, and it was queued again
-        self.abandoned = False  # the consumer is gone
+        self.has_board = False  # it has the board: from its start by admission until it releases it
+        self.retried = False  # the engine failed before its run began, and it was requeued
+        self.abandoned = False  # the consumer closed the stream
         self.outcome: Finished | RkserveError | None = None
-        # What the consumer has not heard of, up to the last pause or end of one.
-        self._said: deque[Paused | Delta] = deque()
-        self._given = 0  # so many events of these it was given
-        self._paused: Paused | None = None  # the pause that the consumer is, or will be, told of
+        # Events not consumed yet, up to the last pause or end of one.
+        self._events: deque[Paused | Delta] = deque()
+        self._consumed = 0  # number of consumed events
+        self._paused: Paused | None = None  # the last announced pause
         self._news = asyncio.Event()
         self._changed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     @property
     def request(self) -> GenerateRequest:
-        """What was asked for."""
+        """The request."""
         return self.generation.request
 
     @property
@@ -85,31 +85,31 @@ class Job:
 
     @property
     def origin(self) -> str | None:
-        """What the positions of its context are only of use under; see ``origins``."""
+        """The origin of its context's KV positions; see ``core.block_hashes``."""
         return origin_of(self.adapter, self.request.salt)
 
     @property
     def key(self) -> Hashable:
-        """Those that have the same one may share a run."""
+        """The key that jobs must share to share a run."""
         return (self.origin, self._mates)
 
     def bind(self, ref: AdapterRef | None, line_epoch: int) -> None:
-        """Let its next run be with this version."""
+        """Use this adapter version from the next run on."""
         self.ref, self.line_epoch = ref, line_epoch
 
-    def introduce(self, label: str) -> None:
-        """The consumer is told that it would begin with this version now."""
-        self._told = Bound(((0, label),), self.ref, self.line_epoch)
+    def set_reported(self, label: str) -> None:
+        """Note the weights that ``Accepted`` announces to the consumer."""
+        self._reported = Bound(((0, label),), self.ref, self.line_epoch)
 
     def take_over(self, bound: Bound) -> None:
-        """It has begun on another board, with these weights."""
+        """Set the weights that it began with on another board."""
         self.bind(bound.adapter, bound.line_epoch)
-        self.spans, self._told = VersionSpans(list(bound.marks)), bound
+        self.spans, self._reported = VersionSpans(list(bound.marks)), bound
         self.begun = True
 
     @property
     def over(self) -> bool:
-        """Nobody wants another token of it."""
+        """True where no further token is wanted."""
         return self.abandoned or self.outcome is not None or self.state is _S.ABORTING
 
     def token(self, token_id: int, data: bytes, waiting: bool) -> None:
@@ -120,42 +120,42 @@ class Job:
             self._news.set()
 
     def advance(self, event: GenerationEvent) -> None:
-        """Go to the next state; see ``interrupt``."""
+        """Go to the next state; see ``rules.generation_states``."""
         before, self.state = self.state, advance(self.state, event)
         if self.state is not before:
             self.wake()
 
     def waited(self, now_s: float) -> None:
-        """Its wait for the board is over."""
+        """End its wait for the board."""
         if self.queued_s is not None:
             self.tally.queue_s += now_s - self.queued_s
         self.queued_s, self.released = None, False
 
     def start(self) -> None:
-        """A run of it is started; again, if the one before never was."""
+        """Note that a run of it starts; again, if the run before never began."""
         if self.state is not _S.PREFILLING:
             self.advance(_E.STARTED)
         self.begun = True
 
     def interrupted(self) -> None:
-        """Its run was left before the answer's end."""
+        """Note that its run was left before the answer's end."""
         self.generation.interrupted(self.tally.prompt_tokens)
-        self.tell()
+        self.notify()
 
     def announce(self, paused: Paused) -> None:
-        """Let the consumer know of a pause, after the text before it."""
-        self._say()
+        """Emit a pause, after the text before it."""
+        self._queue_delta()
         self._paused = paused
-        self._said.append(paused)
+        self._events.append(paused)
         self._news.set()
 
     def announce_by(self, by: str | None) -> None:
-        """Let the consumer know that the pause is another one's now."""
+        """Emit a new originator of the current pause."""
         if self._paused is not None and self._paused.by != by:
             self.announce(replace(self._paused, by=by))
 
     def unpause(self, now_s: float) -> None:
-        """The pause is over, by a resumption or by the end."""
+        """End the pause, by a resumption or with the generation."""
         if self.paused_s is not None:
             self.tally.paused_s += now_s - self.paused_s
         if self.expiry is not None:
@@ -163,13 +163,13 @@ class Job:
         self.paused_s = self.expiry = self.paused_by = None
         self.goes_on = False
         if self._paused is not None:
-            self._say()
+            self._queue_delta()
             self._paused = None
-            self._said.append(GOES_ON)
+            self._events.append(PAUSE_END)
             self._news.set()
 
     def end(self, outcome: Finished | RkserveError) -> None:
-        """Settle how the request ended; the first word counts."""
+        """Set the outcome of the request; the first one counts."""
         if self.outcome is not None:
             return
         self.outcome = outcome
@@ -179,15 +179,15 @@ class Job:
         self._news.set()
 
     def abandon(self) -> None:
-        """The consumer is gone: nobody reads what still comes."""
+        """Note that the consumer closed the stream."""
         self.abandoned = True
         self.wake()
 
     async def next_event(self) -> Delta | Paused | Finished:
-        """Return what came since the last call, as one delta between two pauses; last ``Finished``.
+        """Return the next event: one delta between two pauses, and last ``Finished``.
 
-        Raises the ``RkserveError`` that ended the request, after the text before it; what is kept
-        back for a hold is lost with it, for nothing is given out that is held.
+        Raises the ``RkserveError`` that ended the request, after the text before it; text withheld
+        by a hold is dropped then.
         """
         while True:
             self._news.clear()
@@ -196,46 +196,46 @@ class Job:
             if self.muted:
                 await self._news.wait()
                 continue
-            if not self._said:
-                self._say()
-            if self._said:
-                self._given += 1
+            if not self._events:
+                self._queue_delta()
+            if self._events:
+                self._consumed += 1
                 self.wake()
-                return self._said.popleft()
+                return self._events.popleft()
             if isinstance(self.outcome, RkserveError):
                 raise self.outcome
             if self.outcome is not None:
                 return self.outcome
             await self._news.wait()
 
-    async def heard(self, limit_s: float) -> bool:
-        """Wait until the consumer has all that was said up to now; False where it left before that.
+    async def consumed_all(self, limit_s: float) -> bool:
+        """Wait until the consumer took all events so far; False where it left before that.
 
-        One that does not read, or is kept from it, is not waited for: it gets that later.
+        A consumer that does not read, or is muted, gets them later and is not waited for.
         """
-        self._say()
+        self._queue_delta()
         self._news.set()
-        loop, due = asyncio.get_running_loop(), self._given + len(self._said)
+        loop, due = asyncio.get_running_loop(), self._consumed + len(self._events)
         until_s = loop.time() + limit_s
-        while self._given < due and not self.muted and (left_s := until_s - loop.time()) > 0:
+        while self._consumed < due and not self.muted and (left_s := until_s - loop.time()) > 0:
             if self.abandoned:
                 return False
             await asyncio.wait({self.changed()}, timeout=left_s)
         return True
 
-    def _say(self) -> None:
-        """Put what came of the answer behind what was said before: a later pause comes after it."""
+    def _queue_delta(self) -> None:
+        """Queue the current delta behind the events before it, so that a later pause follows it."""
         delta = self.generation.take()
         if delta is not None:
-            self._said.append(self._whole(delta))
+            self._events.append(self._with_changes(delta))
 
-    def _whole(self, delta: Delta) -> Delta:
-        """Return the delta with what it does not know of the generation's weights and state."""
-        if self._told_begun != self.spans.begun:
-            self._told_begun = self.spans.begun
+    def _with_changes(self, delta: Delta) -> Delta:
+        """Return the delta with changes of the generation's weights and pause."""
+        if self._reported_begun != self.spans.begun:
+            self._reported_begun = self.spans.begun
             bound = Bound(self.spans.marks, self.ref, self.line_epoch)
-            if bound != self._told:
-                self._told = bound
+            if bound != self._reported:
+                self._reported = bound
                 delta = replace(delta, bound=bound)
         if self._paused is not None:
             delta = replace(delta, paused=True)
@@ -243,19 +243,19 @@ class Job:
 
     @property
     def pending(self) -> bool:
-        """Whether something of the answer was not given out yet, and still will be."""
+        """True where a part of the answer is still to be emitted."""
         if self.abandoned or self.muted:
             return False
-        said = any(isinstance(event, Delta) and event != GOES_ON for event in self._said)
+        said = any(isinstance(event, Delta) and event != PAUSE_END for event in self._events)
         return said or self.generation.pending
 
     def mute(self, *, muted: bool) -> None:
-        """Keep back, or give out, what there is for a consumer that did not take it in time."""
+        """Withhold or release the output of a consumer that did not read in time."""
         self.muted = muted
         self._news.set()
 
-    def tell(self) -> None:
-        """There may be something new to give out: an edit, or what a rewind put in."""
+    def notify(self) -> None:
+        """Wake the consumer: an edit or a rewind may have new output."""
         self._news.set()
 
     def changed(self) -> asyncio.Future[None]:
@@ -265,22 +265,22 @@ class Job:
         return self._changed
 
     def wake(self) -> None:
-        """Let those who wait for a change look again."""
+        """Complete the future of ``changed``."""
         if not self._changed.done():
             self._changed.set_result(None)
 
 
 def emitted(jobs: Iterable[Job]) -> tuple[tuple[str, int], ...]:
-    """Return the request's id, and how many tokens it has, of every job that has not ended."""
+    """Return request id and token count of every job that has not ended."""
     return tuple(
         (job.request.request_id, job.generation.tokens) for job in jobs if job.state is not _S.ENDED
     )
 
 
 class EngineTask:
-    """Work for the engine between runs that is no generation; it waits its turn as one.
+    """Work for the engine between runs that is no generation; it is queued like one.
 
-    ``barred`` says whether it may not begin now.
+    It must not begin while ``barred`` returns True.
     """
 
     def __init__(
@@ -293,11 +293,11 @@ class EngineTask:
         self.barred = barred
         self._work = work
         self.done: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        # Whoever sent it may have left: an error that nobody hears of is no event of the loop's.
+        # The caller may be gone: an unread error must not be reported by the event loop.
         self.done.add_done_callback(lambda done: done.cancelled() or done.exception())
 
     async def perform(self) -> None:
-        """Do the work, unless it was withdrawn. Raises what it raises."""
+        """Do the work, unless it was withdrawn. Raises what the work raises."""
         if self.done.cancelled():
             return
         result = await self._work()
@@ -305,6 +305,6 @@ class EngineTask:
             self.done.set_result(result)
 
     def end(self, error: RkserveError) -> None:
-        """It was not done, and why."""
+        """Fail the task with this error."""
         if not self.done.done():
             self.done.set_exception(error)

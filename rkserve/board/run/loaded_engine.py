@@ -1,7 +1,7 @@
-"""A loaded engine with all that it holds: KV cache, adapters, prompt cache, perhaps a paused run.
+"""A loaded engine with its state: KV cache, adapters, prompt cache, perhaps a paused run.
 
-It makes one run or call at a time and watches over it. It ends no engine and starts none, and what
-a run's end means for the requests in it is not its business.
+It makes and supervises one run or call at a time. Starting and ending engines, and the effects of a
+run's end on its requests, belong to other modules.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from rkserve.native.runtime import RunEnd
 
 log = logging.getLogger(__name__)
 
-# Before a silence counts, the event loop gets this long to read what has arrived: it may have been
-# the loop that slept, and not the engine.
+# Before silence counts, the event loop gets this long to read what has arrived: the loop may have
+# been blocked, and not the engine.
 SECOND_LOOK_S = 0.1
 
-# What a token leads to: the run, the entry, the token's id and text, and whether text is held back.
+# Handles a token: the run, the entry, the token's id and text, and whether text is held back.
 Receiver = Callable[[EngineRun, int, int, bytes, bool], None]
 
 
@@ -45,8 +45,9 @@ Receiver = Callable[[EngineRun, int, int, bytes, bool], None]
 class PausedRun:
     """A run that the runtime itself has paused.
 
-    ``ids`` of None: what the KV cache holds is not known. ``spliced``: something was cut out before
-    its end, so that what is behind was computed with it in view. ``origin``: see ``origins``.
+    ``ids`` of None: the content of the KV cache is not known. ``spliced``: a range before the end
+    was cut out, so that the positions behind it were computed with it in view. ``origin``: see
+    ``core.block_hashes``.
     """
 
     ids: Ids | None
@@ -66,10 +67,10 @@ class LoadedEngine:
         self.adapters = adapters
         self.context = CachedContext(append=self.quirk("append_tokens_with_history"))
         self.paused: PausedRun | None = None
-        self.positions: tuple[int, ...] = (0,) * engine.facts.n_batch  # by the runtime's last word
-        self.doomed = False  # it is about to be ended: nothing in its KV cache will be kept
-        self.aborted = False  # some run of this handle was; see quirk prompt_cache_after_abort
-        self.tried: dict[str, Probe] = {}  # what trial runs of its adapters found, by their keys
+        self.positions: tuple[int, ...] = (0,) * engine.facts.n_batch  # the runtime's last count
+        self.doomed = False  # it is about to be ended, and its KV cache lost
+        self.aborted = False  # a run of this handle was aborted; see quirk prompt_cache_after_abort
+        self.tried: dict[str, Probe] = {}  # results of its adapters' trial runs, by key
         self.running: EngineRun | None = None
         self._cache_loaded = False
         self._board_id = board_id
@@ -77,41 +78,41 @@ class LoadedEngine:
         self._numbers = itertools.count(1)
 
     def quirk(self, name: str) -> bool:
-        """Whether this release may be trusted so far; see ``native.quirks``."""
+        """Return whether this release has the named ability; see ``native.quirks``."""
         return self.facts.quirks.get(name, False)
 
     @property
     def alive(self) -> bool:
-        """False from the moment that the process has ended."""
+        """False from the moment that the process ended."""
         return not self.engine.died.done()
 
     def require(self) -> None:
-        """Raise ``EngineDied`` where the process has ended."""
+        """Raise ``EngineDied`` where the process ended."""
         if not self.alive:
             raise EngineDied(self._board_id, self.engine.died.result())
 
     @property
     def entries(self) -> tuple[int, ...]:
-        """Positions that each entry of the KV cache holds, as far as that is known now."""
+        """Positions in each entry of the KV cache, as far as they are known now."""
         run = self.running
         if run is None:
             return self.positions
         if len(run.given) == 1:
             return (len(run.transcript),)
-        sent = (len(entry.ids) for entry in run.beginning.entries)
+        sent = (len(entry.ids) for entry in run.spec.entries)
         return tuple(n + len(given) for n, given in zip(sent, run.given, strict=True))
 
     def may_pause(self, *, history: bool) -> bool:
-        """Whether the runtime itself may pause such a run and keep its KV cache."""
+        """Return whether the runtime can pause such a run and keep its KV cache."""
         return self.facts.n_batch == 1 and (not history or self.quirk("pause_with_history"))
 
     def resumption(
         self, wanted: Ids, cuts: Sequence[Range], origin: str | None
     ) -> ResumePlan | None:
-        """Return how the paused run goes on with ``wanted``, see ``plan_resume``; None: it cannot.
+        """Return how the paused run resumes with ``wanted`` (see ``plan_resume``); None: it cannot.
 
-        Under another ``origin`` its positions are worth nothing. Of a conversation
-        nothing is cut out where the runtime is not trusted with that.
+        Under another ``origin`` its positions are invalid. Nothing is cut out of a conversation
+        where the release is not trusted with that.
         """
         paused = self.paused
         if paused is not None and paused.origin != origin:
@@ -121,26 +122,26 @@ class LoadedEngine:
             return resume
         return resume if self.quirk("clear_range_with_history") else None
 
-    # -- runs ---------------------------------------------------------------------------------
+    # -- runs -------------------------------------------------------------------------------------
 
     async def run(
         self,
-        seats: Sequence[Job | None],
-        beginning: RunSpec,
+        entry_jobs: Sequence[Job | None],
+        spec: RunSpec,
         receive: Receiver,
         sampling: Sampling | None = None,
     ) -> tuple[EngineRun, RunEnded]:
-        """Make a run, and note what it left in the KV cache.
+        """Make a run, and note the KV cache that it left.
 
         Raises:
             EngineHung: the watchdog's deadline has passed; the run may still be going on.
             EngineDied: the process ended before the run did.
         """
-        run = self._seat(seats, beginning)
+        run = self._seat(entry_jobs, spec)
         self.running = run
-        if not beginning.resume:
+        if not spec.resume:
             self.context.forget()  # known again once this run has ended in order
-        # Where that fails the run may still be going on, and stays the running one.
+        # Where this fails the run may still be going on, and stays the running one.
         try:
             ended = await self._supervise(run, self._command(run, sampling), receive)
         finally:
@@ -150,25 +151,25 @@ class LoadedEngine:
         return run, ended
 
     def abort(self, run: EngineRun) -> None:
-        """Ask the runtime to end the run; once is enough."""
+        """Abort the run; repeated calls have no effect."""
         if run.stopping:
             return
         run.stopping = True
-        if run.beginning.steps is None:
-            self.aborted = True  # else it is left between two steps
+        if run.spec.steps is None:
+            self.aborted = True  # a run of steps is left between two of them
         if run.watchdog.aborted(loop_time_s()):
             run.hurry()
         self.engine.abort(run.number)
 
-    def plead(self) -> bool:
-        """A last abort for a run that hangs; False where there is none, or it was asked for."""
+    def last_abort(self) -> bool:
+        """Abort a hung run as a last try; False where there is none, or it was aborted before."""
         if self.running is None or self.running.stopping:
             return False
         self.abort(self.running)
         return True
 
     def pause(self, run: EngineRun) -> None:
-        """Ask the runtime to pause the run; an abort outweighs it."""
+        """Have the runtime pause the run; an abort has priority."""
         if run.stopping or run.pausing:
             return
         run.pausing = True
@@ -176,25 +177,20 @@ class LoadedEngine:
             run.hurry()
         self.engine.pause(run.number)
 
-    def _seat(self, seats: Sequence[Job | None], beginning: RunSpec) -> EngineRun:
-        patience = patience_for(beginning, self._patience)
+    def _seat(self, entry_jobs: Sequence[Job | None], spec: RunSpec) -> EngineRun:
+        patience = patience_for(spec, self._patience)
         prefill = sum(
-            len(entry.ids) if entry.embeds is None else entry.embeds.rows
-            for entry in beginning.entries
+            len(entry.ids) if entry.embeds is None else entry.embeds.rows for entry in spec.entries
         )
         watchdog = Watchdog(patience, prefill, loop_time_s())
-        # Nobody can go on with a paused run in text mode: which ids it consists of is not known.
-        in_text_mode = beginning.entries[0].prompt_text is not None
-        pausable = (
-            beginning.steps is None
-            and not in_text_mode
-            and self.may_pause(history=beginning.history)
-        )
-        return EngineRun(next(self._numbers), seats, beginning, watchdog, pausable=pausable)
+        # A paused run cannot be resumed in text mode, where its token ids are not known.
+        in_text_mode = spec.entries[0].prompt_text is not None
+        pausable = spec.steps is None and not in_text_mode and self.may_pause(history=spec.history)
+        return EngineRun(next(self._numbers), entry_jobs, spec, watchdog, pausable=pausable)
 
     def _command(self, run: EngineRun, sampling: Sampling | None) -> RunCommand:
-        begin, per_run = run.beginning, self.facts.per_run_sampling
-        # A loaded cache would serve any later run that begins like it, under any adapter.
+        begin, per_run = run.spec, self.facts.per_run_sampling
+        # A loaded cache would be used by any later run with the same prefix, under any adapter.
         release = self._cache_loaded and begin.hit is None and not begin.resume
         return RunCommand(
             run_id=run.number,
@@ -214,16 +210,17 @@ class LoadedEngine:
         )
 
     async def _supervise(self, run: EngineRun, command: RunCommand, receive: Receiver) -> RunEnded:
-        """Wait for the run's end, within what the watchdog grants."""
+        """Wait for the run's end, within the watchdog's deadlines."""
 
-        now_s = asyncio.get_running_loop().time  # looked up once: this is the path of every token
+        # Looked up once, because it is called for every token.
+        now_s = asyncio.get_running_loop().time
 
         def on_token(entry: int, token_id: int, data: bytes, waiting: bool) -> None:
             run.came(entry, token_id, now_s())
             receive(run, entry, token_id, data, waiting)
 
         def on_scores(prompt: bool, found: tuple[Scored, ...]) -> None:
-            job = run.seats[0]
+            job = run.entry_jobs[0]
             if job is not None:
                 job.generation.score(found, prompt=prompt)
 
@@ -240,22 +237,23 @@ class LoadedEngine:
                     raise EngineHung(self._board_id, run.watchdog.verdict(now_s()))
             return ended.result()
         finally:
-            ended.cancel()  # the engine may settle it later, when nobody asks any more
+            ended.cancel()  # the engine may settle it later; that result is not used
 
     def _settle(self, run: EngineRun, ended: RunEnded) -> None:
-        """Note what the run left."""
+        """Note the state that the run left."""
         if ended.cache_refused is not None:
             refused = ended.cache_refused
             log.warning("board %s: a prompt cache was refused: %s", self._board_id, refused)
         self.positions = ended.kv_positions or self.positions
         self.aborted |= ended.aborted
-        began = run.beginning
+        began = run.spec
         if not began.resume:
-            # One that never ran may have loaded its cache, and may not have let go of the last one.
+            # A run that never began may have loaded its cache, and may not have released the last
+            # one.
             ran = ended.end not in (None, RunEnd.FAILED)
             self._cache_loaded = began.hit is not None or (self._cache_loaded and not ran)
         if began.resume and ended.end in (None, RunEnd.FAILED):
-            return  # aborted before it began, or refused: for ``drain`` to find out what it is
+            return  # aborted before it began, or refused: ``drain`` finds out which
         spliced = self._spliced(began)
         self.paused = None
         if ended.end is RunEnd.PAUSED:
@@ -264,7 +262,7 @@ class LoadedEngine:
         self._settle_context(run, ended, spliced=spliced)
 
     def _spliced(self, began: RunSpec) -> bool:
-        """Whether this resumption, or one before it, has cut out more than the end."""
+        """Return whether this resumption, or one before it, cut out more than the end."""
         if self.paused is None or not began.resume:
             return False
         size, inside = len(self.paused.ids or ()), self.paused.spliced
@@ -274,20 +272,22 @@ class LoadedEngine:
         return inside
 
     def _settle_context(self, run: EngineRun, ended: RunEnded, *, spliced: bool) -> None:
-        began = run.beginning
+        began = run.spec
         if began.steps is not None:
             stopped = run.stopping and run.first_s is None  # perhaps within the prompt
         else:
-            stopped = run.stopping and (run.unheard or not self.quirk("kv_valid_after_abort"))
+            stopped = run.stopping and (
+                run.left_in_prefill or not self.quirk("kv_valid_after_abort")
+            )
         in_text_mode = began.entries[0].prompt_text is not None and began.pooling is None
-        # FINISH may not come after hidden states, so what follows from it is not taken for granted.
+        # FINISH may be missing after hidden states, so the positions are not trusted.
         left = began.pooling is not None and self.positions[0] > 0
         if not ended.in_order or in_text_mode or stopped or left:
             self.context.forget()
         elif not began.history:
-            self.context.reset()  # without history the runtime drops the context by itself
+            self.context.reset()  # without history the runtime drops the context itself
         elif spliced:
-            self.context.forget()  # a whole prefill of the same ids would give other positions
+            self.context.forget()  # a full prefill of the same ids would give other positions
         elif not self.context.settle(
             run.transcript, self.positions[0], began.origin, once=began.once
         ):
@@ -301,14 +301,14 @@ class LoadedEngine:
             self.context = CachedContext(append=False)
             self.context.forget()
 
-    # -- calls --------------------------------------------------------------------------------
+    # -- calls ------------------------------------------------------------------------------------
 
     async def call(self, method: str, *, extra_s: float = 0.0, **args: Any) -> Any:
         """Make one call of the runtime between two runs.
 
         Raises:
             EngineHung: it did not return in time.
-            EngineDied: the process ended before it did.
+            EngineDied: the process ended first.
             NativeError: the runtime refused it.
         """
         limit_s = self._patience.abort_s + self._patience.token_s + extra_s
@@ -324,14 +324,15 @@ class LoadedEngine:
             result.cancel()
 
     async def drain(self) -> None:
-        """End the paused run without going on with it. Raises as ``call``."""
+        """End the paused run without resuming it. Raises as ``call``."""
         self.context.forget()
         if not (self.quirk("drain_by_limit") and self.facts.per_run_sampling):
-            self.aborted = True  # one token more, then an abort: so it counts as one
+            self.aborted = True  # the drain is one more token and an abort
         history = self.paused is not None and self.paused.history
         await self.call("drain")
         self.paused = None
-        # A single turn is forgotten with its end; a conversation has grown by what was drained.
+        # The context of a single turn is dropped at its end; a conversation keeps the drained
+        # token.
         kept = await self.call("kv_sizes") if history else (0,) * self.facts.n_batch
         self.positions = tuple(kept)
 
@@ -346,6 +347,6 @@ class LoadedEngine:
         if self.positions[0] or not keep_system_prompt:
             self.context.cleared(self.positions[0])
         else:
-            # It was to spare what was not there: the engine takes it for partly filled, under the
-            # adapter of before, until a whole clear.
+            # There was no system prompt to spare: the engine treats the cache as partly filled,
+            # under the previous adapter, until a full clear.
             self.context.forget()

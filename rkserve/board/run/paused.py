@@ -1,6 +1,6 @@
-"""The paused generations of one board: how many it keeps, for how long, and who holds the board.
+"""The paused generations of one board: their limit, their timeouts, and the one holding the board.
 
-It makes no runs: what a generation goes on with, or is drained by, is the runner's business.
+It makes no runs: the runner resumes and drains them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from rkserve.board.rules.generation_states import GenerationEvent
 from rkserve.board.run.job import Job
 from rkserve.board.run.ports import BoardBooks, EngineSlot, RunQueue
 from rkserve.board.run.settings import BoardSettings
-from rkserve.board.run.start import outlook
+from rkserve.board.run.start import kv_outlook
 from rkserve.core.board_report import GenerationState
 from rkserve.core.errors import PauseExpired, RkserveError, TooManyPaused
 from rkserve.core.messages import Kv, Paused
@@ -24,7 +24,7 @@ BY_CLUSTER = "cluster"
 
 
 class PausedRequests:
-    """Who is paused. ``fail`` ends a job by an error."""
+    """The paused requests of one board. ``fail`` ends a job with an error."""
 
     def __init__(
         self,
@@ -36,17 +36,17 @@ class PausedRequests:
     ) -> None:
         self._settings, self._slot, self._books, self._queue = settings, slot, books, queue
         self._fail = fail
-        self._holding: Job | None = None  # paused inside the runtime: it keeps the board
-        self._let_go: asyncio.Future[None] | None = None
+        self._holding: Job | None = None  # paused inside the runtime, so that it keeps the board
+        self._release: asyncio.Future[None] | None = None
 
     def holds(self, job: Job) -> bool:
-        """Whether the job is paused inside the runtime and keeps the board."""
+        """Return whether the job is paused inside the runtime and keeps the board."""
         return job is self._holding
 
     def at_resume(self) -> int | None:
-        """Return how many positions stay when the run that holds the board is resumed.
+        """Return how many positions remain when the run that holds the board is resumed.
 
-        None where no run holds it, or no edit has asked for anything to be cut out.
+        None where no run holds it, or no edit cuts anything out.
         """
         job, live = self._holding, self._slot.live
         if job is None or live.paused is None or live.paused.ids is None:
@@ -56,16 +56,16 @@ class PausedRequests:
             return None
         resume = live.resumption(generation.context, generation.cuts, job.origin)
         if resume is None:
-            return 0  # all of it is computed again
+            return 0  # all of it is recomputed
         return len(ids) - sum(end - start for start, end in resume.cut)
 
     def holdable(self, job: Job) -> bool:
-        """Whether the job may hold the board: not while others wait that have waited enough."""
+        """Return whether the job may hold the board while others wait."""
         doomed = self._books.obligations.unloads or self._slot.live.doomed
         return not doomed and self._queue.admission.holdable(job.held_s)
 
     def check(self, asked: int) -> None:
-        """Raise ``TooManyPaused`` where so many more generations cannot be paused here."""
+        """Raise ``TooManyPaused`` where ``asked`` more generations exceed the limit."""
         if self._full(asked, beside=None):
             raise self._too_many()
 
@@ -78,9 +78,9 @@ class PausedRequests:
         return TooManyPaused(self._settings.board_id, self._settings.max_paused)
 
     def rest(self, job: Job) -> None:
-        """Nothing more of the job is emitted until it is resumed.
+        """Pause the job: no further output until it is resumed.
 
-        One that would pause by itself ends with ``TooManyPaused`` where there are enough.
+        A pause by a hook ends with ``TooManyPaused`` where the limit is reached.
         """
         if job.generation.paused_by is not None and self._full(1, beside=job):
             self._fail(job, self._too_many())
@@ -92,20 +92,20 @@ class PausedRequests:
         job.pause_asked = job.yields = False
         loop, live = asyncio.get_running_loop(), self._slot.live
         job.paused_s = loop.time()
-        # A run that goes on without it, muted, is what the handle is about to forget.
+        # A run that continues without it, muted, is about to replace the context in the engine.
         kept = live.paused is not None and live.running is None and self.holdable(job)
-        kv, _ = outlook(live, job, holds=kept)
+        kv, _ = kv_outlook(live, job, holds=kept)
         if self._books.obligations.unloads:
-            kv = Kv.RECOMPUTED  # what may be restored from a file is not known yet
+            kv = Kv.RECOMPUTED  # the part restorable from a file is not known yet
         by = BY_CLUSTER if job.goes_on else job.generation.paused_by
         job.paused_by = by or BY_REQUEST
         job.announce(Paused(by, job.generation.tokens, kv))
-        job.seated = False
+        job.has_board = False
         self._books.counters.pauses += 1
         self.watch(job)
 
     def arrive(self, job: Job) -> None:
-        """A job comes from another board, where it was paused, and rests here as it did there."""
+        """Take a job that was paused on another board, and keep it paused here."""
         now_s = asyncio.get_running_loop().time()
         job.waited(now_s)
         job.advance(_E.ARRIVED)
@@ -116,7 +116,7 @@ class PausedRequests:
         self.watch(job)
 
     def watch(self, job: Job) -> None:
-        """Let the time run that a client may leave its generation paused; not under a hold."""
+        """Start the timeout of a client's pause; none under a hold."""
         if job.expiry is not None:
             job.expiry.cancel()
             job.expiry = None
@@ -132,31 +132,31 @@ class PausedRequests:
     async def hold(self, job: Job) -> None:
         """Keep the board for a run that the runtime has paused.
 
-        It ends with the pause, with the engine, or when others have waited long enough: the job is
+        It ends with the pause, with the engine, or when others waited long enough: the job is
         ``released`` then, and may stay paused.
         """
         live, loop = self._slot.live, asyncio.get_running_loop()
         self._holding = job
-        let_go = self._let_go = loop.create_future()
+        release_board = self._release = loop.create_future()
         self._queue.admission.hold(loop.time(), job.held_s)
         if live.doomed or self._books.obligations.unloads:
-            self.let_go()
+            self.release_board()
         self._queue.pump()
-        while job.state is _S.PAUSED and not job.over and live.alive and not let_go.done():
-            waits_for = (job.changed(), live.engine.died, let_go)
+        while job.state is _S.PAUSED and not job.over and live.alive and not release_board.done():
+            waits_for = (job.changed(), live.engine.died, release_board)
             await asyncio.wait(waits_for, return_when="FIRST_COMPLETED")
         job.held_s += self._queue.admission.unhold(loop.time())
-        job.released = let_go.done()
-        self._holding = self._let_go = None
+        job.released = release_board.done()
+        self._holding = self._release = None
 
-    def let_go(self) -> None:
-        """Others have waited long enough for the board that a paused job holds."""
-        if self._let_go is not None and not self._let_go.done():
-            self._let_go.set_result(None)
+    def release_board(self) -> None:
+        """Make the paused job release the board."""
+        if self._release is not None and not self._release.done():
+            self._release.set_result(None)
 
 
 def _is_its_clients(job: Job) -> bool:
-    """Whether a client's own wish, and not only the board's, keeps it paused."""
+    """Return whether the client, and not only the board, keeps the job paused."""
     if job.state is _S.PAUSED:
         return not job.goes_on
     return job.state is _S.PAUSING and (job.pause_asked or not (job.frozen or job.yields))

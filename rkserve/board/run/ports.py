@@ -91,5 +91,5 @@ class RunQueue(Protocol):
     def is_barred(self, ticket: int) -> bool:
         """True while the engine task with this ticket must not begin."""
 
-    def turn_away(self) -> None:
+    def reject_tasks(self) -> None:
         """End the queued engine tasks with ``BoardAsleep``: there is no engine any more."""

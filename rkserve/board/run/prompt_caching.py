@@ -1,7 +1,7 @@
-"""The prompt caches of one board: which run begins from one, what is parked, what is built.
+"""The prompt caches of one board: restoring, parking and building them.
 
-The files are the store's business, and whether a run may use one the runtime's quirks decide. A
-cache is a convenience: whatever goes wrong with one is logged, and the answer is made without it.
+The files belong to the store, and the release's quirks decide whether a run may use one. A cache is
+a convenience: a failure is logged, and the answer is made without it.
 """
 
 from __future__ import annotations
@@ -33,10 +33,11 @@ from rkserve.core.messages import GenerateRequest
 
 log = logging.getLogger(__name__)
 
-# So many restores in a row that saved nothing: this runtime or model does not profit from files.
+# After this many restores in a row that saved nothing, the runtime or model does not profit from
+# files.
 USELESS_LIMIT = 3
 NO_STORE = (
-    "This board keeps no prompt caches: its model's family is known not to support them, they are "
+    "This board keeps no prompt caches: its model family does not support them, they are "
     "switched off (prompt_cache in rkserve.yaml or serve_config.yaml), or their folder cannot be "
     "used, as the board's log says."
 )
@@ -44,7 +45,7 @@ NO_STORE = (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PendingFile:
-    """A file that the runtime has written, while it is hashed and published."""
+    """A file written by the runtime while it is hashed and published."""
 
     ids: Ids
     origin: str | None
@@ -53,7 +54,7 @@ class PendingFile:
 
 @dataclass(frozen=True, slots=True)
 class CacheRules:
-    """What a board may do with prompt caches. ``park`` is the automatic tier."""
+    """The settings of the prompt caches. ``park`` enables parked conversations."""
 
     board_id: str
     model: str
@@ -64,7 +65,7 @@ class CacheRules:
 
 
 class PromptCaching:
-    """What one board does with its store. Use it while the board is one's own."""
+    """Use of the cache store by one board. Call it while the caller has the board."""
 
     def __init__(self, rules: CacheRules, store: CacheStore | None, figures: BoardCounters) -> None:
         self._rules = rules
@@ -73,14 +74,14 @@ class PromptCaching:
         self._parks = rules.park and store is not None
         self._useless = 0
         self._writing: set[PendingFile] = set()
-        self._base: str | None = None  # that the caches shall be of; None: never told
+        self._base: str | None = None  # digest of the base weights of the caches; None: not set yet
         self._resealing = asyncio.Lock()
         self._reseals: set[asyncio.Task[None]] = set()
 
-    # -- life ----------------------------------------------------------------------------------
+    # -- life -------------------------------------------------------------------------------------
 
     async def open(self) -> None:
-        """Look at what the disk holds. A folder that cannot be used costs the caches only."""
+        """Read the files on the disk. Without a usable folder the board serves without caches."""
         if self.store is None:
             return
         try:
@@ -90,10 +91,10 @@ class PromptCaching:
             self.store, self._parks = None, False
 
     async def reseal(self, base: str) -> None:
-        """From now on the caches are of these base weights; see ``CacheStore.reseal``.
+        """Use caches of these base weights from now on; see ``CacheStore.reseal``.
 
-        Use it while no engine is there that could read or write one. Of calls that meet the last
-        one counts; whoever is cancelled leaves it to be done.
+        Call it while no engine can read or write one. Of concurrent calls the last one counts; a
+        cancelled call is still carried out.
         """
         self._base = base
         task = asyncio.create_task(self._reseal(), name="reseal the prompt caches")
@@ -114,16 +115,16 @@ class PromptCaching:
                 self.store, self._parks = None, False
 
     async def close(self) -> None:
-        """Let go of the folder, when what was written is published."""
+        """Release the folder once all written files are published."""
         async with self._resealing:
             await self.settled()
             if self.store is not None:
                 self.store.close()
 
-    # -- what is asked from outside -----------------------------------------------------------
+    # -- queries ----------------------------------------------------------------------------------
 
     def files(self) -> list[CachedFile]:
-        """Return the files that there are, the oldest first."""
+        """Return the files, the oldest first."""
         return self.store.entries() if self.store is not None else []
 
     def check(self, request: GenerateRequest) -> None:
@@ -142,7 +143,7 @@ class PromptCaching:
         return self.store
 
     def entries(self, now_s: float) -> list[CacheEntry]:
-        """Return what the store holds."""
+        """Return a report of each file."""
         return [self._told(entry, now_s) for entry in self.files()]
 
     def _told(self, entry: CachedFile, now_s: float) -> CacheEntry:
@@ -158,16 +159,16 @@ class PromptCaching:
             digest="" if entry.name is None else ids_digest(entry.ids),
         )
 
-    # -- restoring ----------------------------------------------------------------------------
+    # -- restoring --------------------------------------------------------------------------------
 
     def usable(self, live: LoadedEngine) -> bool:
-        """Whether this handle may load a prompt cache: an aborted run may forbid it for good."""
+        """Return whether this engine may load a prompt cache: an aborted run may forbid it."""
         return not live.aborted or live.quirk("prompt_cache_after_abort")
 
     def worth_renewing(self, live: LoadedEngine, saved: int) -> bool:
-        """Whether a fresh handle is loaded in less time than ``saved`` tokens are computed.
+        """Return whether a fresh engine loads faster than ``saved`` tokens are computed.
 
-        By what this board has measured, so never before its first run.
+        It uses the board's measured speed, so it is False before the first run.
         """
         figures = self._figures
         if figures.prefill_tokens == 0:
@@ -175,9 +176,7 @@ class PromptCaching:
         return saved * figures.prefill_ms / figures.prefill_tokens > live.facts.load_s * 1e3
 
     def worth_from(self, live: LoadedEngine) -> int:
-        """Return from how many tokens on a displaced context is parked, and restored later, with
-        this handle; 0: never.
-        """
+        """Return the number of tokens from which a displaced context is parked; 0: never."""
         if not self._parks or not live.quirk("prompt_cache_save_with_history"):
             return 0
         if not (live.context.append and live.facts.per_run_sampling):
@@ -187,16 +186,16 @@ class PromptCaching:
             return least
         if figures.prefill_tokens == 0 or figures.prefill_ms <= 0:
             return 0
-        # Then each restore costs a load of the model.
+        # Then each restore costs a load of the model, which must take less time than the prefill.
         paid = live.facts.load_s * 1e3 * figures.prefill_tokens / figures.prefill_ms
         return max(least, int(paid) + 1)
 
     async def choose(
         self, live: LoadedEngine, wanted: Ids, origin: str | None, name: str | None, reused: int
     ) -> CacheHit | None:
-        """Return the entry to begin from, where that saves enough over ``reused`` live positions.
+        """Return the file to begin from, where it saves enough over ``reused`` live positions.
 
-        Where the handle is not ``usable``, it saves more than a fresh one takes.
+        Where the engine is not ``usable``, the file must save more than a fresh engine costs.
 
         Raises ``RequestError`` where the named one belongs to another adapter.
         """
@@ -207,7 +206,7 @@ class PromptCaching:
         while True:
             hit = store.find(wanted, origin, name=name)
             if hit is None or not self._pays(live, hit, name, reused):
-                store.pin(None)  # the runtime lets go of the last one before its next run
+                store.pin(None)  # the runtime releases the last one before its next run
                 return None
             if await asyncio.to_thread(store.verify, hit.entry):
                 store.pin(hit.entry)
@@ -223,9 +222,9 @@ class PromptCaching:
         return self._parks and saved >= self._rules.park_min_tokens
 
     def used(self, hit: CacheHit, prefilled: int | None, sent: int, refused: str | None) -> None:
-        """Judge a run that began from ``hit``, by what the runtime prefilled of what was sent."""
+        """Rate a run that began from ``hit`` by the tokens that the runtime prefilled."""
         if refused is None and prefilled is None:
-            return  # the run was paused, and the runtime says nothing
+            return  # the run was paused, and the runtime gives no figures
         if refused is None and prefilled is not None and prefilled < sent:
             self._useless = 0
             self._figures.restored += 1
@@ -241,19 +240,19 @@ class PromptCaching:
                 hit.tokens,
             )
 
-    # -- writing ------------------------------------------------------------------------------
+    # -- writing ----------------------------------------------------------------------------------
 
     async def reserve_again(self, hit: CacheHit | None, *, history: bool) -> Path | None:
-        """Return where a run that restored a parked conversation writes its longer self."""
+        """Return the file for the longer context of a run that restored a parked conversation."""
         if hit is None or hit.entry.name is not None or history or not self._parks:
             return None
         return await self._reserve(hit.tokens)
 
     def keep(self, path: Path, ids: Ids, origin: str | None) -> None:
-        """Keep what a run wrote, as a parked conversation.
+        """Publish a written file as a parked conversation, in the background.
 
-        Hashing and syncing a hundred megabytes takes a slow disk seconds: the board serves others
-        meanwhile, and only the same conversation waits for it.
+        Hashing and syncing a hundred megabytes takes seconds on a slow disk: only a request of the
+        same conversation waits for it.
         """
         task = asyncio.create_task(self._commit(path, ids, origin), name="publish a prompt cache")
         writing = PendingFile(ids, origin, task)
@@ -261,7 +260,7 @@ class PromptCaching:
         task.add_done_callback(lambda _: self._writing.discard(writing))
 
     def restorable(self, ids: Ids, origin: str | None) -> int:
-        """How many of ``ids`` a later run of theirs under ``origin`` would begin from on disk."""
+        """Return how many of ``ids`` a later run could restore from disk."""
         if self.store is None or not self._parks:
             return 0
         files = [entry.ids for entry in self.store.entries() if entry.origin == origin]
@@ -269,9 +268,9 @@ class PromptCaching:
         return most if most >= self._rules.park_min_tokens else 0
 
     async def drop_parked(self) -> None:
-        """Remove the conversations that the board has parked; named caches are somebody's.
+        """Remove the parked conversations; named caches stay.
 
-        Use it while the board sleeps: nothing is parked then.
+        Call it while the board sleeps, when nothing is parked.
         """
         await self.settled()
         if self.store is not None:
@@ -279,7 +278,7 @@ class PromptCaching:
             log.info("board %s: %d parked conversations are removed", self._rules.board_id, gone)
 
     async def settled(self) -> None:
-        """Wait until everything that was written is published."""
+        """Wait until all written files are published."""
         await asyncio.gather(*(writing.task for writing in self._writing))
 
     async def _commit(self, path: Path, ids: Ids, origin: str | None) -> None:
@@ -291,7 +290,7 @@ class PromptCaching:
             log.warning("board %s: a conversation was not parked: %s", self._rules.board_id, exc)
 
     async def _await_own(self, wanted: Ids, origin: str | None) -> None:
-        """Wait for the files that the conversation ``wanted`` may begin from."""
+        """Wait for the files of the conversation ``wanted`` that are being published."""
         own = {
             writing.task
             for writing in self._writing
@@ -303,7 +302,7 @@ class PromptCaching:
 
     async def after_run(self, live: LoadedEngine, run: EngineRun, ended: RunEnded) -> None:
         """Rate the restored file of a run, and publish or discard the file it was to write."""
-        begin = run.beginning
+        begin = run.spec
         if begin.hit is not None:
             prefilled = ended.perf.prefill_tokens if ended.in_order else None
             self.used(begin.hit, prefilled, len(begin.base), ended.cache_refused)
@@ -325,12 +324,11 @@ class PromptCaching:
             await asyncio.to_thread(self.require().abandon, path)
 
     async def park(self, live: LoadedEngine, *, renewing: bool = False) -> None:
-        """Write the live context to a file before another conversation takes the handle.
+        """Write the live context to a file before another conversation uses the engine.
 
-        ``renewing`` says that the handle itself is going to be replaced.
-
-        One run of one token writes the whole KV cache; its last id is sent once more for that, so
-        the file ends with it twice and is the same up to there. Afterwards the context is unknown.
+        With ``renewing`` the engine itself is about to be replaced. A run of one token writes the
+        whole KV cache; the last id is sent once more for that, so the file ends with it twice and
+        is the same up to there. Afterwards the context is unknown.
 
         Raises:
             EngineHung, EngineDied: as any run; parking is off then until the board restarts.
@@ -338,7 +336,7 @@ class PromptCaching:
         ids, origin = live.context.ids, live.context.origin
         if ids is None or not self._may_park(live, ids, origin):
             return
-        # What no later restore could pay for is not worth its writing.
+        # A file that no later restore could use is not worth writing.
         if not (renewing or self.usable(live) or self.worth_renewing(live, len(ids))):
             return
         path = await self._reserve(len(ids))
@@ -374,7 +372,7 @@ class PromptCaching:
             and store is not None
             and live.context.append
             and not live.context.once
-            and live.facts.per_run_sampling  # else nothing ends that run after its one token
+            and live.facts.per_run_sampling  # else the run would not end after its one token
             and live.quirk("prompt_cache_save_with_history")
             and rules.park_min_tokens <= len(ids) <= rules.context_len - 2
             and not store.holds(ids, origin)
@@ -390,10 +388,10 @@ class PromptCaching:
         *,
         wanted: Callable[[], bool],
     ) -> CacheEntry:
-        """Compute ``ids`` and keep their KV cache under ``name``, if it is ``wanted`` still.
+        """Compute ``ids`` and keep their KV cache under ``name``, while ``wanted`` returns True.
 
         Raises:
-            CacheUnsupported: it does not fit, nothing was written, or nobody wants it any more.
+            CacheUnsupported: it does not fit, nothing was written, or the call was withdrawn.
             RunFailed: the runtime refused the run.
         """
         store = self.require()
@@ -405,7 +403,7 @@ class PromptCaching:
         )
 
         def end_at_first(run: EngineRun, *_: object) -> None:
-            live.abort(run)  # what the limit does where the runtime takes one
+            live.abort(run)  # for a runtime without a token limit
 
         receive = _ignore if live.facts.per_run_sampling else end_at_first
         try:
@@ -419,7 +417,7 @@ class PromptCaching:
             raise RunFailed(rules.board_id, reason)
         if not wanted():
             await self.abandon(path)
-            raise CacheUnsupported("Whoever asked for this prompt cache has withdrawn the call.")
+            raise CacheUnsupported("The call for this prompt cache was withdrawn.")
         entry = await asyncio.to_thread(store.commit, path, ids, name, origin)
         return self._told(entry, entry.created_s)
 
@@ -435,4 +433,4 @@ class PromptCaching:
 
 
 def _ignore(run: EngineRun, entry: int, token_id: int, data: bytes, waiting: bool) -> None:
-    """Take the token of a run that is nobody's answer."""
+    """Drop the token of a run without a request."""

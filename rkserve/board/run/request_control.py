@@ -1,7 +1,6 @@
-"""What others ask of generations while they run: who is there, pause, edit, resume, abort.
+"""Control of running generations: list, pause, edit, resume, abort.
 
-It judges by the table of ``interrupt`` and lets the runner do it. It knows nothing of engines
-beyond what a paused one holds.
+It checks each action against the table of ``rules.generation_states``; the runner carries it out.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from rkserve.board.run.job import Job, emitted
 from rkserve.board.run.ports import BoardBooks, EngineSlot
 from rkserve.board.run.runner import RequestRunner
 from rkserve.board.run.settings import BoardSettings
-from rkserve.board.run.start import kept_ids, outlook
+from rkserve.board.run.start import kept_ids, kv_outlook
 from rkserve.core.board_report import Emitted, GenerationInfo, GenerationState
 from rkserve.core.errors import GenerationNotFound, RequestError, StateConflict
 from rkserve.core.messages import ControlAction, Edit, Kv
@@ -28,40 +27,40 @@ _S = GenerationState
 
 
 class RequestControl:
-    """The generations of one board, by the ids that their clients know."""
+    """The generations of one board, by the ids known to clients."""
 
     def __init__(
         self, settings: BoardSettings, slot: EngineSlot, books: BoardBooks, runner: RequestRunner
     ) -> None:
         self._settings, self._slot, self._books = settings, slot, books
         self._runner = runner
-        self._ended: dict[str, None] = {}  # request ids, the oldest first
+        self._ended: dict[str, None] = {}  # request ids of ended generations, the oldest first
 
     def remember(self, job: Job) -> None:
-        """The job has left the board: who asks for it later is told that it has ended."""
+        """Remember the ended job, for a later action on it."""
         self._ended[job.request.request_id] = None
         while len(self._ended) > ENDED_REMEMBERED:
             del self._ended[next(iter(self._ended))]
 
     def generations(self) -> list[GenerationInfo]:
-        """Return those that have not ended."""
+        """Return the generations that have not ended."""
         jobs = self._books.jobs.values()
         return [self._info(job) for job in jobs if job.state is not _S.ENDED]
 
     def emitted(self) -> Emitted:
-        """Return how far those are that have not ended."""
+        """Return the token counts of the generations that have not ended."""
         return Emitted(self._settings.board_id, emitted(self._books.jobs.values()))
 
     async def control(
         self, generation: str, action: ControlAction, edit: Edit | None, choice: int | None
     ) -> list[GenerationInfo]:
-        """Do ``action`` to the choices of a generation that it can be done to.
+        """Apply ``action`` to the choices of a generation that allow it.
 
         Raises:
-            GenerationNotFound: no choice of it is, or lately was, on this board.
-            StateConflict: the action fits none of them as they are; nothing was changed.
-            TooManyPaused: the board keeps no more paused ones; nothing was changed.
-            RequestError: the edit asks for something that is not there, or names no choice.
+            GenerationNotFound: no choice of it is, or recently was, on this board.
+            StateConflict: no choice allows the action; nothing was changed.
+            TooManyPaused: the limit of paused generations is reached; nothing was changed.
+            RequestError: the edit refers to something that is not there, or names no choice.
         """
         jobs = self._fitting(self._find(generation, action, choice), action)
         if action is ControlAction.PAUSE and any(job.request.in_one_go for job in jobs):
@@ -84,19 +83,19 @@ class RequestControl:
         return [self._info(job) for job in jobs]
 
     async def given_out(self, done: Sequence[GenerationInfo], action: ControlAction) -> None:
-        """Wait until whoever streams what this was just done to knows of it, or does not read.
+        """Wait until the consumers got the effect of ``action``, or do not read.
 
-        Then another board that goes on with it knows of it too. Raises ``StateConflict`` where it
-        is lost to this board before that.
+        Then another board that continues the generation gets it too. Raises ``StateConflict`` where
+        the stream was lost before that.
         """
         ids = {info.request_id for info in done}
         jobs = [job for job in self._books.jobs.values() if job.request.request_id in ids]
-        heard = [await job.heard(HEARD_S) for job in jobs]
-        if jobs and not any(heard):
+        consumed_all = [await job.consumed_all(HEARD_S) for job in jobs]
+        if jobs and not any(consumed_all):
             raise StateConflict(action.value, _S.QUEUED.value, _LOST)
 
     def abort_all(self, request_ids: Sequence[str] | None) -> int:
-        """Abort the generations of these ids, of a completion or of a choice; None means all."""
+        """Abort the generations of these ids (of a completion or a choice); None means all."""
         asked = None if request_ids is None else [_parts(one) for one in request_ids]
         jobs = [job for job in self._books.jobs.values() if not job.over]
         meant = [j for j in jobs if asked is None or any(_is_of(j, *one) for one in asked)]
@@ -120,7 +119,7 @@ class RequestControl:
         refused: StateConflict | None = None
         for job in jobs:
             try:
-                if not _has_a_say(job, action):
+                if not _is_allowed_anyway(job, action):
                     judge(job.state, action)
             except StateConflict as exc:
                 refused = refused or exc
@@ -131,7 +130,7 @@ class RequestControl:
         return fitting
 
     async def _pause(self, jobs: Sequence[Job]) -> list[Job]:
-        """Ask for the pause, and wait until nothing more is emitted."""
+        """Pause these jobs, and wait until they emit no more tokens."""
         self._runner.pauses.check(sum(not job.pause_asked for job in jobs))
         for job in jobs:
             self._runner.pause(job)
@@ -146,13 +145,13 @@ class RequestControl:
     def _edit(self, job: Job, edit: Edit) -> None:
         context = job.generation.context
         held = kept_ids(self._slot.live, job, holds=self._runner.pauses.holds(job))
-        # What will be recomputed can leave out whatever is asked for.
+        # A context that is recomputed can leave out any range.
         positions = common_prefix(held, context) if held is not None else len(context)
         job.generation.apply(edit, kv_positions=positions, context_len=self._settings.context_len)
         job.advance(GenerationEvent.EDITED)
-        job.tell()
+        job.notify()
 
-    # -- what is told -------------------------------------------------------------------------
+    # -- reports ----------------------------------------------------------------------------------
 
     def _info(self, job: Job) -> GenerationInfo:
         generation, request = job.generation, job.request
@@ -178,18 +177,18 @@ class RequestControl:
         )
 
     def _kv(self, job: Job) -> tuple[Kv | None, int]:
-        """Say what becomes of the job's KV cache, and how much of its context is in there."""
+        """Return the fate of the job's KV cache, and how many of its positions are in there."""
         live = self._slot.live
         run = live.running
-        if run is not None and job in run.seats:
-            return None, live.entries[run.seats.index(job)]
+        if run is not None and job in run.entry_jobs:
+            return None, live.entries[run.entry_jobs.index(job)]
         if job.state not in (_S.PAUSED, _S.RESUMING):
             return None, 0
-        return outlook(live, job, holds=self._runner.pauses.holds(job))
+        return kv_outlook(live, job, holds=self._runner.pauses.holds(job))
 
 
 def _parts(request_id: str) -> tuple[str, int | None]:
-    """Return the completion's id and the choice of a request id; the latter may be missing."""
+    """Return completion id and choice of a request id; the choice may be missing."""
     completion, slash, choice = request_id.rpartition("/")
     if slash and choice.isascii() and choice.isdigit():
         return completion, int(choice)
@@ -204,11 +203,11 @@ def _is_of(job: Job, generation: str, choice: int | None) -> bool:
     return _fits(_parts(job.request.request_id), generation, choice)
 
 
-def _has_a_say(job: Job, action: ControlAction) -> bool:
-    """Whether a client may ask for it although the board has stopped the generation.
+def _is_allowed_anyway(job: Job, action: ControlAction) -> bool:
+    """Return whether a client may act although the board has stopped the generation.
 
-    A pause of its own then outlives the cluster's, and one that goes on does so after that. One
-    that only makes way for an errand is paused instead of going on.
+    A pause by the client then outlives the cluster's, and a resumption takes effect after it. A job
+    that is leaving its run for an engine task is paused instead of continuing.
     """
     if action is ControlAction.PAUSE:
         return job.goes_on or (job.state is _S.PAUSING and (job.frozen or job.yields))

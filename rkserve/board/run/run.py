@@ -1,6 +1,6 @@
-"""One run of an engine as its board sees it: who sits in which entry, what came, and when.
+"""One run of an engine: its entries, received tokens, times, and the watchdog's deadline.
 
-It knows no policy: what a token leads to is the conductor's business.
+It decides nothing: the runner handles each token.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ def loop_time_s() -> float:
 
 @dataclass(frozen=True, slots=True)
 class RunSpec:
-    """How a run begins.
+    """The start of a run.
 
-    ``base`` is what the KV cache of entry 0 holds once ``entries`` are prefilled, and ``reused`` of
-    it are not sent; in text mode it is not known. With ``history`` the context outlives the run.
-    ``limit`` in tokens is kept by the runtime where that can. ``hit`` is the prompt cache to begin
-    from, and ``save`` the reserved file that the KV cache is written to at the end. With ``steps``
-    the run is made of them. ``pooling`` asks for a vector of entry 0 in the place of tokens. What
-    is asked ``once`` leaves a context that is not worth a file.
+    ``base`` is the content of entry 0 of the KV cache once ``entries`` are prefilled, of which
+    ``reused`` ids are not sent; in text mode it is not known. With ``history`` the context outlives
+    the run. ``limit`` in tokens is enforced by the runtime where it can. ``hit`` is the prompt
+    cache to load, and ``save`` the reserved file that the KV cache is written to at the end. With
+    ``steps`` the run is made of single steps. ``pooling`` requests a vector of entry 0 instead of
+    tokens. A context that is used ``once`` is not worth a file.
     """
 
     entries: tuple[EntryCommand, ...]
@@ -54,30 +54,31 @@ class RunSpec:
 
 
 class EngineRun:
-    """A run from its start to its return. ``pausable`` says that the runtime itself may pause it.
+    """A run from its start to its return. The runtime can pause it if it is ``pausable``.
 
-    A seat is empty (None) from the moment that its job has left: late tokens of it are nobody's.
+    A seat is None from the moment that its job has left: late tokens of that entry are dropped.
     """
 
     def __init__(
         self,
         number: int,
-        seats: Sequence[Job | None],
-        beginning: RunSpec,
+        entry_jobs: Sequence[Job | None],
+        spec: RunSpec,
         watchdog: Watchdog,
         *,
         pausable: bool = False,
     ) -> None:
         self.number = number
-        self.seats = list(seats)
-        self.beginning = beginning
+        self.entry_jobs = list(entry_jobs)
+        self.spec = spec
         self.watchdog = watchdog
         self.pausable = pausable
-        self.stopping = False  # an abort was asked for
-        self.pausing = False  # a pause inside the runtime was asked for
-        self.muted = False  # everybody has left it: what it still brings is nobody's
-        self.given: list[list[int]] = [[] for _ in self.seats]  # every token, also nobody's
-        self.left_s: list[float] = []  # when each job that did not stay to the end left
+        self.stopping = False  # an abort was requested
+        self.pausing = False  # a pause inside the runtime was requested
+        self.muted = False  # all jobs have left it; its output is dropped
+        # Every token of each entry, also dropped ones.
+        self.given: list[list[int]] = [[] for _ in self.entry_jobs]
+        self.left_s: list[float] = []  # when each job left that did not stay to the end
         self.started_s = self.token_s = asyncio.get_running_loop().time()
         self.first_s: float | None = None
         self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -85,18 +86,18 @@ class EngineRun:
 
     @property
     def jobs(self) -> list[Job]:
-        """Those who still sit."""
-        return [job for job in self.seats if job is not None]
+        """The jobs that are still in the run."""
+        return [job for job in self.entry_jobs if job is not None]
 
     @property
-    def unheard(self) -> bool:
-        """Whether everybody left it in its prefill, which went on for nobody."""
+    def left_in_prefill(self) -> bool:
+        """True where all jobs left it during its prefill."""
         return self.muted and self.first_s is None
 
     @property
     def transcript(self) -> Ids:
-        """Everything that entry 0 of the KV cache may hold."""
-        return (*self.beginning.base, *self.given[0])
+        """All ids that entry 0 of the KV cache may hold."""
+        return (*self.spec.base, *self.given[0])
 
     def came(self, entry: int, token_id: int, now_s: float) -> None:
         """Note a token."""
@@ -108,29 +109,29 @@ class EngineRun:
             self.first_s = now_s
 
     def end(self) -> None:
-        """It has returned, or is given up."""
+        """Note that it returned, or was given up."""
         if not self.over.done():
             self.over.set_result(None)
 
     def leave(self, entry: int, now_s: float) -> None:
-        """The job of this entry is not concerned any more."""
-        self.seats[entry] = None
+        """Take the job of this entry out of the run."""
+        self.entry_jobs[entry] = None
         self.left_s.append(now_s)
 
     def tail_s(self, now_s: float) -> float:
-        """How long the entries that were finished sat there while the run went on."""
+        """Return the summed time that finished entries waited for the run's end."""
         return sum(now_s - left_s for left_s in self.left_s)
 
     def clocked(self, entry: int, now_s: float, restored: int = 0) -> Perf:
-        """What an entry has taken so far by the board's clock.
+        """Return the figures of an entry so far by the board's clock.
 
-        ``restored`` ids of what was sent came from a prompt cache and were not computed.
+        ``restored`` ids of those sent came from a prompt cache and were not computed.
         """
         first_s = now_s if self.first_s is None else self.first_s
         given = len(self.given[entry])
         return Perf(
             prefill_ms=(first_s - self.started_s) * 1e3,
-            prefill_tokens=len(self.beginning.entries[entry].ids) - restored,
+            prefill_tokens=len(self.spec.entries[entry].ids) - restored,
             decode_ms=max(0.0, self.token_s - first_s) * 1e3 if given else 0.0,
             decode_tokens=given,
         )
@@ -139,41 +140,42 @@ class EngineRun:
         """Return the runtime's figures of entry 0, or the board's own where it gave none."""
         if ended.in_order:
             return ended.perf
-        begin = self.beginning
+        begin = self.spec
         restored = begin.reused if begin.hit is not None and ended.cache_refused is None else 0
         return self.clocked(0, loop_time_s(), restored)
 
     def nearer_deadline(self) -> asyncio.Future[None]:
-        """Return a future that completes when the watchdog's deadline comes nearer."""
+        """Return a future that completes when the watchdog's deadline moves nearer."""
         if self._nearer.done():
             self._nearer = asyncio.get_running_loop().create_future()
         return self._nearer
 
     def hurry(self) -> None:
-        """Wake whoever supervises the run: the deadline has come nearer."""
+        """Wake the run's supervision: the deadline has moved nearer."""
         if not self._nearer.done():
             self._nearer.set_result(None)
 
 
-def patience_for(beginning: RunSpec, patience: RunTimeouts) -> RunTimeouts:
-    """Return how long such a run may be silent."""
-    if beginning.save is not None:
+def patience_for(spec: RunSpec, patience: RunTimeouts) -> RunTimeouts:
+    """Return the timeouts of such a run."""
+    if spec.save is not None:
         # The file is written between the last token and the return of the call.
         return replace(
             patience,
             token_s=patience.token_s + patience.first_token_s,
             abort_s=patience.abort_s + patience.first_token_s,
         )
-    if images := sum(len(entry.images) for entry in beginning.entries):
+    if images := sum(len(entry.images) for entry in spec.entries):
         first_s = patience.first_token_s + patience.image_s * images
         return replace(patience, first_token_s=first_s)
-    if beginning.steps is None:
+    if spec.steps is None:
         return patience
-    # A step is never cut, and one that sends the whole context again takes a prefill of it.
-    again = 0 if beginning.history else len(beginning.base) + (beginning.limit or 0)
+    # A step is never cut short, and one that sends the whole context again takes its prefill.
+    again = 0 if spec.history else len(spec.base) + (spec.limit or 0)
     step_s = patience.token_s + patience.prefill_per_token_s * again
-    if beginning.steps.optimistic:
-        # One that strays is ended, asked for its logits, and begun anew before the next token.
+    if spec.steps.optimistic:
+        # A run that leaves the grammar is ended, its logits are read, and it is restarted before
+        # the next token.
         first_s = patience.first_token_s + 2 * step_s
         patience, step_s = replace(patience, first_token_s=first_s), 3 * step_s
     return replace(patience, token_s=step_s, abort_s=patience.abort_s + step_s)
@@ -191,7 +193,7 @@ class RunTimeouts:
 
 
 class RunPhase(Enum):
-    """What the run owes us next."""
+    """The event that the run has to deliver next."""
 
     PREFILL = "the first token"
     DECODE = "the next token"
@@ -200,7 +202,7 @@ class RunPhase(Enum):
 
 
 class Watchdog:
-    """The deadline of one run: moves with every token, tightens with a pause wish or an abort."""
+    """The deadline of one run. It moves with every token and tightens with a pause or an abort."""
 
     def __init__(self, patience: RunTimeouts, prefill_tokens: int, now_s: float) -> None:
         self._patience = patience
@@ -211,14 +213,14 @@ class Watchdog:
 
     @property
     def deadline_s(self) -> float:
-        """When the run counts as hung."""
+        """The time at which the run counts as hung."""
         return self._since_s + self._limit_s
 
     def token(self, now_s: float) -> bool:
-        """A token came. After a pause wish or an abort, stragglers do not move the deadline.
+        """Note a token. Late tokens after a pause or an abort do not move the deadline.
 
-        Like ``aborted``, it returns True where the deadline is nearer than before, so that whoever
-        sleeps until then must look again.
+        Like ``aborted``, it returns True where the deadline moved nearer, so that a sleeper must
+        check it again.
         """
         before_s = self.deadline_s
         if self._aborting:
@@ -232,7 +234,7 @@ class Watchdog:
         return self.deadline_s < before_s
 
     def paused(self, now_s: float) -> bool:
-        """A pause was asked for; it is granted at the next token that carries text."""
+        """Note the request for a pause; it takes effect at the next token with text."""
         before_s = self.deadline_s
         self._pausing = True
         if self.phase is RunPhase.DECODE:
@@ -240,7 +242,7 @@ class Watchdog:
         return self.deadline_s < before_s
 
     def aborted(self, now_s: float) -> bool:
-        """An abort was asked for. It does not cut prefill, so that keeps its own limit."""
+        """Note the request for an abort. It does not cut prefill, which keeps its own limit."""
         before_s = self.deadline_s
         self._aborting = True
         if self.phase in (RunPhase.DECODE, RunPhase.PAUSE):
@@ -248,7 +250,7 @@ class Watchdog:
         return self.deadline_s < before_s
 
     def verdict(self, now_s: float) -> str:
-        """Say what did not happen, for the log and the health check."""
+        """Return the missed event, for the log and the health check."""
         return f"{self.phase.value} did not come within {now_s - self._since_s:.1f} s"
 
     def _expect(self, phase: RunPhase, limit_s: float, now_s: float) -> None:

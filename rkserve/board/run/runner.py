@@ -1,7 +1,7 @@
-"""From the moment that a request gets the board until it lets go: its runs, pauses and its end.
+"""A request's time with the board: its runs, pauses and its end.
 
-The runner decides what a token or a run's end leads to. The engine's failures pass through it:
-what follows from them is the board's business, as is who gets the board next.
+The runner handles every token and the end of every run. Engine failures pass through it to the
+board, which also chooses the next request.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ log = logging.getLogger(__name__)
 
 _S, _E = GenerationState, GenerationEvent
 
-CANNOT_GO_ON = (
+CANNOT_CONTINUE = (
     "an answer to 'prompt_embeds' or 'cross_attention' was interrupted, and cannot go on: its KV "
     "cache cannot be computed again from token ids"
 )
 
 
 class RequestRunner:
-    """Makes the runs of those who have the board, and pauses, resumes and ends them."""
+    """Makes the runs of the jobs that have the board; pauses, resumes and ends them."""
 
     def __init__(
         self,
@@ -60,9 +60,9 @@ class RequestRunner:
         self.pauses = PausedRequests(settings, slot, books, queue, self.fail)
 
     async def perform(self, jobs: Sequence[Job]) -> None:
-        """Do what the jobs that admission has started need, until the board is free again.
+        """Make the runs of jobs that admission started, until the board is free again.
 
-        Raises ``RkserveError`` for those that are still seated.
+        Raises ``RkserveError`` for the jobs that are still seated.
         """
         now_s = loop_time_s()
         for job in jobs:
@@ -70,13 +70,13 @@ class RequestRunner:
                 wait_s = now_s - max(self._books.free_since_s, job.queued_s)
                 job.tally.batch_wait_s += min(wait_s, self._settings.batch_window_s)
             job.waited(now_s)
-            job.seated, job.yields = True, False
+            job.has_board, job.yields = True, False
         if self._settings.n_batch == 1:
             await self._solo(jobs[0])
         else:
             await self._batch(list(jobs))
 
-    # -- what is asked of a job ---------------------------------------------------------------
+    # -- actions on a job -------------------------------------------------------------------------
 
     def arrive(self, job: Job) -> bool:
         """Settle a job that comes from another board; False where it needs a run now."""
@@ -87,9 +87,9 @@ class RequestRunner:
         return job.generation.rests
 
     def pause(self, job: Job) -> None:
-        """Pause a job that generates; its state says when it is done.
+        """Pause a job; its state tells when that is done.
 
-        One that the cluster has stopped is its client's from now on.
+        A job stopped by the cluster is paused by its client from now on.
         """
         if job.state is _S.PAUSED:
             job.goes_on, job.paused_by = False, BY_REQUEST
@@ -102,28 +102,28 @@ class RequestRunner:
             self._leave_run(job)
 
     def stop(self, job: Job) -> None:
-        """Let a job that has a run leave it; it has left on return unless its KV cache is kept."""
+        """Make a job leave its run; it has left on return unless its KV cache is kept."""
         job.advance(_E.HELD)
         if not self._mute(job):
             self._leave_run(job)
 
     def _mute(self, job: Job) -> bool:
-        """Let the job leave its run at once; False where it has none, or one that is to be paused.
+        """Take the job out of its run at once; False where it has none, or one to be paused.
 
-        The library cuts no prefill, and ends no step of decoding either. So the run goes on for
-        nobody, and the board is busy until it has returned, while the job rests, or waits for the
-        board as any other. What that last step brings is computed again.
+        The library cannot cut a prefill or a decoding step short. So the run continues without a
+        consumer, and the board is busy until it returns, while the job is paused or queued. The
+        tokens of that last step are computed again.
         """
         run, now_s = self._slot.live.running, loop_time_s()
-        if run is None or job not in run.seats or self._is_to_be_kept(run, job):
+        if run is None or job not in run.entry_jobs or self._is_to_be_kept(run, job):
             return False
-        entry = run.seats.index(job)
+        entry = run.entry_jobs.index(job)
         if run.first_s is not None:
-            begin = run.beginning
+            begin = run.spec
             restored = begin.reused if begin.hit is not None else 0
             self._count(job, run.clocked(entry, now_s, restored), begin.reused)
         run.leave(entry, now_s)
-        job.seated = False
+        job.has_board = False
         if self._concluded(job, run, paused=True):
             self._queue.requeue(job)
         if not run.jobs:
@@ -133,15 +133,15 @@ class RequestRunner:
 
     def _leave_run(self, job: Job) -> None:
         run = self._slot.live.running
-        if run is not None and job in run.seats:
+        if run is not None and job in run.entry_jobs:
             self._interrupt(run, job)
 
-    def make_way(self) -> None:
-        """Let those who have the board, running or paused, leave it for an errand that waits.
+    def vacate(self) -> None:
+        """Make jobs that have the board, running or paused, leave it for a waiting engine task.
 
-        Those that ran go on by themselves, recomputed, as soon as they have the board again.
+        Those that ran continue by themselves, recomputed, once they have the board again.
         """
-        self.pauses.let_go()
+        self.pauses.release_board()
         run = self._slot.live.running
         for job in run.jobs if run is not None else ():
             if job.state in (_S.PREFILLING, _S.GENERATING):
@@ -149,9 +149,9 @@ class RequestRunner:
                 self.stop(job)
 
     def resume(self, job: Job) -> None:
-        """Let a paused job go on: at once where it holds the board, else when it has it again.
+        """Resume a paused job: at once where it holds the board, else when it has it again.
 
-        Under a hold it goes on after that.
+        Under a hold it resumes at its end.
         """
         if job.frozen:
             job.goes_on, job.paused_by = True, BY_CLUSTER
@@ -173,20 +173,20 @@ class RequestRunner:
             self.leave(job)
 
     def leave(self, job: Job) -> None:
-        """The job is over, aborted or without a consumer: see that nothing goes on for it."""
+        """Take an aborted or abandoned job off the board."""
         run = self._slot.live.running
-        if run is not None and job in run.seats:
+        if run is not None and job in run.entry_jobs:
             if self._settings.n_batch == 1:
                 self._slot.live.abort(run)
             else:
                 self._depart(run, job)
-        elif not job.seated and not self.pauses.holds(job):
+        elif not job.has_board and not self.pauses.holds(job):
             self._queue.admission.withdraw(job.ticket)
             self._closed(job)
-        # Else the runner is between two steps of it, and looks again before the next.
+        # Else the runner is between two steps of it, and checks again before the next.
 
     def fail(self, job: Job, error: RkserveError) -> None:
-        """End a job by an error."""
+        """End a job with an error."""
         if job.outcome is None:
             self._books.counters.failed += 1
             if isinstance(error, BoardFailed | AdapterBroken):
@@ -194,19 +194,19 @@ class RequestRunner:
                 self._books.versions.failed(label)
         job.end(error)
 
-    # -- one after the other ------------------------------------------------------------------
+    # -- single runs ------------------------------------------------------------------------------
 
     async def _solo(self, job: Job) -> None:
         going = not self._closed(job)
         if going and job.request.in_one_go and job.generation.tokens:
-            self.fail(job, RunFailed(self._settings.board_id, CANNOT_GO_ON))
+            self.fail(job, RunFailed(self._settings.board_id, CANNOT_CONTINUE))
             going = False
         while going:
             live, begin = await self._planner.of_one(job)
-            if self._closed(job):  # the client left, or aborted it, while that was prepared
+            if self._closed(job):  # the client left or aborted it during the preparation
                 await self._caching.abandon(begin.save)
                 break
-            if job.frozen or begin.origin != job.origin:  # or the cluster has changed
+            if job.frozen or begin.origin != job.origin:  # or its version changed
                 await self._caching.abandon(begin.save)
                 if job.frozen:
                     await self._stand_by(job)
@@ -216,10 +216,10 @@ class RequestRunner:
             if going and job.yields:
                 await self._stand_by(job)
                 break
-        job.seated = False
+        job.has_board = False
 
     async def _stand_by(self, job: Job) -> None:
-        """Let the job, which is to go on, wait for the board: it was stopped, or makes way."""
+        """Queue a job that is to continue: it was stopped, or released the board."""
         await self._planner.drain()
         if self._closed(job):
             return
@@ -227,7 +227,7 @@ class RequestRunner:
             job.advance(_E.HELD)
         if job.state is not _S.PAUSING:
             self._queue.requeue(job)
-        elif self._is_to_rest(job):  # what was to be resumed never began
+        elif self._is_still_paused(job):  # the resumed run never began
             self.pauses.rest(job)
         else:
             job.advance(_E.FREED)
@@ -243,8 +243,8 @@ class RequestRunner:
         except BaseException:
             await self._caching.abandon(begin.save)
             raise
-        if job not in run.seats:
-            return await self._unheard(begin, ended)
+        if job not in run.entry_jobs:
+            return await self._settle_muted(begin, ended)
         if ended.refused:
             self.fail(job, RequestError(_reason(ended)))
             return False
@@ -254,7 +254,7 @@ class RequestRunner:
             job.generation.cut()
         if ended.end is not None:
             self._count(job, run.perf(ended), begin.reused)
-        # First: whoever waits for the pause is told of it when the board is held.
+        # First, because the pause is announced once the board is held.
         await self._caching.after_run(live, run, ended)
         paused = ended.end is RunEnd.PAUSED
         going = self._concluded(job, run, paused=paused)
@@ -264,8 +264,8 @@ class RequestRunner:
             await self._planner.drain()
         return going
 
-    async def _unheard(self, begin: RunSpec, ended: RunEnded) -> bool:
-        """A muted run has returned: the board is free. Whose it was goes on by itself."""
+    async def _settle_muted(self, begin: RunSpec, ended: RunEnded) -> bool:
+        """Settle a muted run that has returned; its jobs continue by themselves."""
         await self._caching.abandon(begin.save)
         await self._planner.drain()
         if ended.end is RunEnd.FAILED and not begin.resume and not ended.refused:
@@ -273,30 +273,30 @@ class RequestRunner:
         return False
 
     def _concluded(self, job: Job, run: EngineRun, *, paused: bool) -> bool:
-        """The job's part in a run is over: end it, pause it, or return that it goes on."""
+        """Settle the job's part in a run: end it, pause it, or return True to continue it."""
         if not self._is_interrupted(job, run, paused=paused):
             self._finish(job)
             return False
-        # What is left is to go on at once: a hook has changed its context, or its thoughts ended.
+        # The rest continues at once: a hook changed its context, or its reasoning ended.
         rewinds = job.generation.want in (RunSignal.REWIND, None) and job.state is _S.GENERATING
         job.interrupted()
         if rewinds:
             job.advance(_E.REWOUND)
-        elif self._is_to_rest(job):
+        elif self._is_still_paused(job):
             self.pauses.rest(job)
             return False
         else:
             job.advance(_E.FREED)
         return not self._closed(job)
 
-    def _is_to_rest(self, job: Job) -> bool:
-        """Whether anybody still wants it paused: a switch of versions, for one, does not."""
+    def _is_still_paused(self, job: Job) -> bool:
+        """Return whether the job is still to be paused: not for a switch of versions alone."""
         if job.frozen or job.pause_asked or job.generation.paused_by is not None:
             return True
         return job.state is not _S.PAUSING
 
     def _is_interrupted(self, job: Job, run: EngineRun, *, paused: bool) -> bool:
-        """Whether the answer is to go on after this run, now or later."""
+        """Return whether the answer continues after this run, now or later."""
         generation = job.generation
         if job.over or generation.complete:
             return False
@@ -304,18 +304,18 @@ class RequestRunner:
             return True
         if job.state is _S.PAUSING:
             return paused or run.stopping
-        return job.state is _S.GENERATING and self._thoughts_ended_it(generation, run)
+        return job.state is _S.GENERATING and self._reasoning_ended_run(generation, run)
 
-    def _thoughts_ended_it(self, generation: Generation, run: EngineRun) -> bool:
-        """Whether the runtime ended the run where the thoughts end, with the answer to come."""
+    def _reasoning_ended_run(self, generation: Generation, run: EngineRun) -> bool:
+        """Return whether the runtime ended the run with the reasoning, before the answer."""
         if run.stopping or run.pausing or not self._slot.live.quirk("thinking_ends_run"):
             return False
         return generation.end_thinking()
 
     async def _failed(self, job: Job, begin: RunSpec, run: EngineRun, ended: RunEnded) -> bool:
-        """The runtime refused a run, or gave it up. Raises ``RunFailed``.
+        """Handle a run that the runtime refused or gave up. Raises ``RunFailed``.
 
-        A paused run that was not even resumed is ended, and the job goes on from its transcript.
+        A paused run that was not resumed is drained, and the job continues from its transcript.
         """
         await self._caching.abandon(begin.save)
         if not begin.resume:
@@ -331,7 +331,7 @@ class RequestRunner:
         await self._planner.drain()
         return not self._closed(job)
 
-    # -- many at once -------------------------------------------------------------------------
+    # -- batches ----------------------------------------------------------------------------------
 
     async def _batch(self, jobs: list[Job]) -> None:
         """Make one run of up to ``n_batch`` jobs; each leaves it when its own part is over."""
@@ -339,17 +339,17 @@ class RequestRunner:
         while (here := self._still_here(jobs)) != jobs or not _is_for(planned, jobs):
             if not here:
                 return
-            jobs = here  # some may leave while the others' run is prepared
+            jobs = here  # some may leave during the preparation
             planned = await self._planner.of_many(jobs)
         assert planned is not None
         live, begin = planned
         live.require()
         for job in jobs:
-            job.generation.runtime_counts = False  # the limit of a batch is its longest one's
+            job.generation.runtime_counts = False  # the limit of a batch is that of its longest job
             job.tally.batch = max(job.tally.batch, len(jobs))
             self._start(job)
-        seats = [*jobs, *[None] * (self._settings.n_batch - len(jobs))]
-        run, ended = await live.run(seats, begin, self._receive, jobs[0].request.sampling)
+        entry_jobs = [*jobs, *[None] * (self._settings.n_batch - len(jobs))]
+        run, ended = await live.run(entry_jobs, begin, self._receive, jobs[0].request.sampling)
         self._books.counters.batch_runs += 1
         self._books.counters.batch_entries += len(jobs)
         self._books.counters.batch_tail_ms += run.tail_s(loop_time_s()) * 1e3
@@ -359,43 +359,43 @@ class RequestRunner:
             self._depart(run, job)
 
     def _still_here(self, jobs: Sequence[Job]) -> list[Job]:
-        """Return those who need a run; the others are settled."""
+        """Return the jobs that need a run; the others are settled."""
         for job in jobs:
-            job.seated = not self._closed(job)
-        here = [job for job in jobs if job.seated]
+            job.has_board = not self._closed(job)
+        here = [job for job in jobs if job.has_board]
         staying = [job for job in here if not job.frozen]
-        # The cluster may have stopped some, or given them another version than the first has.
+        # A change of the desired state may have stopped some or given them another version.
         staying = [job for job in staying if job.origin == staying[0].origin]
         for job in here:
             if job not in staying:
-                job.seated = False
+                job.has_board = False
                 self._queue.requeue(job)
         return staying
 
     def _depart(self, run: EngineRun, job: Job) -> None:
-        """The job's part in a batch is over, while the run may go on for others."""
+        """Settle the job's part in a batch, while the run may continue for others."""
         now_s, live = loop_time_s(), self._slot.live
-        entry = run.seats.index(job)
+        entry = run.entry_jobs.index(job)
         run.leave(entry, now_s)
-        job.seated = False
+        job.has_board = False
         self._count(job, run.clocked(entry, now_s), reused=0)
         if self._concluded(job, run, paused=True):
             self._queue.requeue(job)
         if not run.jobs and live.running is run:
             live.abort(run)
 
-    # -- tokens -------------------------------------------------------------------------------
+    # -- tokens -----------------------------------------------------------------------------------
 
     def _receive(
         self, run: EngineRun, entry: int, token_id: int, data: bytes, waiting: bool
     ) -> None:
-        """Take one token. What comes after our decision to stop is nobody's."""
-        job = run.seats[entry]
+        """Take one token. Tokens after a stop are dropped."""
+        job = run.entry_jobs[entry]
         if job is None or (run.stopping and job.state is not _S.GENERATING):
             return
         batched = self._settings.n_batch > 1
-        # The one state of a batch's callback cannot say whose text is held back: no text may mean
-        # that, and must not be taken for a whole character.
+        # The callback of a batch has one state for all entries, so empty text may be text held
+        # back, and must not count as a complete character.
         job.token(token_id, data, waiting or (batched and not data))
         generation = job.generation
         if batched:
@@ -413,7 +413,7 @@ class RequestRunner:
         self._interrupt(run, job)
 
     def _stop(self, run: EngineRun) -> None:
-        """The answer is complete: free the NPU."""
+        """Stop the run of a complete answer."""
         live = self._slot.live
         if run.pausable and live.quirk("stop_by_pause"):
             live.pause(run)
@@ -421,7 +421,7 @@ class RequestRunner:
             live.abort(run)
 
     def _interrupt(self, run: EngineRun, job: Job) -> None:
-        """Let the run end so that it can go on, with its KV cache kept where that was asked for."""
+        """Interrupt the run, with its KV cache kept where requested."""
         live = self._slot.live
         if self._settings.n_batch > 1:
             self._depart(run, job)
@@ -431,7 +431,7 @@ class RequestRunner:
             live.abort(run)
 
     def _is_to_be_kept(self, run: EngineRun, job: Job) -> bool:
-        """Whether the runtime shall pause the run with its KV cache: not before the first token."""
+        """Return whether the runtime is to pause the run: not before the first token."""
         return run.first_s is not None and self._is_pausable(run, job)
 
     def _is_pausable(self, run: EngineRun, job: Job) -> bool:
@@ -439,21 +439,21 @@ class RequestRunner:
             run.pausable
             and job.request.native_pause
             and not job.yields
-            and run.beginning.origin == job.origin  # else it is switched, and recomputed
+            and run.spec.origin == job.origin  # else its version changes, and it is recomputed
             and (job.generation.want is RunSignal.REWIND or self.pauses.holdable(job))
         )
 
-    # -- paused -------------------------------------------------------------------------------
+    # -- paused -----------------------------------------------------------------------------------
 
     async def _hold(self, job: Job) -> bool:
-        """Keep the board for a run that the runtime has paused; return whether it goes on.
+        """Keep the board for a run paused in the runtime; return whether it continues.
 
         Otherwise the run is drained; the job may stay paused and is recomputed later.
         """
         live = self._slot.live
         await self.pauses.hold(job)
         if job.state is _S.RESUMING and live.alive and not job.released:
-            job.seated = True
+            job.has_board = True
             return not self._closed(job) or await self._drained()
         if job.state is _S.RESUMING and not self._closed(job):
             self._queue.requeue(job)
@@ -463,17 +463,17 @@ class RequestRunner:
         return False
 
     async def _drained(self) -> bool:
-        """Drain; an engine that died has nothing to drain. Return False, for short."""
+        """Drain, unless the engine died; return False."""
         try:
             await self._planner.drain()
         except EngineDied:
             log.info("board %s: the engine died with its paused run", self._settings.board_id)
         return False
 
-    # -- the end ------------------------------------------------------------------------------
+    # -- outcome ----------------------------------------------------------------------------------
 
     def _start(self, job: Job) -> None:
-        """A run of the job begins, with the version that it is bound to now."""
+        """Start a run of the job with its current version."""
         label = self._books.obligations.label(job.ref)
         if not job.begun:
             self._books.versions.began(label)
@@ -481,20 +481,20 @@ class RequestRunner:
         job.start()
 
     def _count(self, job: Job, perf: Perf, reused: int) -> None:
-        """A run of the job has taken so much."""
+        """Add the figures of a run to the job's."""
         job.tally.add(perf, reused)
         if job.spans.label is not None:
             self._books.versions.ran(job.spans.label, perf.decode_tokens, perf.decode_ms)
 
     def _closed(self, job: Job) -> bool:
-        """Settle a job that needs no run any more; return whether it was one."""
+        """Settle a job that needs no further run; return whether it did."""
         if not job.over and not job.generation.complete:
             return False
         self._finish(job)
         return True
 
     def _finish(self, job: Job) -> None:
-        """Settle the outcome and the figures of a job."""
+        """Settle the outcome and the counters of a job."""
         if job.outcome is not None:
             return
         generation = job.generation
@@ -518,7 +518,7 @@ class RequestRunner:
 
 
 def _is_for(planned: tuple[LoadedEngine, RunSpec] | None, jobs: Sequence[Job]) -> bool:
-    """Whether the run was planned for the version that the jobs are bound to now."""
+    """Return whether the run was planned for the jobs' current version."""
     return planned is not None and planned[1].origin == jobs[0].origin
 
 

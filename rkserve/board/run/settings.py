@@ -1,4 +1,4 @@
-"""What one board is told about itself before it starts. Values only."""
+"""The settings of one board. Values only."""
 
 from __future__ import annotations
 
@@ -16,23 +16,22 @@ from rkserve.core.run_params import EncoderShape, Guided, Sampling
 
 @dataclass(frozen=True, slots=True)
 class BoardSettings:
-    """What one board is. Times in seconds, lengths in tokens.
+    """The settings of one board. Times in seconds, lengths in tokens.
 
-    ``sampling`` is what the model is loaded with: on 1.2.x every request gets it. ``model_dir`` is
-    the model folder whose adapters are served; None serves none. ``staged_dir`` is the board's own
-    folder for those that are sent to it, which go first; None takes none. ``hooks`` are put around
-    every generation, before those of its own. A board that is ``governed`` serves nothing before it
-    was told what it shall be (``Board.adopt``). ``load_patience_s`` is how long an adapter that is
-    to be tried waits for the end of a run before that has to make way. ``asleep_file`` remembers
-    that the board sleeps when its replica is gone, and ``base_file`` which of the base weights in
-    ``weights_dir``, those that were sent to the board, it has loaded. Those that cannot be loaded
-    rest for ``base_rest_s`` before they are tried again, then for twice that. In ``text_mode``
-    prompts are texts, and the ids of tokens are known to nobody; otherwise ``tokenizer_file`` says
-    what they stand for, where answers are made of single steps. One with ``vision`` takes images,
-    and one that knows its ``hidden_size`` embeddings of so many numbers. The decoder of an
-    encoder-decoder model needs states of the shape ``encoder``, of up to ``encoder_tokens`` tokens.
-    ``guided`` says how answers with a grammar are made. ``own_file`` is the base model in the model
-    folder, and ``own_digest_file`` keeps its sha256.
+    ``sampling`` is loaded with the model: on 1.2.x every request gets it. ``model_dir`` is the
+    model folder whose adapters are served; None serves none. ``staged_dir`` is the board's folder
+    for transferred adapters, which have priority; None accepts none. ``hooks`` are put around every
+    generation, before its own. A ``governed`` board serves nothing before it has adopted a desired
+    state (``Board.adopt``). ``load_patience_s`` is how long an adapter trial waits for the end of a
+    run before interrupting it. ``asleep_file`` marks a sleeping board for its next replica, and
+    ``base_file`` the loaded base weights of ``weights_dir``, the folder of transferred ones. Base
+    weights that failed to load rest for ``base_rest_s`` before the next try, then for twice that.
+    In ``text_mode`` prompts are texts, and token ids are not known; otherwise ``tokenizer_file``
+    gives their texts, where answers are made of single steps. A board with ``vision`` takes images,
+    and one with ``hidden_size`` embeddings of that size. The decoder of an encoder-decoder model
+    needs states of the shape ``encoder``, of up to ``encoder_tokens`` tokens. ``guided`` selects
+    how answers with a grammar are made. ``own_file`` is the base model in the model folder, and
+    ``own_digest_file`` caches its sha256.
     """
 
     board_id: str
@@ -82,9 +81,9 @@ class BoardSettings:
     own_digest_file: Path | None = None
 
     def ignored(self, request: GenerateRequest) -> tuple[str, ...]:
-        """Return the sampling values asked for that a runtime cannot honour that fixes them."""
+        """Return the requested sampling values that differ from fixed ones of the runtime."""
         if request.stepwise is not None:
-            return ()  # it is our own sampling
+            return ()  # rkserve samples by itself
         return tuple(
             name
             for name in request.sampling_asked
@@ -109,7 +108,7 @@ class BoardSettings:
         )
 
     def check_images(self, request: GenerateRequest) -> None:
-        """Raise ``RequestError`` for images that the board's model cannot see, or not like this."""
+        """Raise ``RequestError`` for images that the model or this request does not allow."""
         if request.images and not self.vision:
             raise RequestError(f"The model '{self.model}' takes no images.", "messages")
         if request.images and (request.stepwise is not None or request.use_cache is not None):
@@ -139,7 +138,7 @@ class BoardSettings:
     def check_encoder(self, request: GenerateRequest) -> None:
         """Raise ``RequestError`` for states that the library would read beyond their end.
 
-        A request without them must not be answered from those of another one, which the library
+        A request without states must not be answered from those of another one, which the library
         keeps.
         """
         states = request.encoder
@@ -161,7 +160,7 @@ class BoardSettings:
 
     @property
     def cache_rules(self) -> CacheRules:
-        """What of it concerns the prompt caches."""
+        """The settings of the prompt caches."""
         return CacheRules(
             board_id=self.board_id,
             model=self.model,

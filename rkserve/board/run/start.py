@@ -1,7 +1,7 @@
-"""How the next run of a job begins: resumed, extended, from a prompt cache, or from nothing.
+"""The start of a job's next run: resumed, extended, from a prompt cache, or from nothing.
 
-It readies the engine for that (drains a paused run, loads an adapter, parks a conversation) and
-makes no run of a job itself.
+It prepares the engine (drains a paused run, loads an adapter, parks a conversation) and makes no
+run of a job itself.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from rkserve.native.step_params import StepParams
 
 
 class RunPlanner:
-    """Plans runs. Use it while the board is one's own.
+    """Plans runs while the caller has the board.
 
-    What it plans holds for one engine, which it names: while it waits for a disk, that one may die
-    and another one be loaded.
+    A plan is valid for one engine, which it names: while the planner waits for a disk, the engine
+    may die and be replaced.
     """
 
     def __init__(self, settings: BoardSettings, slot: EngineSlot, caching: PromptCaching) -> None:
         self._settings, self._slot, self._caching = settings, slot, caching
 
     async def of_one(self, job: Job) -> tuple[LoadedEngine, RunSpec]:
-        """Return how the job's next run begins; an adapter is loaded for it if need be.
+        """Return engine and start of the job's next run, with its adapter loaded.
 
-        Raises ``RkserveError``: the adapter's or the named cache's fault, or the engine's.
+        Raises ``RkserveError``: the adapter, the named cache or the engine failed.
         """
         live = self._slot.live
         steps = job.request.stepwise
         if live.paused is not None and (steps is not None or job.request.prompt_text is not None):
-            await self.drain()  # the ids of the one are not those of the other's context
+            await self.drain()  # a paused context of ids is no use for steps or text
         elif live.paused is not None:
             wanted = job.generation.context
             resume = live.resumption(wanted, job.generation.cuts, job.origin)
@@ -63,8 +63,8 @@ class RunPlanner:
         text = job.request.prompt_text
         if text is None:
             return await self._afresh(live, job)
-        await self._caching.park(live)  # what others have said in token ids
-        prompt, limit = text + job.generation.spoken, job.generation.budget
+        await self._caching.park(live)  # keeps the previous conversation
+        prompt, limit = text + job.generation.generated_text, job.generation.budget
         entry = EntryCommand(
             ids=job.request.decoder_ids,
             prompt_text=prompt,
@@ -75,7 +75,7 @@ class RunPlanner:
         return live, RunSpec((entry,), clear=True, origin=job.origin, limit=limit)
 
     async def of_many(self, jobs: Sequence[Job]) -> tuple[LoadedEngine, RunSpec]:
-        """Return how a batch begins, whose jobs have one key. Raises as ``of_one``."""
+        """Return engine and start of a batch, whose jobs share a key. Raises as ``of_one``."""
         live = await self._engine(jobs[0])
         entries = [EntryCommand(job.generation.context) for job in jobs]
         padding = EntryCommand(entries[0].ids[:1])
@@ -87,7 +87,7 @@ class RunPlanner:
         )
 
     async def drain(self) -> None:
-        """End a run that is paused inside the runtime, by a fresh engine where it refuses that.
+        """End a run that is paused inside the runtime; where it refuses, load a fresh engine.
 
         Raises:
             EngineHung, EngineDied: the engine failed meanwhile.
@@ -98,7 +98,7 @@ class RunPlanner:
             return
         try:
             await live.drain()
-        except Misuse:  # it is not paused, whatever was thought
+        except Misuse:  # it was not paused after all
             live.paused = None
         except NativeError as exc:
             await self._slot.renew(f"a paused run cannot be ended: {exc}")
@@ -106,7 +106,7 @@ class RunPlanner:
     async def _afresh(self, live: LoadedEngine, job: Job) -> tuple[LoadedEngine, RunSpec]:
         """Extend the live context, or begin from a prompt cache, or from nothing."""
         caching = self._caching
-        origin = job.origin  # the engine has this one, whatever the job is bound to meanwhile
+        origin = job.origin  # the loaded one; the job may be bound to another version meanwhile
         wanted, limit = job.generation.context, job.generation.budget
         history = _keeps_history(live, job)
         plan = live.context.plan(wanted, origin)
@@ -145,7 +145,7 @@ class RunPlanner:
     async def _step_by_step(
         self, live: LoadedEngine, job: Job, asked: Stepwise
     ) -> tuple[LoadedEngine, RunSpec]:
-        """Extend the live context where steps may, or begin from nothing.
+        """Extend the live context where single steps can, or begin from nothing.
 
         Logprobs of the prompt need all of its positions computed.
         """
@@ -158,7 +158,7 @@ class RunPlanner:
         if not reused:
             await self._caching.park(live)
         file = self._settings.tokenizer_file
-        assert file is not None  # or it was refused
+        assert file is not None  # else the request was rejected
         return live, RunSpec(
             entries=(EntryCommand(wanted[reused:]),),
             base=wanted,
@@ -182,15 +182,16 @@ class RunPlanner:
         )
 
     def _is_optimistic(self, live: LoadedEngine, job: Job, asked: Stepwise) -> bool:
-        """Whether the library generates itself what follows a grammar, as far as it does.
+        """Return whether the library generates freely and its tokens are checked against the
+        grammar.
 
-        Not where its draws are not those that were asked for, or not all of its tokens are told.
+        It does not where its sampling differs from the requested one, or it omits token ids.
         """
         sampled = live.facts.per_run_sampling or job.request.sampling == self._settings.sampling
         able = asked.free and sampled and live.quirk("waiting_token_id_valid")
         wished = self._settings.guided
         if wished is Guided.AUTO:
-            # Steps that keep the context cost one token each, and never have to go back.
+            # Steps that keep the context cost one token each and never have to be repeated.
             return able and not live.quirk("logits_with_history")
         return able and wished is Guided.OPTIMISTIC
 
@@ -199,12 +200,12 @@ class RunPlanner:
         while True:
             ref = job.ref
             live = await self._slot.with_adapter(ref)
-            if job.ref == ref:  # else it was bound to another version while that was loaded
+            if job.ref == ref:  # else it was bound to another version meanwhile
                 return live
 
 
-def outlook(live: LoadedEngine, job: Job, *, holds: bool) -> tuple[Kv, int]:
-    """Say what becomes of an interrupted job's KV cache, and how much of its context counts.
+def kv_outlook(live: LoadedEngine, job: Job, *, holds: bool) -> tuple[Kv, int]:
+    """Return the fate of an interrupted job's KV cache, and the size of the context that counts.
 
     ``holds``: the job keeps the board with its run paused inside the runtime.
     """
@@ -221,7 +222,7 @@ def outlook(live: LoadedEngine, job: Job, *, holds: bool) -> tuple[Kv, int]:
 
 
 def kept_ids(live: LoadedEngine, job: Job, *, holds: bool) -> Ids | None:
-    """Return what the paused handle will hold once the ranges asked for are cleared."""
+    """Return the content of the paused engine once the requested ranges are cleared."""
     if not holds or live.paused is None or live.paused.ids is None:
         return None
     ids = live.paused.ids
@@ -231,7 +232,7 @@ def kept_ids(live: LoadedEngine, job: Job, *, holds: bool) -> Ids | None:
 
 
 def _keeps_history(live: LoadedEngine, job: Job) -> bool:
-    """Whether the context outlives the run; the runtime may not pause every such run."""
+    """Return whether the context outlives the run; the runtime cannot pause every such run."""
     if job.request.stepwise is not None:
         return live.context.append and live.quirk("logits_with_history")
     return live.context.append and (not job.request.native_pause or live.may_pause(history=True))
@@ -241,7 +242,7 @@ def _ends(job: Job, asked: Stepwise, eos_ids: frozenset[int]) -> frozenset[int]:
     """Return the token ids that end an answer, as far as the engine has to know them.
 
     ``least`` forbids all of them until then; with ``ignore_eos`` only the model's own. A grammar
-    says itself where it ends.
+    defines its own end.
     """
     stop_ids = frozenset(job.request.stop_ids)
     if asked.guide is not None:

@@ -1,6 +1,6 @@
-"""Keeps an engine behind a board: loads it, watches over it, ends it and starts the next one.
+"""The engine behind a board: load, supervision, shutdown and recovery.
 
-It owns the state of the board. Whose requests suffer from what happens is for the board to say.
+It owns the state of the board. The effects on requests are the board's.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ log = logging.getLogger(__name__)
 
 
 class EngineUsers(Protocol):
-    """Those who depend on the engine: the board with its requests."""
+    """The user of the engine: the board with its requests."""
 
     def lose(self, error: RkserveError) -> None:
-        """Whoever has the board cannot go on."""
+        """Fail the work that has the engine."""
 
     def fail_all(self, *, spare_paused: bool = False) -> None:
-        """Nobody who waits is served here; a pause may outlive that."""
+        """Fail all waiting work; a paused request may be spared."""
 
     def pump(self) -> None:
-        """The engine is ready again."""
+        """Start work: the engine is ready again."""
 
 
 class EngineSupervisor:
@@ -52,44 +52,44 @@ class EngineSupervisor:
         self.state = BoardState.LOADING
         self.reason = ""
         self.starts = 0
-        self.renewals = 0  # of these, those that replaced an engine which was well
-        self.live: LoadedEngine | None = None  # the last one that was loaded, also when it ended
-        self.loaded_s = 0.0  # when that was
-        self._reason_awake = ""  # what ``reason`` was before the board slept
+        self.renewals = 0  # the part of them that replaced a healthy engine
+        self.live: LoadedEngine | None = None  # the last loaded engine, even after its end
+        self.loaded_s = 0.0  # the time of that load
+        self._reason_awake = ""  # ``reason`` before the board slept
         self._recovery: asyncio.Task[None] | None = None
         self._giving_up: asyncio.Future[None] | None = None
         self._crashes = CrashLog(settings.crash_limit, settings.crash_window_s)
-        self._forgiven = asyncio.Event()  # the loss that is being recovered from, or the next one
+        self._forgiven = asyncio.Event()  # set where the current or next loss does not count
         self._tasks: set[asyncio.Task[None]] = set()
 
-    # -- what there is ------------------------------------------------------------------------
+    # -- state ------------------------------------------------------------------------------------
 
     @property
     def ready(self) -> bool:
-        """Whether a run may start. The news of an engine's end takes a turn of the loop."""
+        """True where a run may start. An engine's end is noticed one turn of the loop later."""
         return self.state is BoardState.READY and self.live is not None and self.live.alive
 
     @property
     def stopped(self) -> bool:
-        """Whether the replica shuts down."""
+        """True while the replica shuts down."""
         return self.state is BoardState.STOPPED
 
     def open(self) -> LoadedEngine:
-        """Return the engine of a board that takes requests. Raises ``BoardOutOfOrder``."""
+        """Return the engine of a board that accepts requests. Raises ``BoardOutOfOrder``."""
         if self.state not in OPEN or self.live is None:
             raise self.failed()
         return self.live
 
     def failed(self) -> BoardOutOfOrder:
-        """Return the error of those who cannot be served."""
+        """Return the error of requests that cannot be served."""
         return BoardOutOfOrder(self._board_id, f"{self.state.value}: {self.reason}")
 
-    # -- from start to stop -------------------------------------------------------------------
+    # -- start, renew, sleep, stop ----------------------------------------------------------------
 
     async def start(self, asleep: EngineFacts | None = None) -> None:
         """Load the model. Raises ``RkserveError`` or ``OSError``; the board is then ``failed``.
 
-        With the facts of an engine that was put to ``sleep`` it sleeps on instead.
+        With the facts of an unloaded engine the board stays asleep instead.
         """
         if asleep is not None:
             self._advance(BoardEvent.SLEEP, "it was asleep when its replica ended")
@@ -104,12 +104,12 @@ class EngineSupervisor:
         self.spawn(self._watch_silence())
 
     async def stop(self) -> None:
-        """End the engine, in order where it can."""
+        """End the engine, in order where possible."""
         hung, live = self.state is BoardState.HUNG, self.live
         self._advance(BoardEvent.STOP, "the replica shuts down")
         self._tenants.fail_all()
         if live is not None and live.running is not None:
-            live.abort(live.running)  # in a run it could not end in order
+            live.abort(live.running)  # an engine in a run cannot be stopped in order
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -117,12 +117,12 @@ class EngineSupervisor:
             await (live.engine.kill() if hung else live.engine.stop())
 
     def check(self) -> None:
-        """Raise ``BoardFailed`` with the reason while the board cannot help itself."""
+        """Raise ``BoardFailed`` with the reason where the board cannot recover by itself."""
         if self.state in SICK:
             raise self.failed()
 
     async def renew(self, reason: str) -> None:
-        """Replace the engine by a fresh one, in order. Raises what a failing load raises."""
+        """Replace the engine by a fresh one, in order. Raises the errors of a failing load."""
         engine = self.open().engine
         if engine.died.done():
             raise EngineDied(self._board_id, engine.died.result())
@@ -139,13 +139,13 @@ class EngineSupervisor:
 
     @property
     def recovering(self) -> bool:
-        """Whether a crash is being recovered from: no engine is there, nor needed until then."""
+        """True during the recovery from a crash, while there is no engine."""
         return self._recovery is not None and not self._recovery.done()
 
     async def sleep(self, reason: str) -> None:
-        """End the engine in order, or give up the loading of one. Nothing of it is left then.
+        """End the engine in order, or cancel a load.
 
-        Use it while the board is one's own, or ``recovering``. Raises ``BoardOutOfOrder``.
+        Call it while the caller has the board, or ``recovering``. Raises ``BoardOutOfOrder``.
         """
         if self._recovery is not None and not self._recovery.done():
             self._recovery.cancel()
@@ -160,7 +160,7 @@ class EngineSupervisor:
         self.live = self._unloaded(live.facts)
 
     async def wake(self) -> None:
-        """Load the model again. Raises what a failing load raises: everybody is told then."""
+        """Load the model again. Raises the errors of a failing load."""
         self._advance(BoardEvent.WAKE, self._reason_awake)
         try:
             await self._load()
@@ -176,7 +176,7 @@ class EngineSupervisor:
         return LoadedEngine(self._board_id, engine, settings.patience, adapters)
 
     def _refused(self, exc: Exception) -> None:
-        """The model cannot be loaded: nobody who waits is served here."""
+        """Fail all waiting work: the model cannot be loaded."""
         if self._awaits_engine:
             self._advance(BoardEvent.LOAD_FAILED, str(exc))
             self._tenants.fail_all()
@@ -187,7 +187,7 @@ class EngineSupervisor:
 
     async def _load(self) -> None:
         engine = await self._start_engine()
-        if not self._awaits_engine:  # it was stopped, put to sleep or broke while it was loaded
+        if not self._awaits_engine:  # it was stopped, put to sleep or failed during the load
             await engine.stop()
             raise self.failed()
         settings = self._settings
@@ -210,20 +210,20 @@ class EngineSupervisor:
             engine.facts.load_s,
         )
 
-    # -- when it fails ------------------------------------------------------------------------
+    # -- failures and recovery --------------------------------------------------------------------
 
     def _died(self, died: asyncio.Future[str]) -> None:
-        # One that was renewed is not missed: by now another one may be ready in its place.
+        # An engine that was renewed does not count: another may be ready in its place.
         current = self.live is not None and self.live.engine.died is died
         if self.state is BoardState.READY and current:
             self._advance(BoardEvent.ENGINE_DIED, died.result())
             self._recovery = self.spawn(self._recover())
 
     async def give_up(self, reason: str) -> None:
-        """The engine cannot be used any more: tell the clients, try an abort, then end it."""
+        """Give up a hung engine: fail its work, try an abort, then end it."""
         self._tenants.lose(EngineHung(self._board_id, reason))
         if self.state is not BoardState.READY or self.live is None:
-            return  # it is being ended already, or has ended by itself
+            return  # it is being ended already, or has ended
         self._advance(BoardEvent.WATCHDOG, reason)
         self._giving_up = asyncio.get_running_loop().create_future()
         try:
@@ -233,7 +233,7 @@ class EngineSupervisor:
 
     async def _kill(self, live: LoadedEngine, reason: str) -> None:
         engine = live.engine
-        if live.plead():
+        if live.last_abort():
             await asyncio.wait({engine.died}, timeout=self._settings.patience.abort_s)
         if await engine.kill():
             self._advance(BoardEvent.ENGINE_ENDED, reason)
@@ -242,21 +242,21 @@ class EngineSupervisor:
             self._tenants.fail_all()
 
     def forgive(self) -> None:
-        """The last loss of an engine was not the board's fault: a quarantine for it ends."""
+        """Discount the last loss of an engine, which a request caused; a quarantine for it ends."""
         if self.state is BoardState.HUNG:
-            self._forgiven.set()  # it is not counted yet
+            self._forgiven.set()  # the loss is not counted yet
             return
         self._crashes.forgive()
         if self.state is BoardState.QUARANTINED:
             self._forgiven.set()
 
     async def gave_up(self) -> None:
-        """Return once an engine that is being given up has ended, or will not."""
+        """Return once an engine that is being given up has ended, or cannot be ended."""
         if self._giving_up is not None:
             await asyncio.shield(self._giving_up)
 
     async def _recover(self) -> None:
-        """Start a fresh engine, after a quarantine where the last ones died too quickly."""
+        """Start a fresh engine, after a quarantine where engines died too quickly."""
         if not self._forgiven.is_set() and self._crashes.crashed(loop_time_s()):
             self._advance(BoardEvent.TOO_MANY_CRASHES, self.reason)
             self._tenants.fail_all(spare_paused=True)
@@ -272,7 +272,7 @@ class EngineSupervisor:
             self._tenants.pump()
 
     async def _watch_silence(self) -> None:
-        """An engine that sends no sign of life is hung, also without a run."""
+        """Give up an engine without a sign of life, also between runs."""
         limit_s = self._settings.silence_timeout_s
         while True:
             await asyncio.sleep(limit_s / 4)
@@ -297,7 +297,7 @@ class EngineSupervisor:
             log.info("board %s is %s", self._board_id, self.state.value)
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Let it be done until the board stops; an error that it raises is a bug of ours."""
+        """Run a background task until the board stops; an exception in it is a bug of rkserve."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._reap)

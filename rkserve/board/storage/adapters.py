@@ -1,8 +1,8 @@
-"""The adapters that were sent to one board: how a file comes onto its disk whole, or not at all.
+"""The adapters transferred to one board: a file is published on its disk whole, or not at all.
 
-Once a file that comes (``parts``) is there with the right sha256, it is renamed to
+Once a partial file is complete with the right sha256, it is renamed to
 ``<name>/<version>/adapter.rkllm`` and gets its manifest, which makes it present. It knows files,
-and neither who sends them nor what they are loaded into.
+and neither their sender nor their use.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import logging
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from rkserve.board.storage.partial_files import Parts, own_folder
+from rkserve.board.storage.partial_files import PartialFiles, own_folder
 from rkserve.core.desired_state import AdapterVersion
 from rkserve.core.durable_files import free_bytes, sync, write_private
 from rkserve.core.file_digests import file_digest
@@ -26,8 +26,8 @@ log = logging.getLogger(__name__)
 class StagedAdapters:
     """The folder of one board. It may be used by several threads.
 
-    Its calls touch the disk, except for ``present`` and ``shelf``. Two who send the same version at
-    once do no harm: what one has sent, the other need not.
+    Its calls touch the disk, except for ``present`` and ``shelf``. Two concurrent senders of a
+    version do no harm: each sends only bytes that are still missing.
     """
 
     def __init__(
@@ -37,24 +37,24 @@ class StagedAdapters:
         model: str,
         free: Callable[[Path], int] = free_bytes,
     ) -> None:
-        """Without a ``folder`` nothing can be staged; ``free`` says what the disk has left."""
+        """Without a ``folder`` nothing can be staged; ``free`` returns the disk's free bytes."""
         self._folder = folder
         self._model = model
-        self._parts = Parts(folder, board_id, "adapters", free)
+        self._parts = PartialFiles(folder, board_id, "adapters", free)
         self._lock = self._parts.lock
         self._present: tuple[AdapterVersion, ...] = ()
 
     @property
     def shelf(self) -> AdapterFolder | None:
-        """Where the engine finds what is present."""
+        """The folder as a shelf for the engine's adapters."""
         return None if self._folder is None else AdapterFolder.of_board(self._folder, self._model)
 
     def present(self) -> tuple[AdapterVersion, ...]:
-        """Return the versions that are there whole, by name. It costs nothing."""
+        """Return the complete versions, by name, without touching the disk."""
         return self._present
 
     def open(self) -> None:
-        """Read all that is there, and keep as present what is what its manifest says.
+        """Read the folder; versions that fit their manifests are present.
 
         Raises:
             ConfigError: the folder cannot be used.
@@ -66,10 +66,10 @@ class StagedAdapters:
             self._look()
 
     def begin(self, version: AdapterVersion) -> int:
-        """Return how many bytes of the version are there: all of them where it is present.
+        """Return the number of bytes already there: all of them where the version is present.
 
         Raises:
-            StageFailed: it cannot be staged here, or there is no room for the rest of it.
+            StageFailed: it cannot be staged here, or the disk is full.
         """
         with self._lock, self._parts.told("it cannot be begun"):
             self._checked(version)
@@ -79,14 +79,14 @@ class StagedAdapters:
             return self._parts.begin(version.digest, version.size_bytes)
 
     def chunk(self, digest: str, offset: int, data: bytes) -> int:
-        """Add a chunk to a file that was begun; see ``Parts.chunk``."""
+        """Add a chunk to a file that was begun; see ``PartialFiles.chunk``."""
         return self._parts.chunk(digest, offset, data)
 
     def commit(self, version: AdapterVersion) -> None:
-        """Make the version present, once its content is known to be right.
+        """Make the version present, after a check of its content.
 
         Raises:
-            StageFailed: it is not whole yet; or the content is another one, and was removed.
+            StageFailed: it is incomplete; or its content is wrong, and was removed.
         """
         with self._lock, self._parts.told("it cannot be put in its place"):
             folder = self._checked(version)
@@ -109,9 +109,9 @@ class StagedAdapters:
         log.info("adapter %s@%s is staged", version.ref.name, version.ref.version)
 
     def remove(self, version: AdapterVersion) -> bool:
-        """Take a version, or what there is of it, off the disk; False where there is nothing.
+        """Remove a version, or a part of it, from the disk; False where there is none.
 
-        Another content that has the same name by now stays. Raises ``StageFailed``.
+        A version of the same name with another content stays. Raises ``StageFailed``.
         """
         with self._lock, self._parts.told("it cannot be removed"):
             self._checked(version)
@@ -126,10 +126,10 @@ class StagedAdapters:
         log.info("adapter %s@%s is removed", version.ref.name, version.ref.version)
         return True
 
-    # -- inside, with the lock held -----------------------------------------------------------
+    # -- internal: the caller holds the lock ------------------------------------------------------
 
     def _look(self) -> None:
-        """Find what is present. What is not is left to be staged anew."""
+        """Find the present versions; the others can be staged again."""
         shelf = self.shelf
         assert shelf is not None
         found: list[AdapterVersion] = []
@@ -153,7 +153,7 @@ class StagedAdapters:
         return self._folder / version.ref.name / version.ref.version
 
     def _settled(self, version: AdapterVersion) -> bool:
-        """Whether the file is in its place with the right content, though perhaps unannounced."""
+        """Return whether the file is in its place with the right content, even unannounced."""
         place = self._place(version)
         file = place / ADAPTER_FILE
         if place.is_symlink() or place.parent.is_symlink() or file.is_symlink():

@@ -1,8 +1,8 @@
-"""The base weights that were sent to one board: files that its model can be loaded from.
+"""The base weights transferred to one board: files that its model can be loaded from.
 
-A file that came (``parts``) lies at ``<sha256>.rkllm``. It has gigabytes, so it is read once: a
-stamp beside it says in which state it was found right, and only one that has changed since is read
-again. It knows files, and neither who sends them nor which of them is loaded.
+A transferred file is ``<sha256>.rkllm``. It has gigabytes, so it is hashed once: a stamp beside it
+records its state at that time, and only a file that has changed since is hashed again. It knows
+files, and neither their sender nor which of them is loaded.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rkserve.board.storage.adapters import StagedAdapters
-from rkserve.board.storage.partial_files import Parts
+from rkserve.board.storage.partial_files import PartialFiles
 from rkserve.core.desired_state import AdapterVersion, Artifact, BaseVersion
 from rkserve.core.durable_files import free_bytes, sync, write_private
 from rkserve.core.errors import StageFailed
@@ -27,7 +27,7 @@ FILE, STAMP = ".rkllm", ".json"
 
 @dataclass(frozen=True, slots=True)
 class FileProof:
-    """In which state a file was found to be what its name says."""
+    """The state in which a file's content was verified."""
 
     stamp: Stamp
 
@@ -51,32 +51,32 @@ class StagedWeights:
         free: Callable[[Path], int] = free_bytes,
         digest: Callable[[Path], str] = file_digest,
     ) -> None:
-        """Without a ``folder`` nothing can be staged; ``free`` says what the disk has left.
+        """Without a ``folder`` nothing can be staged; ``free`` returns the free bytes of the disk.
 
         ``digest`` reads a whole file, for its sha256.
         """
         self._folder = folder
         self._model = model
         self._digest = digest
-        self._parts = Parts(folder, board_id, "weights", free)
+        self._parts = PartialFiles(folder, board_id, "weights", free)
         self._lock = self._parts.lock
         # Digest to size. Never changed in place: it is read without the lock.
         self._present: dict[str, int] = {}
 
     def path(self, base: BaseVersion) -> Path | None:
-        """Return the file of a version that is there whole, for loading. It costs nothing."""
+        """Return the file of a complete version, without touching the disk."""
         if self._folder is None or self._present.get(base.digest) != base.size_bytes:
             return None
         return self._place(base.digest)
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """What is there whole; see ``BaseVersion.key``."""
+        """The keys of the complete versions; see ``BaseVersion.key``."""
         digests = sorted(self._present)
         return tuple(BaseVersion(self._model, "", digest, 0).key for digest in digests)
 
     def open(self) -> None:
-        """Find what is there; read what has changed since it was found right.
+        """Read the folder; hash the files that have changed since they were verified.
 
         Raises:
             ConfigError: the folder cannot be used.
@@ -88,10 +88,10 @@ class StagedWeights:
             self._present = dict(self._found(self._folder))
 
     def begin(self, base: BaseVersion) -> int:
-        """Return how many bytes of the version are there: all of them where it is present.
+        """Return the number of bytes already there: all of them where the version is present.
 
         Raises:
-            StageFailed: it cannot be staged here, or there is no room for the rest of it.
+            StageFailed: it cannot be staged here, or the disk is full.
         """
         with self._lock, self._parts.told("it cannot be begun"):
             self._check(base)
@@ -101,14 +101,14 @@ class StagedWeights:
             return self._parts.begin(base.digest, base.size_bytes)
 
     def chunk(self, digest: str, offset: int, data: bytes) -> int:
-        """Add a chunk to a file that was begun; see ``Parts.chunk``."""
+        """Add a chunk to a file that was begun; see ``PartialFiles.chunk``."""
         return self._parts.chunk(digest, offset, data)
 
     def commit(self, base: BaseVersion) -> None:
-        """Make the version present, once its content is known to be right.
+        """Make the version present, after a check of its content.
 
         Raises:
-            StageFailed: it is not whole yet; or the content is another one, and was removed.
+            StageFailed: it is incomplete; or its content is wrong, and was removed.
         """
         with self._lock, self._parts.told("it cannot be put in its place"):
             self._check(base)
@@ -129,9 +129,9 @@ class StagedWeights:
         log.info("%s is staged (%s)", base.title, base.digest[:12])
 
     def remove(self, base: BaseVersion) -> bool:
-        """Take a version, or what there is of it, off the disk; False where there is nothing.
+        """Remove a version, or a part of it, from the disk; False where there is none.
 
-        Raises ``StageFailed``. Whether it is in use is the caller's to know.
+        Raises ``StageFailed``. The caller has to know whether it is in use.
         """
         with self._lock, self._parts.told("it cannot be removed"):
             self._check(base)
@@ -146,10 +146,10 @@ class StagedWeights:
         return found or there
 
     def failed(self, reason: str) -> StageFailed:
-        """Return the error that tells the sender so."""
+        """Return the error for the sender."""
         return self._parts.failed(reason)
 
-    # -- inside, with the lock held -----------------------------------------------------------
+    # -- internal: the caller holds the lock ------------------------------------------------------
 
     def _forget(self, digest: str) -> None:
         self._present = {one: size for one, size in self._present.items() if one != digest}
@@ -157,13 +157,13 @@ class StagedWeights:
     def _check(self, base: BaseVersion) -> None:
         self._parts.check(base.digest, base.size_bytes)
         if base.model != self._model:
-            raise self._parts.failed(f"it serves {self._model}, and not {base.model}")
+            raise self._parts.failed(f"it serves {self._model}; the weights are of {base.model}")
 
     def _place(self, digest: str) -> Path:
         return self._parts.folder / f"{digest}{FILE}"
 
     def _settled(self, base: BaseVersion) -> bool:
-        """Whether the file is in its place, whole and unchanged."""
+        """Return whether the file is in its place, complete and unchanged."""
         place = self._place(base.digest)
         if place.is_symlink():
             raise self._parts.failed("a link is where its file should be")
@@ -187,7 +187,7 @@ class StagedWeights:
             yield file.stem, size
 
     def _proven(self, file: Path) -> int | None:
-        """Return the size of a file that is as it was when it was found right, else None."""
+        """Return the size of a file that is unchanged since it was verified, else None."""
         try:
             said = json.loads(file.with_suffix(STAMP).read_text(encoding="utf-8"))
             proof = FileProof(tuple(said["stamp"]))
@@ -196,7 +196,7 @@ class StagedWeights:
             return None
 
     def _prove(self, file: Path) -> int | None:
-        """Read the whole file; return its size where it is what its name says, else None."""
+        """Hash the whole file; return its size where its content fits its name, else None."""
         found = stamp(file)
         if self._digest(file) != file.stem:
             return None
@@ -213,7 +213,7 @@ class StagedWeights:
 
 
 class Intake:
-    """Takes what is sent to a board, adapters and base weights, each to its folder."""
+    """Receives the artifacts sent to a board: adapters and base weights, each into its folder."""
 
     def __init__(
         self,
@@ -221,16 +221,16 @@ class Intake:
         weights: StagedWeights,
         in_use: Callable[[BaseVersion], bool],
     ) -> None:
-        """``in_use`` says of which weights the board may load its model yet."""
+        """``in_use`` returns whether the board may still load its model from these weights."""
         self._adapters = adapters
         self._weights = weights
         self._in_use = in_use
         self._comes: dict[
             str, StagedAdapters | StagedWeights
-        ] = {}  # by whom a digest was begun last
+        ] = {}  # the folder in which a digest was begun last
 
     def begin(self, version: Artifact) -> int:
-        """Return how many bytes of the version are there. Raises ``StageFailed``."""
+        """Return the number of bytes already there. Raises ``StageFailed``."""
         if isinstance(version, AdapterVersion):
             self._comes[version.digest] = self._adapters
             return self._adapters.begin(version)
@@ -238,7 +238,7 @@ class Intake:
         return self._weights.begin(version)
 
     def chunk(self, digest: str, offset: int, data: bytes) -> int:
-        """Write a part of a file that was begun. Raises ``StageFailed``."""
+        """Write a chunk of a file that was begun. Raises ``StageFailed``."""
         return self._comes.get(digest, self._adapters).chunk(digest, offset, data)
 
     def commit(self, version: Artifact) -> None:
@@ -250,14 +250,14 @@ class Intake:
         self._comes.pop(version.digest, None)
 
     def remove(self, version: Artifact) -> bool:
-        """Take a version off the disk, but no weights that are in use. Raises ``StageFailed``."""
-        keeper: StagedAdapters | StagedWeights
+        """Remove a version from the disk, unless it is in use. Raises ``StageFailed``."""
+        folder: StagedAdapters | StagedWeights
         if isinstance(version, AdapterVersion):
-            keeper, found = self._adapters, self._adapters.remove(version)
+            folder, found = self._adapters, self._adapters.remove(version)
         elif self._in_use(version):
-            raise self._weights.failed("it is what the board has loaded, or is to load")
+            raise self._weights.failed("the board has loaded it, or is about to load it")
         else:
-            keeper, found = self._weights, self._weights.remove(version)
-        if self._comes.get(version.digest) is keeper:
+            folder, found = self._weights, self._weights.remove(version)
+        if self._comes.get(version.digest) is folder:
             del self._comes[version.digest]
         return found

@@ -1,8 +1,8 @@
-"""The folder of prompt cache files: what is on the disk, and whether it can be believed.
+"""The folder of prompt cache files, and the validation of its content.
 
-``<folder>/<seal>/<id>.kv`` is a file of the runtime's, ``<id>.json`` beside it is the manifest that
-says what it is. The manifest is written last and removed first: a ``.kv`` without one does not
-count. It decides nothing about which entries are worth keeping.
+``<folder>/<seal>/<id>.kv`` is written by the runtime, ``<id>.json`` beside it is its manifest. The
+manifest is written last and removed first: a ``.kv`` without one does not count. Which files are
+worth keeping is decided by the store.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ from rkserve.core.name_rules import NAME
 
 log = logging.getLogger(__name__)
 
-VERSION = 2  # of the manifest: 1 knew no salt
-MANIFEST_MAX_BYTES = 1 << 20  # the ids of the largest context take a seventh of it
+VERSION = 2  # of the manifest; version 1 had no salt
+MANIFEST_MAX_BYTES = 1 << 20  # the ids of the largest context need a seventh of it
 LOCK_FILE = "lock"
-# Whatever else is in the folder is somebody else's, and left alone.
+# Other files in the folder are foreign, and left alone.
 OUR_FOLDER = re.compile(r"kv-[0-9a-f]{16}")
 OUR_FILE = re.compile(r"([0-9a-f]{16})\.(kv|json)(\.tmp)?")
 
 
 class UnusableCacheFile(Exception):
-    """Why a file cannot be used. The store logs it, or says it in an error of the tree."""
+    """A file that cannot be used, with the reason. It never leaves the room."""
 
 
 @dataclass(frozen=True, slots=True)
 class CacheFingerprint:
-    """All that a KV cache is only valid with, but for its origin: digests, or names with versions.
+    """The validity of a KV cache, apart from its origin: digests, or names with versions.
 
-    ``load`` is what of the model's load shapes the cache: its context length, its batch.
+    ``load`` covers the load parameters that shape the cache: its context length, its batch.
     """
 
     model: str
@@ -56,7 +56,7 @@ class CacheFingerprint:
 
     @property
     def digest(self) -> str:
-        """The seal as one word of hexadecimal digits."""
+        """The fingerprint as a string of hexadecimal digits."""
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
 
 
@@ -64,8 +64,8 @@ class CacheFingerprint:
 class CachedFile:
     """One prompt cache file. ``name`` is None for a parked conversation.
 
-    It holds the positions of ``ids``, computed under that origin; None is the base model. Times are
-    of the day, in seconds.
+    It contains the positions of ``ids``, computed under ``origin``; None is the base model. Times
+    are of the day, in seconds.
     """
 
     id: str
@@ -80,18 +80,18 @@ class CachedFile:
 
     @property
     def tokens(self) -> int:
-        """Positions that it holds."""
+        """The number of its positions."""
         return len(self.ids)
 
     @property
     def manifest(self) -> Path:
-        """The file that says all this."""
+        """The path of its manifest."""
         return self.path.with_suffix(".json")
 
 
 @dataclass(frozen=True, slots=True)
 class WrittenFile:
-    """A file that the runtime has written."""
+    """A file written by the runtime."""
 
     file_bytes: int
     sha256: str
@@ -99,18 +99,19 @@ class WrittenFile:
 
 
 class CacheFolder:
-    """The files of one board under one seal at a time. Every method touches the disk."""
+    """The files of one board with one fingerprint at a time. Every method touches the disk."""
 
     def __init__(self, folder: Path, seal: CacheFingerprint) -> None:
         self._root = folder
         self.seal(seal)
         self._lock: int | None = None
-        self._proven: dict[str, Stamp] = {}  # entry to the state in which its content was read
+        # Entry id to the state in which its content was verified.
+        self._proven: dict[str, Stamp] = {}
 
     def open(self) -> list[CachedFile]:
-        """Lock the folder, tidy it up and return what is in it. Raises ``ConfigError``."""
+        """Lock the folder, tidy it up and return its entries. Raises ``ConfigError``."""
         try:
-            # What is cached is what people wrote: it is nobody else's business on this machine.
+            # The cached prompts are private: other users of the machine must not read them.
             self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._take_lock()
             self._take_folder()
@@ -126,69 +127,70 @@ class CacheFolder:
             raise
 
     def seal(self, seal: CacheFingerprint) -> None:
-        """Of a folder that is not open: it will be for this seal."""
+        """Set the fingerprint of a folder that is not open."""
         self._seal = seal.digest
         self._folder = self._root / f"kv-{seal.digest[:16]}"
 
     @property
     def is_open(self) -> bool:
-        """Whether the folder is in use here."""
+        """True while the folder is locked by this process."""
         return self._lock is not None
 
     def is_for(self, seal: CacheFingerprint) -> bool:
-        """Whether what is kept now is for this seal."""
+        """Return whether the folder has this fingerprint."""
         return self._seal == seal.digest
 
     def turn_to(self, seal: CacheFingerprint) -> list[CachedFile]:
-        """Go on with another seal; return what is there. Raises ``ConfigError``, ``OSError``."""
+        """Switch the fingerprint; return its entries. Raises ``ConfigError``, ``OSError``."""
         self.seal(seal)
         self._proven.clear()
         self._take_folder()
         return list(self._read_all())
 
     def bytes_elsewhere(self) -> int:
-        """What the files of other seals take."""
+        """Return the size of the files of other fingerprints."""
         others = (one for one in self._root.iterdir() if OUR_FOLDER.fullmatch(one.name))
         files = (f for one in others if one != self._folder and one.is_dir() for f in one.iterdir())
         return sum(file.lstat().st_size for file in files if OUR_FILE.fullmatch(file.name))
 
     def is_current(self, path: Path) -> bool:
-        """Whether a reserved path is under the seal of now."""
+        """Return whether a reserved path has the current fingerprint."""
         return path.parent == self._folder
 
     def close(self) -> None:
-        """Let go of the lock."""
+        """Release the lock."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
 
     def reserve(self, entry_id: str) -> Path:
-        """Return the path of a file to be written that does not exist yet."""
-        # All of it: whoever tidies temporary folders may have taken it away meanwhile.
+        """Return the path of a new file."""
+        # With all parents: a cleaner of temporary folders may have removed them.
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         return self._folder / f"{entry_id}.kv.tmp"
 
     def reserved(self, path: Path) -> Path:
-        """Return ``path`` if it came from ``reserve``: nothing else is ever published or removed.
+        """Return ``path`` if it came from ``reserve``: no other file is ever published or removed.
 
-        Raises ``ValueError``, because nobody but the board itself says such a path.
+        Raises ``ValueError``, because such a path comes only from the board itself.
         """
-        folder = path.parent  # of a seal of before, where that has changed since
+        folder = path.parent  # of an earlier fingerprint, where that has changed since
         ours = folder.parent == self._root and OUR_FOLDER.fullmatch(folder.name)
         if not ours or not re.fullmatch(r"[0-9a-f]{16}\.kv\.tmp", path.name):
             raise ValueError(f"{path} was not reserved")
         return path
 
     def examine(self, path: Path) -> WrittenFile:
-        """Return what was written at ``path``. Raises ``UnusableCacheFile``."""
+        """Return size, sha256 and stamp of ``path``. Raises ``UnusableCacheFile``."""
         file_bytes = _regular(path)
         if file_bytes == 0:
             raise UnusableCacheFile("the file is empty")
-        stamp = stamp_of(path)  # before it is read: a change while it is read shows in `publish`
+        # Taken before the file is read, so that `publish` detects a change meanwhile.
+        stamp = stamp_of(path)
         return WrittenFile(file_bytes, file_digest(path), stamp)
 
     def publish(self, path: Path, entry: CachedFile, written: WrittenFile) -> None:
-        """Make ``path`` the file of ``entry``: all of it counts, or nothing does."""
+        """Make ``path`` the file of ``entry``, completely or not at all."""
         manifest = entry.manifest.with_suffix(".json.tmp")
         try:
             path.chmod(0o600)
@@ -215,25 +217,25 @@ class CacheFolder:
         if stamp == self._proven.get(entry.id):
             return
         if file_digest(entry.path) != entry.sha256:
-            raise UnusableCacheFile("its content is not what was written")
+            raise UnusableCacheFile("checksum mismatch")
         self._proven[entry.id] = stamp
 
     def touch(self, entry: CachedFile) -> None:
-        """Note when the entry was used, for the next process."""
+        """Note the time of use for the next process."""
         try:
             os.utime(entry.manifest, (entry.used_s, entry.used_s))
         except OSError as exc:
-            # The file itself was good a moment ago; only its turn to go may come too early.
+            # The file itself is good; it may only be evicted too early.
             log.warning("the use of prompt cache %s cannot be noted: %s", entry.path, exc)
 
     def remove(self, entry: CachedFile) -> None:
-        """Take an entry off the disk, the manifest first."""
+        """Remove an entry from the disk, the manifest first."""
         self._proven.pop(entry.id, None)
         self.discard(entry.manifest)
         self.discard(entry.path)
 
     def discard(self, path: Path) -> None:
-        """Remove a file of ours, if it is there."""
+        """Remove one of the board's files, if it exists."""
         try:
             path.unlink(missing_ok=True)
         except OSError as exc:
@@ -256,11 +258,13 @@ class CacheFolder:
         self._folder.chmod(0o700)
 
     def _remove_other_seals(self) -> None:
-        """A model, a runtime or a template of before: nobody can use those files again."""
+        """Remove the files of an earlier model, runtime or template, which cannot be used again."""
         for other in sorted(self._root.iterdir()):
             ours = OUR_FOLDER.fullmatch(other.name) and other != self._folder
             if ours and other.is_dir() and not other.is_symlink():
-                log.info("prompt caches of another model, runtime or template go: %s", other)
+                log.info(
+                    "prompt caches of another model, runtime or template are removed: %s", other
+                )
                 self._remove_folder(other)
 
     def _remove_folder(self, other: Path) -> None:
@@ -306,7 +310,7 @@ def _read_entry(path: Path, seal: str) -> CachedFile:
 
 
 def _regular(path: Path) -> int:
-    """Return the size of a file that is really there. Raises ``UnusableCacheFile`` for all else."""
+    """Return the size of a regular file. Raises ``UnusableCacheFile`` for all else."""
     try:
         found = path.lstat()
     except FileNotFoundError as exc:
@@ -353,7 +357,7 @@ def _dump(entry: CachedFile, seal: str) -> bytes:
 
 
 def _load(data: bytes, seal: str, path: Path, used_s: float) -> CachedFile:
-    """Return what a manifest says. Raises ``UnusableCacheFile``."""
+    """Parse a manifest. Raises ``UnusableCacheFile``."""
     try:
         body: dict[str, Any] = json.loads(data)
         said = body.pop("manifest_sha256")
@@ -368,11 +372,11 @@ def _load(data: bytes, seal: str, path: Path, used_s: float) -> CachedFile:
     try:
         return _entry(body, path, used_s)
     except (KeyError, TypeError, ValueError) as exc:
-        raise UnusableCacheFile("its manifest says what none of ours would") from exc
+        raise UnusableCacheFile("its manifest has invalid values") from exc
 
 
 def _entry(body: dict[str, Any], path: Path, used_s: float) -> CachedFile:
-    """Take a manifest at its word, as far as its types go: the digest is no signature."""
+    """Check the types of a manifest's values: the digest is no signature."""
     for key, kinds in KINDS.items():
         if not isinstance(body[key], kinds):
             raise TypeError(key)

@@ -1,7 +1,7 @@
-"""Which board of a node a replica is: the first free slot, claimed by a file lock.
+"""Slots of a node, which give replicas their board names: the first free one, by a file lock.
 
-A lock dies with its process, so a replaced replica finds its predecessor's slot free again and
-keeps the board's name. It knows files only.
+A lock ends with its process, so a replaced replica finds the slot of its predecessor free and keeps
+the board's name.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from rkserve.core.errors import LoadFailed
 
 @dataclass(frozen=True, slots=True)
 class NodeSlot:
-    """A claimed slot; hold on to it as long as the replica lives."""
+    """A claimed slot; keep it as long as the replica lives."""
 
     index: int
     fd: int
 
     def release(self) -> None:
-        """Let another replica have it."""
+        """Release it for another replica."""
         os.close(self.fd)
 
 
@@ -56,7 +56,8 @@ def claim_slot(state_dir: Path, group: str, slots: int) -> NodeSlot:
 
 
 def _sign(fd: int) -> None:
-    with contextlib.suppress(OSError):  # a full disk: the lock holds without the name
+    # The lock works without the name, for example on a full disk.
+    with contextlib.suppress(OSError):
         os.ftruncate(fd, 0)
         os.pwrite(fd, str(os.getpid()).encode(), 0)
 

@@ -1,7 +1,7 @@
-"""Files that are on their way to a board's disk: each grows under its digest, chunk by chunk.
+"""Files in transfer to a board's disk: each grows under its digest, chunk by chunk.
 
-What is there of one survives a restart, and is handed out once its sha256 is right. What the files
-are for, and where they go then, it does not know.
+A partial file survives a restart, and is handed out once its sha256 is right. It does not know the
+purpose of the files or their final places.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from rkserve.core.file_digests import DIGEST, file_digest
 log = logging.getLogger(__name__)
 
 PARTS = ".parts"
-# Left of the disk, so that logs and lock files of everything else on the board can be written.
+# Reserve of the disk for logs and lock files of everything else on the board.
 RESERVE_BYTES = 32 << 20
-# A staging that nobody has taken up again for a day is nobody's.
+# A transfer that was not continued for a day is given up.
 PART_AGE_S = 86_400.0
 
 
-class Parts:
-    """The files that come into one folder of a board, in ``.parts`` there.
+class PartialFiles:
+    """The partial files of one folder of a board, in ``.parts`` there.
 
-    ``lock`` is for whoever puts them in their places, too: its calls take it, and may be made with
-    it held. Two who send the same file at once do no harm: what one has sent, the other need not.
+    ``lock`` also guards the final places; it is reentrant, and may be held during calls. Two
+    concurrent senders of a file do no harm: each sends only bytes that are still missing.
     """
 
     def __init__(
@@ -42,25 +42,25 @@ class Parts:
         kind: str,
         free: Callable[[Path], int] = free_bytes,
     ) -> None:
-        """Without a ``folder`` nothing can come. ``kind`` names the files in words; ``free`` says
-        what the disk has left.
+        """Without a ``folder`` nothing can be transferred. ``kind`` names the files in messages;
+        ``free`` returns the disk's free bytes.
         """
         self._folder = folder
         self._board_id = board_id
         self._kind = kind
         self._free = free
         self.lock = threading.RLock()
-        self._begun: dict[str, int] = {}  # the size that the file of a digest will have
+        self._begun: dict[str, int] = {}  # the final size of each digest's file
 
     @property
     def folder(self) -> Path:
-        """Where the files go. Raises ``StageFailed`` where there is no such place."""
+        """The folder of the files. Raises ``StageFailed`` where there is none."""
         if self._folder is None:
             raise self.failed(f"this board keeps no {self._kind}")
         return self._folder
 
     def open(self) -> None:
-        """Make the folders, and remove what was given up. Raises ``ConfigError``."""
+        """Create the folders, and remove old transfers. Raises ``ConfigError``."""
         folder = self.folder
         with self.lock:
             try:
@@ -74,17 +74,17 @@ class Parts:
                 ) from exc
 
     def check(self, digest: str, size_bytes: int) -> None:
-        """Raise ``StageFailed`` unless there can be such a file."""
+        """Raise ``StageFailed`` where digest or size are invalid."""
         if not DIGEST.fullmatch(digest):
-            raise self.failed("its digest is no sha256")
+            raise self.failed("its digest is not a sha256")
         if size_bytes < 1:
             raise self.failed("it is empty")
 
     def begin(self, digest: str, size_bytes: int) -> int:
-        """Return how many bytes of the file are there.
+        """Return the number of bytes already there.
 
         Raises:
-            StageFailed: there is no room for the rest of it.
+            StageFailed: the disk has no room for the rest.
         """
         with self.lock:
             part = self._part(digest)
@@ -102,55 +102,55 @@ class Parts:
             return size
 
     def chunk(self, digest: str, offset: int, data: bytes) -> int:
-        """Add what ``data`` has beyond what is there; return how many bytes are there then.
+        """Add the bytes of ``data`` beyond the current end; return the new size.
 
-        Bytes that would leave a gap are not taken: the answer says where to go on.
+        Bytes that would leave a gap are not taken: the returned size is where to continue.
 
         Raises:
-            StageFailed: nothing was begun (since the board's start), the file would be too long,
-                or the disk is full, which also removes what was there of it.
+            StageFailed: the transfer was not begun since the board's start, the file would be too
+                long, or the disk is full, which also removes the partial file.
         """
         with self.lock, self.told("a chunk cannot be written"):
             if digest not in self._begun:
-                raise self.failed(f"no staging of {digest[:12]} has been begun")
+                raise self.failed(f"no transfer of {digest[:12]} has been begun")
             limit, part = self._begun[digest], self._part(digest)
             size = size_of(part)
             if offset < 0 or offset > size:
                 return size
             if offset + len(data) > limit:
-                raise self.failed(f"more bytes come than the {limit} of the whole file")
+                raise self.failed(f"the chunk ends beyond the file's {limit} bytes")
             news = memoryview(data)[size - offset :]
             if news:
                 self._append(part, size, news)
             return size + len(news)
 
     def verified(self, digest: str, size_bytes: int) -> Path:
-        """Return the whole file, for a place of its own.
+        """Return the complete file, to be moved to its final place.
 
         Raises:
-            StageFailed: it is not whole yet; or the content is another one, and was removed.
+            StageFailed: it is incomplete; or its content is wrong, and was removed.
         """
         with self.lock:
             part = self._part(digest)
             size = size_of(part)
             if size < size_bytes:
-                raise self.failed(f"only {size} of {size_bytes} bytes are there")
+                raise self.failed(f"the file has {size} of {size_bytes} bytes")
             sync(part)
             found = file_digest(part)
             if size != size_bytes or found != digest:
                 part.unlink()
                 raise self.failed(
-                    f"what came has the sha256 {found[:12]}... and not {digest[:12]}..., "
+                    f"the file has the sha256 {found[:12]}..., expected {digest[:12]}..., "
                     "and was removed"
                 )
             return part
 
     def done(self, digest: str) -> None:
-        """The file is in its place."""
+        """Note that the file is in its final place."""
         self._begun.pop(digest, None)
 
     def discard(self, digest: str) -> bool:
-        """Remove what there is of a file; False where there is nothing."""
+        """Remove a partial file; False where there is none."""
         with self.lock:
             part = self._part(digest)
             found = part.exists()
@@ -159,12 +159,12 @@ class Parts:
             return found
 
     def failed(self, reason: str) -> StageFailed:
-        """Return the error that tells the sender so."""
+        """Return the error for the sender."""
         return StageFailed(self._board_id, reason)
 
     @contextmanager
     def told(self, what: str) -> Iterator[None]:
-        """Have the system's errors reach the sender as words about this board."""
+        """Convert system errors to errors for the sender."""
         try:
             yield
         except OSError as exc:
@@ -173,7 +173,7 @@ class Parts:
 
     def _part(self, digest: str) -> Path:
         parts = self.folder / PARTS
-        own_folder(parts)  # whoever tidies temporary folders may have taken it away
+        own_folder(parts)  # a cleaner of temporary folders may have removed it
         return parts / f"{digest}.part"
 
     def _append(self, part: Path, size: int, news: memoryview) -> None:
@@ -195,19 +195,19 @@ class Parts:
     def _remove_old(self, now_s: float) -> None:
         for part in (self.folder / PARTS).iterdir():
             if part.suffix == ".part" and now_s - part.lstat().st_mtime > PART_AGE_S:
-                log.info("a staging that was given up is removed: %s", part)
+                log.info("an abandoned transfer is removed: %s", part)
                 part.unlink()
 
 
 def own_folder(folder: Path) -> None:
-    """Make a folder that nobody else reads. Raises ``OSError`` where it is a link."""
+    """Create a private folder. Raises ``OSError`` where it is a link."""
     if folder.is_symlink():
         raise NotADirectoryError(errno.ENOTDIR, "it is a link", str(folder))
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
 
 def size_of(part: Path) -> int:
-    """Return what a file has, 0 where there is none."""
+    """Return the size of a file, 0 where there is none."""
     try:
         return part.lstat().st_size
     except FileNotFoundError:

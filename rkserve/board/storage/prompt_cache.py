@@ -1,12 +1,12 @@
-"""Prompt cache files of one board: which there are, which one helps a prompt, and which one goes.
+"""Prompt cache files of one board: listing, lookup by prompt, and eviction.
 
-It keeps files and knows what is in them by what it was told and by their sha256; writing and
-loading them is the runtime's business, and when to do so the board's. Whatever is wrong with a file
-(foreign, damaged, swapped, half written) makes it a miss: it is removed, and the log says why.
+It knows the content of files from its caller and by their sha256; the runtime writes and loads
+them, and the board decides when. A file that is foreign, damaged, swapped or half written is a
+miss: it is removed, and the reason logged.
 
-Named caches are somebody's, and only ``delete`` takes them away. Parked conversations are the
-board's own: they share what the named ones leave of the budget, and the longest unused one goes
-first. Methods that touch the disk say so, and belong in a thread; the others are quick.
+Named caches are removed only by ``delete``. Parked conversations share the rest of the budget, and
+the least recently used one is removed first. Methods that touch the disk are marked, and belong in
+a thread; the others are quick.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class CacheHit:
-    """An entry that begins as a prompt does, and how many ids of the prompt it saves."""
+    """A file that shares a prefix with a prompt, and how many ids of the prompt it saves."""
 
     entry: CachedFile
     tokens: int
@@ -49,9 +49,9 @@ class CacheHit:
 
 
 class CacheStore:
-    """The prompt caches of one board, of one ``CacheFingerprint`` at a time.
+    """The prompt caches of one board, for one fingerprint at a time.
 
-    Nobody else may use ``folder`` meanwhile.
+    No other process may use ``folder`` meanwhile.
     """
 
     def __init__(
@@ -62,20 +62,20 @@ class CacheStore:
         *,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """``clock`` tells the time of day: it has to go on when the process has ended."""
+        """``clock`` returns the time of day, which continues after the process has ended."""
         self.budget_bytes = budget_bytes
         self._own = seal
         self._files = CacheFolder(folder, seal)
         self._clock = clock
-        # Calls come from the board's loop and from threads. It is held for look-ups only, never
-        # while a file is hashed: the loop must not wait for a disk.
+        # Calls come from the board's loop and from threads. The lock is held for look-ups only,
+        # never while a file is hashed: the loop must not wait for a disk.
         self._lock = threading.Lock()
         self._entries: dict[str, CachedFile] = {}
         self._pinned: str | None = None
-        self._elsewhere_bytes = 0  # of the named caches of other base weights
+        self._elsewhere_bytes = 0  # size of the named caches of other base weights
 
     def open(self) -> None:
-        """Take over what an earlier process has left, and remove what is of no use. Disk.
+        """Take over the files of an earlier process, and remove useless ones. Disk.
 
         Raises:
             ConfigError: the folder cannot be used, or another process uses it.
@@ -83,11 +83,11 @@ class CacheStore:
         self._take_over(self._files.open())
 
     def reseal(self, base: str) -> None:
-        """Keep what is computed with these base weights, and use nothing else any more. Disk.
+        """Keep and use only caches computed with these base weights. Disk.
 
-        ``base`` is their sha256, or empty for those of the store's own seal. Conversations that
-        were parked before are removed; named caches wait until these weights come back, which they
-        do after an update that failed, and take their part of the budget until the next ``open``.
+        ``base`` is their sha256, or empty for those of the store's own fingerprint. Conversations
+        parked before are removed; named caches wait until these weights come back, as after a
+        failed update, and take their part of the budget until the next ``open``.
 
         Raises:
             ConfigError, OSError: the folder cannot be used.
@@ -110,7 +110,7 @@ class CacheStore:
             if entry.name is None:
                 taken[entry.id] = entry
                 continue
-            # A process that died while it replaced a cache has left both of them.
+            # A process that died while it replaced a cache left both files.
             if (older := named.get(entry.name)) is not None:
                 self._files.remove(older)
             named[entry.name] = entry
@@ -126,31 +126,31 @@ class CacheStore:
             )
 
     def close(self) -> None:
-        """Let go of the folder."""
+        """Release the folder."""
         self._files.close()
 
-    # -- quick: in memory ---------------------------------------------------------------------
+    # -- in memory --------------------------------------------------------------------------------
 
     @property
     def used_bytes(self) -> int:
-        """What all files take."""
+        """The size of all files."""
         with self._lock:
             return sum(entry.file_bytes for entry in self._entries.values())
 
     def entries(self) -> list[CachedFile]:
-        """What there is, the oldest first."""
+        """Return the files, the oldest first."""
         with self._lock:
             return sorted(self._entries.values(), key=lambda entry: entry.created_s)
 
     def find(self, ids: Ids, origin: str | None, *, name: str | None = None) -> CacheHit | None:
-        """Return the entry that saves most of ``ids`` under ``origin``; ``verify`` it before use.
+        """Return the file that saves most of ``ids`` under ``origin``; ``verify`` it before use.
 
-        With ``name`` it is that entry, however little it saves, whatever the salt. At
-        least one id is always computed, so it never saves all of them.
+        With ``name`` it is that file, however little it saves, whatever the salt. At least one id
+        is always computed, so a file never saves all of them.
 
         Raises:
-            RequestError: the named entry was computed under another adapter, and its positions
-                are wrong under this one although the ids agree.
+            RequestError: the named file was computed under another adapter, so that its positions
+                are invalid although the ids agree.
         """
         candidates = self.entries()
         if name is not None:
@@ -171,27 +171,27 @@ class CacheStore:
         return best if best is not None and (best.tokens or name is not None) else None
 
     def holds(self, ids: Ids, origin: str | None) -> bool:
-        """Whether an entry covers all of ``ids``: storing them again would gain nothing."""
+        """Return whether a file covers all of ``ids``, so that storing them again gains nothing."""
         return any(
             entry.origin == origin and common_prefix(entry.ids, ids) == len(ids)
             for entry in self.entries()
         )
 
     def pin(self, entry: CachedFile | None) -> None:
-        """Spare this one, which the runtime has loaded, until another one or None is said.
+        """Keep this file, which the runtime has loaded, until the next call.
 
-        Whether the runtime reads a file again after it was loaded is not known. For its sake the
-        budget may be exceeded by this one file; only ``delete`` takes it away.
+        The runtime may read a file again after loading it. The budget may be exceeded by this one
+        file; only ``delete`` removes it.
         """
         with self._lock:
             self._pinned = entry.id if entry is not None else None
 
-    # -- disk ---------------------------------------------------------------------------------
+    # -- disk -------------------------------------------------------------------------------------
 
     def verify(self, entry: CachedFile) -> bool:
-        """Whether the entry's file is what was written, which counts as a use of it. Disk.
+        """Return whether the file is unchanged, and note its use. Disk.
 
-        The whole file is read once, and again only when its inode, times or size differ. A file
+        The whole file is hashed once, and again only when its inode, times or size differ. A file
         that does not fit is removed: look for another one.
         """
         try:
@@ -203,19 +203,19 @@ class CacheStore:
         used = replace(entry, used_s=self._clock())
         with self._lock:
             if entry.id not in self._entries:
-                return False  # it was deleted meanwhile
+                return False  # deleted meanwhile
             self._entries[entry.id] = used
         self._files.touch(used)
         return True
 
     def reserve(self, expected_bytes: int = 0, name: str | None = None) -> Path:
-        """Return where the runtime may write a new file; ``commit`` or ``abandon`` it. Disk.
+        """Return the path for a new file; ``commit`` or ``abandon`` it. Disk.
 
         Room for ``expected_bytes`` is made now, in place of the cache called ``name``: if the
-        guess is right, the disk never holds more than the budget and what is replaced.
+        estimate is right, the disk never holds more than the budget and the replaced file.
 
         Raises:
-            CacheUnsupported: as many bytes do not fit, or the folder cannot be written.
+            CacheUnsupported: it does not fit, or the folder cannot be written.
         """
         self._make_room(expected_bytes, name)
         try:
@@ -226,15 +226,15 @@ class CacheStore:
     def commit(
         self, path: Path, ids: Sequence[int], name: str | None = None, origin: str | None = None
     ) -> CachedFile:
-        """Take the file that was written at ``path``, and return its entry. Disk.
+        """Add the file written at ``path``, and return its entry. Disk.
 
-        ``ids`` are exactly the positions that it holds, computed under ``origin``. A cache of the
-        same name is replaced, and so are parked conversations of which this one is the sequel.
+        ``ids`` are exactly its positions, computed under ``origin``. A cache of the same name is
+        replaced, and so are parked conversations that this one extends.
 
         Raises:
             CacheUnsupported: nothing was written, it does not fit into the budget, or the disk
-                refuses it. The file is gone then, and the named caches are what they were.
-            RequestError: ``name`` is not one.
+                failed. The file is removed then, and the named caches are unchanged.
+            RequestError: ``name`` is invalid.
         """
         path = self._files.reserved(path)
         now_s = self._clock()
@@ -273,7 +273,7 @@ class CacheStore:
         return entry
 
     def abandon(self, path: Path) -> None:
-        """The run that was to write ``path`` failed. Disk."""
+        """Discard the reserved file of a failed run. Disk."""
         self._files.discard(self._files.reserved(path))
 
     def delete(self, name: str) -> bool:
@@ -284,7 +284,7 @@ class CacheStore:
         return bool(named)
 
     def delete_parked(self) -> int:
-        """Remove every parked conversation, and return how many. Disk.
+        """Remove every parked conversation, and return their number. Disk.
 
         No engine may have one of them loaded.
         """
@@ -294,7 +294,7 @@ class CacheStore:
         self._remove(parked)
         return len(parked)
 
-    # -- who goes -----------------------------------------------------------------------------
+    # -- eviction ---------------------------------------------------------------------------------
 
     def _supersedes(self, entry: CachedFile, old: CachedFile) -> bool:
         if old.id == entry.id:
@@ -305,7 +305,7 @@ class CacheStore:
         return begun and old.id != self._pinned
 
     def _make_room(self, size_bytes: int, replaced: str | None) -> None:
-        """Remove parked conversations until as many bytes fit. Raises ``CacheUnsupported``."""
+        """Remove parked conversations until the file fits. Raises ``CacheUnsupported``."""
         with self._lock:
             named_bytes = sum(
                 entry.file_bytes
@@ -322,7 +322,7 @@ class CacheStore:
         self._remove(self._room_for(size_bytes, replaced))
 
     def _room_for(self, size_bytes: int, replaced: str | None = None) -> list[CachedFile]:
-        """The parked conversations that have to go, the longest unused one first."""
+        """Return the parked conversations to remove, the least recently used one first."""
         with self._lock:
             counted = [e for e in self._entries.values() if e.name is None or e.name != replaced]
         excess = sum(entry.file_bytes for entry in counted) + size_bytes - self.budget_bytes

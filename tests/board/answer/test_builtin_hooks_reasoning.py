@@ -162,7 +162,7 @@ def test_in_text_mode_it_goes_on_with_text() -> None:
     say(generation, "<t>a\n")
     assert generation.end_thinking()
     generation.interrupted(prompt_tokens=2)
-    assert generation.spoken == "<t>a\n</t>"
+    assert generation.generated_text == "<t>a\n</t>"
     assert generation.reasoning == ReasoningSpan(6)
 
 

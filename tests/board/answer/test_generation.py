@@ -411,7 +411,7 @@ def test_an_edit_changes_the_text_and_the_context(
         pytest.param(Edit(replace_last=-1), "replace_last", "-1 tokens", id="negative"),
         pytest.param(Edit(ids=(5, 1000), text="x"), "ids", "id 1000 is not in", id="vocabulary"),
         pytest.param(Edit(ids=(-5,), text="x"), "ids", "id -5 is not in", id="no id at all"),
-        pytest.param(Edit(text="x"), "text", "without its token ids", id="text without ids"),
+        pytest.param(Edit(text="x"), "text", "needs its token ids", id="text without ids"),
         pytest.param(Edit(ids=(5,), text="\ud800"), "text", "valid Unicode", id="half a pair"),
         pytest.param(
             Edit(replace_last=4, clear=((0, 3),)), "clear", "leave nothing", id="nothing left"

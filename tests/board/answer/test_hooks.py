@@ -342,7 +342,7 @@ def test_a_hook_that_never_lets_the_model_get_further_fails() -> None:
         generation.interrupted()
     letters(generation, "b")
     assert generation.want is RunSignal.STOP
-    with pytest.raises(HookFailed, match="the answer got no further"):
+    with pytest.raises(HookFailed, match="without progress of the answer"):
         generation.ended(context_full=False)
 
 
@@ -520,7 +520,7 @@ class BrokenEnd(Scripted):
     ("hook", "reason"),
     [
         pytest.param(broken, "Scripted failed: it raised ZeroDivisionError", id="it raises"),
-        pytest.param(lambda _: None, "it returned what is no action", id="no action"),
+        pytest.param(lambda _: None, "it did not return an action", id="no action"),
         pytest.param(lambda _: Continue(ODD), "Continue has a wrong show", id="no text"),
         pytest.param(lambda _: Continue("\ud800"), "wrong show", id="shown: half a character"),
         pytest.param(lambda _: Stop(ODD), "Stop has a wrong show", id="stop without a text"),
@@ -544,7 +544,7 @@ class BrokenEnd(Scripted):
         ),
         pytest.param(lambda _: Replace((1000,), "x"), "not in the vocabulary", id="vocabulary"),
         pytest.param(lambda _: Replace((-1,), "x"), "not in the vocabulary", id="negative"),
-        pytest.param(lambda _: Replace((), "x"), "without its token ids", id="no ids"),
+        pytest.param(lambda _: Replace((), "x"), "needs its token ids", id="no ids"),
         pytest.param(lambda _: Replace((1,), "\ud800"), "wrong text", id="half a character"),
     ],
 )

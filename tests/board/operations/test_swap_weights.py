@@ -569,7 +569,7 @@ def test_without_the_file_it_serves_nothing_new_until_that_has_come(tmp_path: Pa
         report = it.board.report()
         assert (report.state, report.missing, report.base) == (BoardState.JOINING, 1, "")
         assert "w3" in report.reason
-        with pytest.raises(BoardBehind, match="not been sent"):
+        with pytest.raises(BoardBehind, match="missing files"):
             await it.told.ask().end()
         it.sim.tap.release()  # what it has begun it ends
         await ends(client)

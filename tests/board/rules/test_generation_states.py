@@ -100,7 +100,7 @@ def test_an_action_is_allowed_or_refused_with_the_state_in_the_message(
 def test_a_refusal_says_what_to_do_instead() -> None:
     with pytest.raises(StateConflict, match=r"Pause it first\."):
         judge(S.GENERATING, A.EDIT)
-    with pytest.raises(StateConflict, match="once its first token is there"):
+    with pytest.raises(StateConflict, match="after its first token"):
         judge(S.PREFILLING, A.PAUSE)
 
 

@@ -70,7 +70,7 @@ def test_bytes_count_too() -> None:
 
 
 def test_one_that_no_handle_could_hold_is_refused_with_the_numbers() -> None:
-    with pytest.raises(AdapterBroken, match=r"'a@1'.* 3000 bytes .* 2000 bytes") as refused:
+    with pytest.raises(AdapterBroken, match=r"'a@1'.* 3000 bytes.* 2000 bytes") as refused:
         AdapterTable(3, budget_bytes=2000).need(A, 3000)
     assert refused.value.http_status == 400
 

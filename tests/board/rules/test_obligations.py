@@ -60,7 +60,7 @@ def paused(mode: PauseMode, adapter: str | None = None, expires_s: float | None 
 @pytest.mark.parametrize(
     ("made", "why"),
     [
-        pytest.param(charge(), "not told", id="governed, and not told"),
+        pytest.param(charge(), "no desired state", id="governed, and not told"),
         pytest.param(charge(governed=False), "", id="on its own"),
         pytest.param(charge(desired=Desired(1)), "", id="told"),
         pytest.param(charge(desired=Desired(1, lines=(line(),))), "tone@1", id="without the file"),

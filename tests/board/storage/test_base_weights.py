@@ -103,8 +103,8 @@ def test_a_disk_without_room_says_so_before_anything_is_sent(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("base", "words"),
     [
-        pytest.param(BaseVersion("qwen", "w", "../" + DIGEST[3:], 5), "no sha256", id="upwards"),
-        pytest.param(BaseVersion("qwen", "w", DIGEST.upper(), 5), "no sha256", id="capitals"),
+        pytest.param(BaseVersion("qwen", "w", "../" + DIGEST[3:], 5), "not a sha256", id="upwards"),
+        pytest.param(BaseVersion("qwen", "w", DIGEST.upper(), 5), "not a sha256", id="capitals"),
         pytest.param(BaseVersion("qwen", "w", DIGEST, 0), "it is empty", id="nothing in it"),
         pytest.param(BaseVersion("gemma", "w", DIGEST, 5), "it serves qwen", id="another model"),
     ],
@@ -248,7 +248,7 @@ def test_adapters_and_weights_go_to_their_own_folders_even_with_the_same_content
         into.commit(version)
     assert adapters.present() == (V1,)
     assert weights.keys == (W1.key,)
-    with pytest.raises(StageFailed, match="no staging"):
+    with pytest.raises(StageFailed, match="no transfer"):
         into.chunk(DIGEST, 0, CONTENT)
     assert into.remove(V1)
     assert into.remove(W1)

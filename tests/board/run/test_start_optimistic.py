@@ -14,7 +14,7 @@ import pytest
 
 from rkserve.core.messages import FinishReason
 from rkserve.core.run_params import Guide, Guided, GuideKind, Sampling, Stepwise
-from tests.board.test_board_steps import TOKENS, asked, end, heard, ids, text, until_paused
+from tests.board.run.test_start_steps import TOKENS, asked, end, heard, ids, text, until_paused
 from tests.support.boards.fakes import run_loop
 from tests.support.sim.sim_board import GREEDY, Sim, chat
 
