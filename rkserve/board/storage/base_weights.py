@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from rkserve.board.storage.adapters import StagedAdapters
@@ -23,18 +22,6 @@ from rkserve.core.file_digests import DIGEST, Stamp, file_digest, stamp
 log = logging.getLogger(__name__)
 
 FILE, STAMP = ".rkllm", ".json"
-
-
-@dataclass(frozen=True, slots=True)
-class FileProof:
-    """The state in which a file's content was verified."""
-
-    stamp: Stamp
-
-    @property
-    def size_bytes(self) -> int:
-        """The size of the file."""
-        return self.stamp[2]
 
 
 class StagedWeights:
@@ -190,8 +177,8 @@ class StagedWeights:
         """Return the size of a file that is unchanged since it was verified, else None."""
         try:
             said = json.loads(file.with_suffix(STAMP).read_text(encoding="utf-8"))
-            proof = FileProof(tuple(said["stamp"]))
-            return proof.size_bytes if proof.stamp == stamp(file) else None
+            found: Stamp = tuple(said["stamp"])
+            return found[2] if found == stamp(file) else None
         except (FileNotFoundError, ValueError, KeyError, TypeError, IndexError):
             return None
 
