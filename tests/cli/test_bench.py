@@ -94,7 +94,7 @@ def test_without_a_url_it_loads_the_server_of_the_environment(server: FakeOpenAi
     ("words", "said"),
     [
         pytest.param(("run",), "either --url (or RKSERVE_URL", id="nothing to load"),
-        pytest.param(("run", "--url", "ftp://a"), "no http://", id="no HTTP"),
+        pytest.param(("run", "--url", "ftp://a"), "not an http://", id="no HTTP"),
         pytest.param(("run", "--url", "http://a", "--boards", "2"), "either", id="both"),
         pytest.param(("run", "--url", "http://a", "--policy", "prefix"), "--policy", id="policy"),
         pytest.param(("run", "--url", "http://a", "--slo", "x=1"), "none of ttft", id="limits"),
