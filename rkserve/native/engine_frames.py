@@ -1,4 +1,4 @@
-"""Frames between a board and its engine process: length-prefixed bytes, and nothing of pipes.
+"""The codec of the length-prefixed frames between a board and its engine process.
 
 A frame is ``<u32 length><u8 kind><payload>``, little-endian, the length counting kind and payload.
 Tokens, the only frequent frame, vectors and images are packed; everything else is JSON.
@@ -22,11 +22,11 @@ MAX_FRAME = 16 * 1024 * 1024  # far above the largest prompt; a larger one is a 
 _FLOAT = 4
 _HEAD = struct.Struct("<IB")
 _TOKEN = struct.Struct("<IBIBBi")  # the head of a token frame, then what its body holds
-_TOKEN_BODY = struct.Struct("<IBBi")  # run id, entry of the batch, whether text waits, token id
+_TOKEN_BODY = struct.Struct("<IBBi")  # run id, entry of the batch, text is delayed, token id
 _TOKEN_SIZE = 1 + _TOKEN_BODY.size
-_SCORES = struct.Struct("<IBH")  # run id, whether they are of the prompt, rows
-_SCORE = struct.Struct("<dH")  # a logprob, and how many of the likeliest follow
-_LIKELY = struct.Struct("<id")  # an id and its logprob
+_SCORES = struct.Struct("<IBH")  # run id, 1 if they are of the prompt, rows
+_SCORE = struct.Struct("<dH")  # a log-probability, and the number of likeliest tokens that follow
+_LIKELY = struct.Struct("<id")  # an id and its log-probability
 _RUN = struct.Struct("<III")  # run id, bytes of JSON, entries; then the entries' lengths, u32 each
 
 _EMBEDS = struct.Struct("<III")  # run id, rows, columns; then float32 values
@@ -38,7 +38,7 @@ MAX_ENTRIES = 256  # an entry is one byte of a token frame
 
 
 class FrameKind(IntEnum):
-    """What a frame says. Commands go to the engine, events come from it."""
+    """The kind of a frame. LOAD to ENCODER are commands to the engine, the rest its events."""
 
     LOAD = 1
     RUN = 2
@@ -83,18 +83,18 @@ def pack_token(run_id: int, entry: int, token_id: int, text: bytes, waiting: boo
 
 
 def unpack_token(payload: bytes) -> tuple[int, int, int, bytes, bool]:
-    """Return run id, entry, token id, text, and whether more text waits.
+    """Return run id, entry, token id, text, and the flag of delayed text.
 
     Raises ``FrameCorrupt``.
     """
     if len(payload) < _TOKEN_BODY.size:
-        raise FrameCorrupt(f"a token frame holds only {len(payload)} bytes")
+        raise FrameCorrupt(f"a token frame has only {len(payload)} bytes")
     run_id, entry, waiting, token_id = _TOKEN_BODY.unpack_from(payload)
     return run_id, entry, token_id, payload[_TOKEN_BODY.size :], waiting != 0
 
 
 def pack_vector(run_id: int, tokens: int, vector: bytes) -> bytes:
-    """Return the frame of what a text became. Raises ``FrameCorrupt`` where it is too long."""
+    """Return the frame of a text's vector. Raises ``FrameCorrupt`` if it is too long."""
     body = _VECTOR.pack(run_id, tokens) + vector
     return _head(1 + len(body), FrameKind.VECTOR) + body
 
@@ -102,25 +102,19 @@ def pack_vector(run_id: int, tokens: int, vector: bytes) -> bytes:
 def unpack_vector(payload: bytes) -> tuple[int, int, bytes]:
     """Return run id, tokens and float32 values of a vector's frame. Raises ``FrameCorrupt``."""
     if len(payload) < _VECTOR.size or (len(payload) - _VECTOR.size) % _FLOAT:
-        raise FrameCorrupt(f"a vector's frame holds {len(payload)} bytes")
+        raise FrameCorrupt(f"a vector frame has {len(payload)} bytes")
     run_id, tokens = _VECTOR.unpack_from(payload)
     return run_id, tokens, payload[_VECTOR.size :]
 
 
 def pack_picture(run_id: int, picture: Picture) -> bytes:
-    """Return the frame of an image of a run that is about to be started.
-
-    Raises ``FrameCorrupt`` where it is too large.
-    """
+    """Return the frame of an image of the next run. Raises ``FrameCorrupt`` if it is too large."""
     head = _PICTURE.pack(run_id, picture.width, picture.height)
     return _head(1 + len(head) + len(picture.pixels), FrameKind.IMAGE) + head + picture.pixels
 
 
 def pack_embeds(run_id: int, embeds: Embeds) -> bytes:
-    """Return the frame of the embeddings of a run that is about to be started.
-
-    Raises ``FrameCorrupt`` where they are too large.
-    """
+    """Return the frame of the next run's embeddings. Raises ``FrameCorrupt`` if too large."""
     head = _EMBEDS.pack(run_id, embeds.rows, embeds.columns)
     return _head(1 + len(head) + len(embeds.data), FrameKind.EMBEDS) + head + embeds.data
 
@@ -128,7 +122,7 @@ def pack_embeds(run_id: int, embeds: Embeds) -> bytes:
 def unpack_embeds(payload: bytes) -> tuple[int, Embeds]:
     """Return the run's id and the embeddings. Raises ``FrameCorrupt``."""
     if len(payload) < _EMBEDS.size:
-        raise FrameCorrupt(f"an embeddings' frame holds only {len(payload)} bytes")
+        raise FrameCorrupt(f"an embeddings frame has only {len(payload)} bytes")
     run_id, rows, columns = _EMBEDS.unpack_from(payload)
     data = payload[_EMBEDS.size :]
     if len(data) != rows * columns * _FLOAT:
@@ -137,10 +131,7 @@ def unpack_embeds(payload: bytes) -> tuple[int, Embeds]:
 
 
 def pack_encoder(run_id: int, states: EncoderStates) -> bytes:
-    """Return the frame of an encoder's output for a run that is about to be started.
-
-    Raises ``FrameCorrupt`` where it is too large.
-    """
+    """Return the frame of the next run's encoder output. Raises ``FrameCorrupt`` if too large."""
     shape = states.shape
     head = _ENCODER.pack(run_id, states.tokens, shape.layers, shape.kv_heads, shape.head_dim)
     body = b"".join((head, states.k_cache, states.v_cache, states.mask, states.positions))
@@ -150,13 +141,13 @@ def pack_encoder(run_id: int, states: EncoderStates) -> bytes:
 def unpack_encoder(payload: bytes) -> tuple[int, EncoderStates]:
     """Return the run's id and the encoder's output. Raises ``FrameCorrupt``."""
     if len(payload) < _ENCODER.size:
-        raise FrameCorrupt(f"an encoder's frame holds only {len(payload)} bytes")
+        raise FrameCorrupt(f"an encoder frame has only {len(payload)} bytes")
     run_id, tokens, *sizes = _ENCODER.unpack_from(payload)
     shape = EncoderShape(*sizes)
     cache, flat = tokens * shape.row * _FLOAT, tokens * _FLOAT
     edges = list(itertools.accumulate((cache, cache, flat, flat), initial=_ENCODER.size))
     if len(payload) != edges[-1]:
-        raise FrameCorrupt(f"an encoder's frame claims {edges[-1]} bytes and has {len(payload)}")
+        raise FrameCorrupt(f"an encoder frame claims {edges[-1]} bytes and has {len(payload)}")
     k, v, mask, positions = (payload[a:b] for a, b in itertools.pairwise(edges))
     return run_id, EncoderStates(shape, tokens, k, v, mask, positions)
 
@@ -164,15 +155,15 @@ def unpack_encoder(payload: bytes) -> tuple[int, EncoderStates]:
 def unpack_picture(payload: bytes) -> tuple[int, Picture]:
     """Return the run's id and the image. Raises ``FrameCorrupt``."""
     if len(payload) < _PICTURE.size:
-        raise FrameCorrupt(f"an image's frame holds only {len(payload)} bytes")
+        raise FrameCorrupt(f"an image frame has only {len(payload)} bytes")
     run_id, width, height = _PICTURE.unpack_from(payload)
     return run_id, Picture(width, height, payload[_PICTURE.size :])
 
 
 def pack_scores(run_id: int, found: Sequence[Scored], *, prompt: bool) -> bytes:
-    """Return the frame of logprobs: of the prompt's next positions, or of the token that follows.
+    """Return the frame of log-probabilities of prompt positions, or of the token that follows.
 
-    Raises ``FrameCorrupt`` for more than a frame holds.
+    Raises ``FrameCorrupt`` if they exceed a frame.
     """
     parts = [_SCORES.pack(run_id, prompt, len(found))]
     for one in found:
@@ -183,7 +174,7 @@ def pack_scores(run_id: int, found: Sequence[Scored], *, prompt: bool) -> bytes:
 
 
 def unpack_scores(payload: bytes) -> tuple[int, bool, tuple[Scored, ...]]:
-    """Return run id, whether they are of the prompt, and the logprobs. Raises ``FrameCorrupt``."""
+    """Return run id, the flag of the prompt, and log-probabilities. Raises ``FrameCorrupt``."""
     try:
         run_id, prompt, rows = _SCORES.unpack_from(payload)
         at, found = _SCORES.size, []
@@ -196,16 +187,16 @@ def unpack_scores(payload: bytes) -> tuple[int, bool, tuple[Scored, ...]]:
             )
             at += likely * _LIKELY.size
     except struct.error as exc:
-        raise FrameCorrupt(f"a frame of logprobs is cut: {exc}") from exc
+        raise FrameCorrupt(f"a frame of log-probabilities is truncated: {exc}") from exc
     if at != len(payload):
-        raise FrameCorrupt(f"a frame of logprobs has {len(payload) - at} bytes too many")
+        raise FrameCorrupt(f"a frame of log-probabilities has {len(payload) - at} extra bytes")
     return run_id, prompt != 0, tuple(found)
 
 
 def pack_run(run_id: int, params: dict[str, Any], entries: Sequence[tuple[int, ...]]) -> bytes:
     """Return the frame that starts a run: parameters as JSON, the entries' token ids packed.
 
-    Raises ``FrameCorrupt`` for what cannot travel: an id beyond 32 bits, a prompt above the limit.
+    Raises ``FrameCorrupt`` for an id beyond 32 bits and for a prompt above the limit.
     """
     if len(entries) > MAX_ENTRIES:
         raise FrameCorrupt(f"a run of {len(entries)} entries is above the limit of {MAX_ENTRIES}")
@@ -220,7 +211,7 @@ def pack_run(run_id: int, params: dict[str, Any], entries: Sequence[tuple[int, .
 
 
 def unpack_run(payload: bytes) -> tuple[int, dict[str, Any], tuple[tuple[int, ...], ...]]:
-    """Return run id, parameters, and token ids of each entry, of a frame that starts a run.
+    """Return run id, parameters and token ids of each entry from a frame that starts a run.
 
     Raises ``FrameCorrupt``.
     """
@@ -233,16 +224,16 @@ def unpack_run(payload: bytes) -> tuple[int, dict[str, Any], tuple[tuple[int, ..
         start = _RUN.size + 4 * n_entries
         ids.frombytes(payload[start + head_len :])
     except (struct.error, ValueError) as exc:
-        raise FrameCorrupt(f"a frame that starts a run is cut: {exc}") from exc
+        raise FrameCorrupt(f"a run frame is truncated: {exc}") from exc
     if sum(counts) != len(ids):
-        raise FrameCorrupt(f"a run's entries claim {sum(counts)} token ids, and {len(ids)} came")
+        raise FrameCorrupt(f"a run frame claims {sum(counts)} token ids and has {len(ids)}")
     edges = itertools.accumulate(counts, initial=0)
     entries = tuple(tuple(ids[a:b]) for a, b in itertools.pairwise(edges))
     return run_id, unpack(payload[start : start + head_len]), entries
 
 
 class FrameReader:
-    """Cuts a byte stream into frames, however it was chunked."""
+    """Splits a byte stream into frames, independent of its chunks."""
 
     def __init__(self) -> None:
         self._pending = bytearray()
@@ -265,7 +256,7 @@ class FrameReader:
 
 
 def _head(size: int, kind: FrameKind) -> bytes:
-    # Refused here, where one request fails; the other end could only give up the whole stream.
+    # Refused here, so that one request fails; the reader would have to drop the whole stream.
     if size > MAX_FRAME:
         raise FrameCorrupt(f"a frame of {size} bytes is above the limit of {MAX_FRAME}")
     return _HEAD.pack(size, kind)
@@ -275,4 +266,4 @@ def _kind(number: int) -> FrameKind:
     try:
         return FrameKind(number)
     except ValueError:
-        raise FrameCorrupt(f"a frame is of the unknown kind {number}") from None
+        raise FrameCorrupt(f"unknown frame kind {number}") from None

@@ -1,8 +1,8 @@
-"""The states of one RKLLM handle as a table. It knows no C: it judges which calls may be made.
+"""The states of one RKLLM handle, and the calls that each state allows, as a table without C.
 
-The runtime itself checks next to nothing: a full clear on a paused handle, or a second run on a
-running one, crashes the process. So every call is an event here first, and an unlisted one is a
-``Misuse`` that never reaches the library.
+The runtime checks almost nothing: a full clear of a paused handle, or a second run on a running
+one, crashes the process. Every call is therefore an event of this table first; an unlisted event
+raises ``Misuse`` and never reaches the library.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from rkserve.core.errors import Misuse
 
 
 class HandleState(Enum):
-    """Where a handle is."""
+    """The state of a handle."""
 
     UNLOADED = "unloaded"
     IDLE = "idle"
@@ -26,7 +26,7 @@ class HandleState(Enum):
 
 
 class HandleEvent(Enum):
-    """What is done to a handle, or what it reports."""
+    """A call on a handle, or a report from it."""
 
     INIT = "init"
     INIT_FAILED = "init failed"

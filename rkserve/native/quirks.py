@@ -1,8 +1,7 @@
-"""What each runtime release may be trusted with: one table of named quirks, safe by default.
+"""The table of quirks: behaviour that no header promises or that hardware has not proven.
 
-A quirk is a behaviour that no header promises or that hardware has not proven. The table knows
-releases and evidence, no C. A probe on a real board may write other values, which come in as
-overrides; a name that the table does not hold is refused.
+Every default is the safe value; ``native.binding.releases`` has the values of each release. A probe
+on a real board may give other values, as overrides by name.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from rkserve.core.errors import ConfigError
 
 
 class Evidence(Enum):
-    """Where a default comes from, weakest last."""
+    """The source of a default, weakest last."""
 
     DOCUMENTED = "documented by the vendor"
     OBSERVED = "observed on hardware by several projects"
@@ -27,7 +26,7 @@ class Evidence(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Quirk:
-    """One behaviour: what True means, how it is known, and the value without better knowledge."""
+    """One behaviour: the meaning of True, its evidence, and the safe value."""
 
     name: str
     what: str
@@ -40,15 +39,15 @@ TABLE = (
         "pause_with_history",
         "A run with `keep_history` may be paused (the callback returns 1) and resumed. The "
         "vendor documents pausing for single-turn runs only; where False the binding refuses to "
-        "pause such a run, and whoever wants a pause stops it and continues by token ids.",
+        "pause such a run; stop it instead, and continue by token ids.",
         Evidence.DOCUMENTED,
         default=False,
     ),
     Quirk(
         "pause_with_batch",
-        "A run of several inputs (`n_batch` above 1) may be paused and resumed. One answer of the "
-        "callback governs all of them, and nobody has reported a try; where False the binding "
-        "refuses it.",
+        "A run of several inputs (`n_batch` above 1) may be paused and resumed. One return "
+        "value of the callback governs all of them, and no attempt has been reported; where False "
+        "the binding refuses it.",
         Evidence.UNKNOWN,
         default=False,
     ),
@@ -92,14 +91,14 @@ TABLE = (
     Quirk(
         "prompt_cache_after_abort",
         "A prompt cache may be loaded after a run of this handle was aborted. It crashed the "
-        "process in the one report there is; where False the handle has to be created anew.",
+        "process in the only report; where False the handle has to be created anew.",
         Evidence.ONE_REPORT,
         default=False,
     ),
     Quirk(
         "prompt_cache_load_with_history",
         "A prompt cache that was loaded shortens the prefill of runs with `keep_history` too. The "
-        "one report there is (#399) saw no gain; where False it is offered to single turns only.",
+        "only report (#399) saw no gain; where False it is used for single turns only.",
         Evidence.ONE_REPORT,
         default=False,
     ),
@@ -145,7 +144,7 @@ TABLE = (
     ),
     Quirk(
         "waiting_token_id_valid",
-        "A WAITING callback carries a valid `token_id` although its text is held back. The vendor "
+        "A WAITING callback carries a valid `token_id` although its text is delayed. The vendor "
         "says that each callback returns one token, and leaving an id out would surely break the "
         "transcript; where False such tokens are not delivered.",
         Evidence.INFERRED,

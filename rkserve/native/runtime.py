@@ -1,7 +1,7 @@
-"""What a vendor runtime can do, said without C: the ``Runtime`` protocol and its values.
+"""The ``Runtime`` protocol of a vendor runtime, and its values, without C.
 
-Calls are synchronous and block. One thread owns the handle; ``abort`` and ``is_running`` may come
-from another one. Nothing here knows cffi, asyncio, HTTP or Ray.
+Calls block. One thread owns the handle; ``abort`` and ``is_running`` may be called from another
+thread. This module knows no cffi, asyncio, HTTP or Ray.
 """
 
 from __future__ import annotations
@@ -25,35 +25,35 @@ class CallState(IntEnum):
 
 
 class SinkAction(Enum):
-    """What the sink of a run wants after a token. Stopping is ``abort``, never a verdict."""
+    """The return value of a run's sink. A run is stopped by ``abort``, not by a sink action."""
 
     CONTINUE = "continue"
     PAUSE = "pause"
 
 
 class RunEnd(Enum):
-    """How a run ended, as the library showed it."""
+    """The end of a run, as the library reported it."""
 
     FINISHED = "finished"
     PAUSED = "paused"
     FAILED = "failed"
 
 
-# Called by the library of 1.3.0 where a model has no tokenizer of its own: text to token ids.
+# Text to token ids; called by the library (1.3.0) for a model without a tokenizer of its own.
 Tokenize = Callable[[str], Sequence[int]]
-# Called where a model has no embedding layer: token ids to float32 rows, one per id, as raw bytes.
+# Token ids to float32 rows, one per id, as raw bytes; called for a model without embedding layer.
 Embed = Callable[[tuple[int, ...]], bytes]
 
 
 @dataclass(frozen=True, slots=True)
 class LoadParams:
-    """What ``init`` is told. ``max_new_tokens`` is the ceiling of every run on 1.2.x.
+    """The parameters of ``init``. On 1.2.x ``max_new_tokens`` limits every run.
 
-    ``cpus`` are the big cores that the library may use; empty leaves its own default.
-    ``n_batch`` is how many inputs each run takes, neither more nor fewer. ``embed_flash`` keeps the
-    embedding table on disk; None leaves the library's default. ``image_tags`` (start, end, content)
-    surround images on 1.2.x, which takes them here and not with the input. ``ignore_eos_token``,
-    ``tokenize`` and ``embed`` exist since 1.3.0.
+    ``cpus`` are the big cores that the library may use; empty leaves the library's default. Each
+    run takes exactly ``n_batch`` inputs. ``embed_flash`` keeps the embedding table on disk; None
+    leaves the library's default. ``image_tags`` (start, end, content) surround images on 1.2.x,
+    which takes them here and not with the input. ``ignore_eos_token``, ``tokenize`` and ``embed``
+    exist since 1.3.0.
     """
 
     model_path: str
@@ -75,10 +75,10 @@ class LoadParams:
 
 @dataclass(frozen=True, slots=True)
 class VisionParams:
-    """What an engine sees with: an encoder, its library, and what the two are known to be.
+    """An engine's image encoder: library, model file and sizes.
 
-    The encoder makes ``tokens`` rows of an image of ``width`` times ``height`` pixels. ``tags``
-    (start, end, content) surround them. Rows of up to ``cache_bytes`` are kept.
+    The encoder turns an image of ``width`` times ``height`` pixels into ``tokens`` rows. ``tags``
+    (start, end, content) surround them. The cache holds rows of up to ``cache_bytes``.
     """
 
     library: Path
@@ -93,14 +93,14 @@ class VisionParams:
 
 @dataclass(frozen=True, slots=True)
 class TokenInput:
-    """Token ids, taken verbatim: no template is applied."""
+    """Token ids, used verbatim: no template is applied."""
 
     ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class PromptInput:
-    """Text that the runtime tokenizes itself, after its chat template if one is set."""
+    """Text that the runtime tokenizes, after applying its chat template if one is set."""
 
     text: str
     role: str = "user"
@@ -111,8 +111,8 @@ class PromptInput:
 class EmbedInput:
     """Embeddings instead of ids: float32 ``[n_tokens][embedding size]``, row-major, raw bytes.
 
-    The library reads what the model's embedding size says, unchecked: the bytes must divide by
-    ``n_tokens`` into whole rows, and their size is the caller's word.
+    The library reads rows of the model's embedding size without a check: the caller guarantees the
+    row size, and the bytes must divide by ``n_tokens`` into whole rows.
     """
 
     data: bytes
@@ -139,7 +139,7 @@ class Image:
 class Video:
     """Embeddings of all videos of one prompt (1.3.0): float32, frame by frame, raw bytes.
 
-    ``n_tokens`` are those of one frame, ``n_frames`` those of one video.
+    ``n_tokens`` is the number of tokens per frame, ``n_frames`` the number of frames per video.
     """
 
     data: bytes
@@ -153,7 +153,7 @@ class Video:
 
 @dataclass(frozen=True, slots=True)
 class MultimodalInput:
-    """Text with one ``<image>`` or ``<video>`` for each image or video that comes with it."""
+    """Text with one ``<image>`` or ``<video>`` for each of its images or videos."""
 
     text: str
     image: Image | None = None
@@ -167,16 +167,16 @@ RunInput = TokenInput | PromptInput | EmbedInput | MultimodalInput
 
 @dataclass(frozen=True, slots=True)
 class RunParams:
-    """One run. ``sampling`` and ``max_new_tokens`` of None leave the values of init.
+    """The parameters of one run. ``sampling`` and ``max_new_tokens`` of None keep those of init.
 
-    ``inputs`` are exactly ``n_batch`` of the load. With ``keep_history`` an input is appended to
-    the live context, which then also keeps what is generated; without it the context is dropped
-    when the run finishes. ``adapter`` is the name that ``load_adapter`` gave; None is the base
-    model. The KV cache is written to the file ``save_cache`` when the run ends. A live context
-    that another adapter computed has to be cleared before a run with ``keep_history``.
+    ``inputs`` has exactly ``n_batch`` entries. With ``keep_history`` an input is appended to the
+    live context, which then also keeps the generated tokens; without it the context is dropped
+    when the run finishes. ``adapter`` is a name given to ``load_adapter``; None is the base model.
+    The KV cache is written to the file ``save_cache`` when the run ends. A live context that was
+    computed with another adapter has to be cleared before a run with ``keep_history``.
 
-    A paused handle takes one kind of run: ``resume``, which appends its input and goes on. It has
-    to be asked for, because the library would continue the old text under any new prompt.
+    A paused handle takes one kind of run: ``resume``, which appends its input and continues. The
+    flag is explicit because the library would continue the old text under any new prompt.
     """
 
     inputs: tuple[RunInput, ...]
@@ -189,7 +189,7 @@ class RunParams:
 
 
 class EvaluateMode(Enum):
-    """What ``evaluate`` computes for every position of its input."""
+    """The kind of rows that ``evaluate`` computes, one per position of its input."""
 
     HIDDEN = "the last hidden layer"
     LOGITS = "logits"
@@ -197,7 +197,7 @@ class EvaluateMode(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """float32 ``[rows][columns]``, row-major raw bytes: a copy, the library's own is gone."""
+    """float32 ``[rows][columns]``, row-major raw bytes, copied out of the library's memory."""
 
     rows: int
     columns: int
@@ -206,7 +206,7 @@ class Matrix:
 
 @dataclass(frozen=True, slots=True)
 class CrossAttention:
-    """What an encoder hands to a decoder; float32 raw bytes, ``positions`` are int32."""
+    """Encoder output for a decoder; float32 raw bytes, ``positions`` are int32."""
 
     k_cache: bytes
     v_cache: bytes
@@ -216,10 +216,10 @@ class CrossAttention:
 
 
 class TokenPiece(NamedTuple):
-    """One token as the callback brought it; a tuple, because one is made for every token.
+    """One token of a callback; a tuple for speed, because one is made for every token.
 
     ``text`` holds raw bytes and may end inside a UTF-8 character; it is empty for a token whose
-    text the library still holds back (``waiting``) or hides (special tokens).
+    text the library delays (``waiting``) or hides (special tokens).
     """
 
     token_id: int
@@ -227,15 +227,15 @@ class TokenPiece(NamedTuple):
     waiting: bool = False
 
 
-# What one callback brought: a piece per entry of the batch, None for an entry that has ended.
+# The tokens of one callback: one per entry of the batch, None for an entry that has ended.
 Step = tuple[TokenPiece | None, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Perf:
-    """The runtime's own figures of a run, which it fills at FINISH only; zeros without one.
+    """The runtime's own figures of a run, which it reports at FINISH only; zeros without FINISH.
 
-    ``encode_ms`` are ours: what the images took before the run.
+    ``encode_ms`` is measured by the engine: the time that encoding the images took before the run.
     """
 
     prefill_ms: float = 0.0
@@ -248,7 +248,7 @@ class Perf:
 
 @dataclass(frozen=True, slots=True)
 class RunOutcome:
-    """What a run left behind. ``return_code`` is the library's."""
+    """The result of a run. ``return_code`` is the library's."""
 
     end: RunEnd
     perf: Perf
@@ -267,11 +267,11 @@ class Runtime(Protocol):
 
     @property
     def per_run_sampling(self) -> bool:
-        """Whether ``RunParams`` may carry sampling and a token limit (1.3.0 and later)."""
+        """True if ``RunParams`` may carry sampling and a token limit (1.3.0 and later)."""
 
     @property
     def quirks(self) -> Mapping[str, bool]:
-        """What this release may be trusted with, by name; see ``native.quirks``."""
+        """The values of the quirks by name; see ``native.quirks``."""
 
     def load(self, params: LoadParams) -> None:
         """Create the handle. Raises ``LoadFailed``."""
@@ -280,29 +280,29 @@ class Runtime(Protocol):
         """Generate until the end, a pause or an abort; ``sink`` is called for every step.
 
         An exception of the sink aborts the run and is raised here after the library returned. A
-        resumption that the library refuses is drained: whatever ends FAILED leaves the handle idle.
+        resumption that the library refuses is drained: every FAILED run leaves the handle idle.
         """
 
     def run_async(
         self, params: RunParams, sink: Sink, ended: Callable[[RunOutcome | BaseException], None]
     ) -> None:
-        """Start a run on a thread of the library's; ``ended`` is called once, on that thread.
+        """Start a run on a thread of the library; ``ended`` is called once, on that thread.
 
         An asynchronous run cannot be paused. Raises ``Misuse`` on a release whose asynchronous
         runs are broken, and ``CallFailed`` where the library refuses it.
         """
 
     def poll_async(self) -> bool:
-        """Look after an asynchronous run; True while it goes on.
+        """Check an asynchronous run; return True while it continues.
 
-        A run whose input the library cannot read never calls back. Where the library says, twice
-        and a moment apart, that nothing is running, ``ended`` is called here, on this thread.
+        The library never calls back for a run whose input it cannot read. If it reports twice, a
+        moment apart, that no run is going on, ``ended`` is called here, on this thread.
         """
 
     def drain(self) -> None:
-        """End a paused run without resuming it: one token more, then its proper end.
+        """End a paused run by one more token and a regular end.
 
-        A full clear of a paused handle is what crashed others. Raises ``CallFailed``.
+        A full clear of a paused handle crashed in the field. Raises ``CallFailed``.
         """
 
     def evaluate(
@@ -314,56 +314,56 @@ class Runtime(Protocol):
         adapter: str | None = None,
         last: bool = False,
     ) -> Matrix:
-        """Compute one row per position of ``given``, of which only the ``last`` may be wanted.
+        """Compute one row per position of ``given``; with ``last`` only the last row is returned.
 
         Raises ``CallFailed``, ``NothingComputed``, and ``Misuse`` with a batch, or where a quirk
         forbids the combination.
         """
 
     def abort(self) -> None:
-        """Ask a run to end at the next token; does nothing where none is running."""
+        """Request the end of the run at its next token; a no-op without a run."""
 
     def is_running(self) -> bool:
-        """Whether the library says that a run is going on."""
+        """Return the library's own report of a running run."""
 
     def clear_kv_cache(self, *, keep_system_prompt: bool = False) -> None:
         """Empty the KV cache of an idle handle. Raises ``CallFailed``."""
 
     def clear_kv_range(self, ranges: Sequence[tuple[int, int]]) -> None:
-        """Cut half-open ranges of positions out of a paused handle's KV cache, one per entry.
+        """Remove half-open ranges of positions from a paused handle's KV cache, one per entry.
 
-        An empty range (``(0, 0)``) leaves its entry alone. Raises ``CallFailed``, and ``Misuse``
-        for a range that is backwards or outside of the cache.
+        An empty range (``(0, 0)``) leaves its entry as it is. Raises ``CallFailed``, and ``Misuse``
+        for a range that is reversed or outside of the cache.
         """
 
     def kv_cache_sizes(self) -> tuple[int, ...]:
-        """Positions that the KV cache holds, for each entry. Raises ``CallFailed``."""
+        """Return the number of positions in the KV cache of each entry. Raises ``CallFailed``."""
 
     def load_adapter(self, path: str, name: str, scale: float = 1.0) -> None:
-        """Add a LoRA adapter to an idle handle; nothing takes it away again but ``destroy``.
+        """Load a LoRA adapter into an idle handle; only ``destroy`` unloads it.
 
-        Raises ``CallFailed`` where the library refuses the file, ``Misuse`` for a name in use.
+        Raises ``CallFailed`` if the library refuses the file, ``Misuse`` for a name in use.
         """
 
     def load_prompt_cache(self, path: str) -> None:
-        """Offer a cache file to the next runs without history, in place of the one before.
+        """Load a cache file for the next runs without history, in place of the previous one.
 
-        The first run that follows says under which adapter the file was computed: its caller has
-        to know. A run under another one, or ``evaluate``, has the file released first. Raises
-        ``CallFailed``, and ``Misuse`` after an aborted run where a quirk forbids it.
+        The adapter of the first run that follows is taken as the adapter of the file: its caller is
+        responsible for that. A run with another adapter, or ``evaluate``, releases the file first.
+        Raises ``CallFailed``, and ``Misuse`` after an aborted run where a quirk forbids it.
         """
 
     def release_prompt_cache(self) -> None:
-        """Forget the cache file that was loaded. Raises ``CallFailed``."""
+        """Release the loaded cache file. Raises ``CallFailed``."""
 
     def set_chat_template(self, system: str, prefix: str, postfix: str) -> None:
-        """Replace the model's own template for PROMPT input. Raises ``CallFailed``."""
+        """Replace the model's chat template for PROMPT input. Raises ``CallFailed``."""
 
     def set_function_tools(self, system: str, tools: str, response_tag: str) -> None:
         """Describe tools (JSON text) to the model for PROMPT input. Raises ``CallFailed``."""
 
     def set_cross_attention(self, given: CrossAttention) -> None:
-        """Hand over an encoder's output. Raises ``CallFailed``, ``Misuse`` if not loaded for it."""
+        """Set the encoder output. Raises ``CallFailed``; ``Misuse`` if not loaded for it."""
 
     def destroy(self) -> None:
         """Free the handle; allowed on an idle or paused one only. Raises ``CallFailed``."""

@@ -1,4 +1,4 @@
-"""What a run of single steps is asked for, on its way from the board to the engine. Values only."""
+"""The parameters of a stepwise run, sent by the board to its engine. Values only."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ Ids = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class StepParams:
-    """One run. Of its context the KV cache has ``held``; the answer so far is ``said``.
+    """One run. The KV cache already has the prefix ``held``; ``said`` is the answer so far.
 
-    ``limit`` tokens are generated at most, none behind one of ``eos``. ``prompt`` asks for the
-    logprobs of what is sent. ``optimistic``: the library generates as far as it keeps to the guide.
+    At most ``limit`` tokens are generated, none after one of ``eos``. ``prompt`` requests the
+    log-probabilities of the sent tokens. ``optimistic`` lets the library generate as long as its
+    tokens follow the guide.
     """
 
     tokenizer: Path
@@ -32,7 +33,7 @@ class StepParams:
 
     @classmethod
     def read(cls, given: Mapping[str, Any]) -> StepParams:
-        """Take it as ``as_json`` wrote it."""
+        """Build the parameters from the value of ``as_json``."""
         wanted = dict(given["wanted"])
         bias = tuple((token_id, value) for token_id, value in wanted.pop("logit_bias"))
         written, also = wanted.pop("guide"), tuple(wanted.pop("also"))
@@ -50,7 +51,7 @@ class StepParams:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """Return it as JSON can say it."""
+        """Return the parameters as a JSON value."""
         return {
             "tokenizer": str(self.tokenizer),
             "sampling": asdict(self.sampling),

@@ -1,8 +1,8 @@
-"""One token from one row of logits: bias, penalties, temperature, cuts, a draw. Pure.
+"""Sampling of a token from a row of logits: bias, penalties, temperature, top-k/p, draw. Pure.
 
-Everything is a function of its arguments: a draw depends on the seed, the choice and the place in
-the answer, so that whoever goes on with a transcript draws what would have been drawn. It knows
-numpy and no runtime, and of grammars only the ids that they allow.
+A draw depends on the seed, the choice and the position in the answer only, so that another board
+continues a transcript with the tokens that the first one would have drawn. The module knows numpy
+and no runtime, and of a grammar only the mask of allowed ids.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ Allowed = NDArray[np.bool_]
 Ids = NDArray[np.int64]
 
 _MASK = (1 << 64) - 1
-# JSON has no infinity. What a mask of the model's own makes impossible is as unlikely as this.
+# JSON has no infinity: the log-probability of a token that the model itself masks.
 LEAST_LOGPROB = -9999.0
 
 
 def uniform(seed: int, choice: int, place: int) -> float:
-    """Return the number in [0, 1) that decides the token at a place of an answer.
+    """Return the number in [0, 1) that decides the token at a position of an answer.
 
     Philox is a function of key and counter, and numpy keeps its stream the same over releases.
     """
-    # As arrays: of a list numpy would make floats, which do not hold 64 bits.
+    # Arrays, because numpy would turn lists into floats, which do not hold 64 bits.
     key = np.array([seed & _MASK, choice], np.uint64)
     generator = np.random.Philox(key=key, counter=np.array([place, 0, 0, 0], np.uint64))
     return (int(generator.random_raw()) >> 11) * 2.0**-53  # as many bits as a float has
@@ -39,10 +39,10 @@ def uniform(seed: int, choice: int, place: int) -> float:
 
 @dataclass(slots=True)
 class Sampler:
-    """How the tokens of one generation are chosen; ``context`` are the ids before the answer.
+    """The sampler of one generation; ``context`` are the ids before the answer.
 
-    OpenAI's two penalties look at the answer, RKLLM's factor at the whole context. None of
-    ``ends`` comes before the answer has ``least`` tokens.
+    OpenAI's two penalties apply to the answer, RKLLM's factor to the whole context. The ``ends``
+    are masked until the answer has ``least`` tokens.
     """
 
     sampling: Sampling
@@ -64,9 +64,9 @@ class Sampler:
         self._place = len(self.said)
 
     def choose(self, row: Row, allowed: Allowed | None = None) -> int | None:
-        """Return the next token; None where none is left that may come.
+        """Return the next token; None if every token is masked.
 
-        ``allowed`` has one entry for each id; ids behind its end are not.
+        ``allowed`` has one entry per id; ids beyond its end are not allowed.
         """
         logits = _finite(row)
         self._adjust(logits)
@@ -87,13 +87,13 @@ class Sampler:
         )
 
     def take(self, token_id: int) -> None:
-        """Note what became the next token."""
+        """Record the chosen token."""
         self._counts[token_id] += 1
         self._seen.add(token_id)
         self._place += 1
 
     def catch_up(self, said: Sequence[int]) -> None:
-        """Note tokens that others have chosen: ``said`` are all since it was made."""
+        """Record tokens chosen elsewhere: ``said`` are all tokens since the sampler was made."""
         for token_id in said[self._place - len(self.said) :]:
             self.take(token_id)
 
@@ -116,7 +116,7 @@ class Sampler:
     def _candidates(
         self, logits: NDArray[np.float64]
     ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """Return the ids that are left after all cuts, and their shares."""
+        """Return the ids that remain after min-p, top-k and top-p, and their shares."""
         how = self.sampling
         scaled = logits / how.temperature
         scaled -= scaled.max()
@@ -124,7 +124,7 @@ class Sampler:
         if self.min_p > 0:
             ids = ids[scaled[ids] >= np.log(self.min_p)]
         if 0 < how.top_k < len(ids):
-            # Of equals the lower ids are kept: what is kept must not depend on how it is sorted.
+            # Among equals the lower ids are kept, independent of the sort order.
             least = np.partition(scaled[ids], len(ids) - how.top_k)[len(ids) - how.top_k]
             above = ids[scaled[ids] > least]
             equal = ids[scaled[ids] == least]
@@ -134,9 +134,9 @@ class Sampler:
 
 
 def _nucleus(ids: Ids, shares: NDArray[np.float64], top_p: float) -> tuple[Ids, Any]:
-    """Return the likeliest ids that reach the share ``top_p`` of all, the likeliest first."""
+    """Return the likeliest ids that reach the share ``top_p``, likeliest first."""
     total = shares.sum()
-    # Those below this mark are less than the rest together: they need not be sorted.
+    # The ids below this share cannot belong to the nucleus: they need not be sorted.
     kept = shares >= (1 - top_p) * total / len(shares)
     ids, shares = ids[kept], shares[kept]
     order = np.lexsort((ids, -shares))
@@ -146,13 +146,13 @@ def _nucleus(ids: Ids, shares: NDArray[np.float64], top_p: float) -> tuple[Ids, 
 
 
 def score(row: Row, token_id: int, top: int, also: Sequence[int] = ()) -> Scored:
-    """Return what the model itself gave a token, the likeliest ones, and those in ``also``."""
+    """Return a token's log-probability, those of the likeliest tokens and of ``also``."""
     return _scored(row, token_id, top, also)
 
 
 def scores(rows: NDArray[np.float32], ids: Sequence[int], top: int) -> list[Scored]:
     """Return ``score`` of each row and its id."""
-    # Row by row: a block of them would take as much memory again, several times.
+    # Row by row: a whole block would take several times its memory again.
     return [_scored(row, token_id, top) for row, token_id in zip(rows, ids, strict=True)]
 
 
@@ -172,7 +172,7 @@ def _scored(given: Row, token_id: int, top: int, also: Sequence[int] = ()) -> Sc
 
 
 def _finite(row: NDArray[Any]) -> NDArray[np.float64]:
-    """Return it in double precision; what is no number can never come."""
+    """Return the row in double precision; NaN becomes impossible."""
     most = float(np.finfo(np.float32).max)
     return np.nan_to_num(row.astype(np.float64), nan=-np.inf, posinf=most, neginf=-np.inf)
 

@@ -1,8 +1,7 @@
-"""Whether a JSON schema has an instance that ends. Pure; it judges nothing else of a schema.
+"""Detection of JSON schemas without a finite instance. Pure.
 
-A schema may demand itself within itself: every instance of it is then infinitely deep, and a
-grammar made of it is followed for ever. Everything that is not understood here counts as finite:
-the compiler of grammars looks at it next.
+A schema may require itself within itself: each instance is then infinitely deep, and generation
+under its grammar never ends. Unknown keywords count as finite: the grammar compiler checks them.
 """
 
 from __future__ import annotations
@@ -16,9 +15,9 @@ _LOCAL = "#"
 
 
 def is_endless(schema: Any) -> bool:
-    """Whether no instance of it is finite.
+    """Return True if a schema has no finite instance.
 
-    The least fixed point: at first nothing is known to end, then whatever ends by what does.
+    A least fixed point: a node is finite as soon as all nodes that it needs are known to be.
     """
     nodes = {id(node): node for node in _nodes(schema)}
     ends: set[int] = set()
@@ -33,7 +32,7 @@ def is_endless(schema: Any) -> bool:
 
 
 def _nodes(schema: Any) -> Iterator[dict[str, Any]]:
-    """Yield every object in it, schema or not: more than enough does no harm."""
+    """Yield every object in the schema, also those that are not schemas themselves."""
     pending = [schema]
     while pending:
         node = pending.pop()
@@ -62,17 +61,17 @@ def _ends(node: dict[str, Any], root: Any, ends: set[int]) -> bool:
 
 
 def _is_other(node: dict[str, Any]) -> bool:
-    """Whether an instance may be neither an object nor an array."""
+    """Return True if an instance may be neither an object nor an array."""
     kinds = node.get("type")
     kinds = [kinds] if isinstance(kinds, str) else kinds
     if not isinstance(kinds, list):
-        # Without a type it is what its keywords are about, as grammars have it.
+        # Without a type the keywords determine it, as in the grammar compiler.
         return not any(key in node for key in ("properties", "required", "items", "prefixItems"))
     return any(kind not in ("object", "array") for kind in kinds)
 
 
 def _needed(node: dict[str, Any]) -> Iterator[Any]:
-    """Yield the schemas of what an object or an array cannot be without."""
+    """Yield the schemas of required properties and items."""
     kinds = node.get("type")
     required = _list(node.get("required"))
     properties = node.get("properties")
@@ -89,7 +88,7 @@ def _needed(node: dict[str, Any]) -> Iterator[Any]:
 
 
 def _target(reference: Any, root: Any) -> Any:
-    """Return what a local reference means; None where it is none, or leads nowhere."""
+    """Return the target of a local reference; None for any other reference."""
     if not isinstance(reference, str) or not reference.startswith(_LOCAL):
         return None
     node = root

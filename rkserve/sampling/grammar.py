@@ -1,6 +1,6 @@
-"""Grammars that answers have to follow: checked, compiled, and followed token by token.
+"""Grammars for answers: checked, compiled, and matched token by token, by llguidance.
 
-llguidance does the work, within limits of size and of steps. It knows no runtime and draws nothing.
+Size and steps are limited. The module knows no runtime and draws no tokens.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from rkserve.sampling.finite_schemas import is_endless
 from rkserve.sampling.tool_call_grammar import as_lark, one_by_one
 from rkserve.sampling.trial_limits import refuse, too_long
 
-# Without bounds a small model goes on with blank lines for ever.
+# Unbounded whitespace lets a small model generate blank lines forever.
 _WHITESPACE = r"[ \n\r\t]{0,32}"
 _JSON = {
     "whitespace_pattern": _WHITESPACE,
-    # Not for a schema to say: what is accepted is kept to the letter.
+    # Fixed, so that a schema cannot relax its own validation.
     "lenient": False,
     "coerce_one_of": False,
 }
 
-# The same, as a schema within a grammar says it.
+# The same options inside a grammar.
 _JSON_IN_LARK = {"x-guidance": _JSON}
 
 
 def check_guide(guide: Guide, param: str) -> None:
-    """Hold a grammar to what can be followed; it takes some milliseconds, or tenths of a second.
+    """Check that a grammar can be compiled, which takes milliseconds to tenths of a second.
 
     Raises:
         RequestError: naming ``param``, with the reason.
@@ -46,15 +46,15 @@ def check_guide(guide: Guide, param: str) -> None:
 
 
 def refusal(guide: Guide) -> str | None:
-    """Return what is wrong with a grammar. A hostile one takes minutes: see ``trial``."""
+    """Return the error of a grammar, or None. A hostile one takes minutes: see ``trial``."""
     if (reason := too_long(guide)) is not None:
         return reason
     if guide.kind is GuideKind.JSON_SCHEMA and is_endless(json.loads(guide.text)):
-        return "the schema demands itself within itself, so that nothing finite follows it."
+        return "the schema requires itself within itself, so that it has no finite instance."
     try:
         grammar = _grammar(guide)
-    except Exception as exc:  # noqa: BLE001 - a converter in Python, of text that anybody sent
-        return _said(exc) if guide.kind is GuideKind.CALLS else f"it is no grammar: {_said(exc)}"
+    except Exception as exc:  # noqa: BLE001 - a Python converter of untrusted text
+        return _said(exc) if guide.kind is GuideKind.CALLS else f"not a grammar: {_said(exc)}"
     reason = _uncompilable(grammar)
     if reason is None or guide.kind is not GuideKind.CALLS:
         return reason
@@ -70,7 +70,7 @@ def _uncompilable(grammar: str) -> str | None:
         return _said(reasons[0])
     matcher = LLMatcher(_bytes(), grammar, log_level=0, limits=_limits())
     if matcher.is_error() or not any(_bits(matcher)) or matcher.is_error():
-        return _said(matcher.get_error() or "nothing follows it")
+        return _said(matcher.get_error() or "no text matches it")
     return None
 
 
@@ -83,12 +83,12 @@ class GrammarCompiler:
     def follow(
         self, guide: Guide, vocabulary: Vocabulary, eos: frozenset[int], said: tuple[int, ...]
     ) -> GrammarMatcher:
-        """Return where a grammar stands after what was said.
+        """Return a matcher that has consumed the answer so far.
 
-        The first call for a vocabulary takes a second where that is large.
+        The first call for a large vocabulary takes a second.
 
         Raises:
-            StepsRefused: the grammar cannot be used with it, or was not followed.
+            StepsRefused: the grammar does not fit the vocabulary, or the answer violates it.
         """
         tokenizer = self._tokenizer(vocabulary, eos)
         trail = GrammarMatcher(
@@ -102,7 +102,7 @@ class GrammarCompiler:
         known = self._known
         if known is None or known[0] is not vocabulary or known[1] != eos:
             if not all(0 <= token_id < len(vocabulary) for token_id in eos):
-                raise StepsRefused("the ids that end an answer are not in the vocabulary")
+                raise StepsRefused("an EOS id is not in the vocabulary")
             wrapped = TokenizerWrapper(_Speller(vocabulary, min(eos)))
             known = (vocabulary, eos, LLTokenizer(wrapped, eos_token=sorted(eos)))
             self._known = known
@@ -110,10 +110,10 @@ class GrammarCompiler:
 
 
 class _Speller:
-    """A vocabulary as llguidance takes one, with a way to spell what a grammar leaves no choice of.
+    """A vocabulary for llguidance, with a tokenizer for text that a grammar forces.
 
-    The model's own tokenizer would make control tokens of markup that a schema demands as text,
-    and these are not the text. So words are spelled by the longest pieces that are no markup.
+    The model's own tokenizer would turn markup that a schema requires as text into control tokens.
+    This one uses the longest pieces that are not control tokens.
     """
 
     bos_token_id = None
@@ -129,7 +129,7 @@ class _Speller:
         self._longest = max(map(len, self._ids), default=0)
 
     def __call__(self, data: bytes) -> list[int]:
-        """Return ids that spell ``data``; bytes that no piece has are left out."""
+        """Return ids whose text is ``data``; bytes without a piece are left out."""
         found, at = [], 0
         while at < len(data):
             for end in range(min(at + self._longest, len(data)), at, -1):
@@ -143,20 +143,20 @@ class _Speller:
 
 
 class GrammarMatcher:
-    """One answer on its way through a grammar."""
+    """The state of one answer in a grammar."""
 
     def __init__(self, matcher: LLMatcher) -> None:
         self._matcher = matcher
-        self._allowed: Allowed | None = None  # here, if somebody asked
+        self._allowed: Allowed | None = None  # of the current position, once computed
         self._check()
 
     @property
     def over(self) -> bool:
-        """Whether nothing may follow."""
+        """True if no token may follow."""
         return self._matcher.is_stopped()
 
     def allowed(self) -> Allowed:
-        """Return for each id whether it may follow. Raises ``StepsRefused``."""
+        """Return the mask of ids that may follow. Raises ``StepsRefused``."""
         if self._allowed is None:
             self._allowed = _bits(self._matcher)
             self._check()
@@ -164,32 +164,34 @@ class GrammarMatcher:
 
     @property
     def may_end(self) -> bool:
-        """Whether the answer may be over."""
+        """True if the answer may end here."""
         return self._matcher.is_accepting()
 
     def may_take(self, token_id: int, *, is_end: bool) -> bool:
-        """Whether a token may follow: less work than to ask for all that may."""
+        """Return True if a token may follow; cheaper than ``allowed``."""
         if is_end:
             return self.may_end
         return self._matcher.validate_tokens([token_id]) == 1
 
     def only(self) -> int | None:
-        """Return the token that must follow; None where there are several, or the answer ends."""
+        """Return the only token that may follow; None if several may, or the answer may end."""
         if self.over or self.may_end:
             return None
         found = np.flatnonzero(self.allowed())
         return int(found[0]) if len(found) == 1 else None
 
     def take(self, token_id: int) -> None:
-        """Note what followed. Raises ``StepsRefused`` where it may not."""
+        """Consume a token. Raises ``StepsRefused`` if it may not follow."""
         self._allowed = None
         if not self._matcher.consume_token(token_id):
-            raise StepsRefused(f"the answer leaves its grammar: {_said(self._matcher.get_error())}")
+            raise StepsRefused(
+                f"the answer violates its grammar: {_said(self._matcher.get_error())}"
+            )
 
     def _check(self) -> None:
         if self._matcher.is_error():
             raise StepsRefused(
-                f"the grammar cannot be followed: {_said(self._matcher.get_error())}"
+                f"the grammar cannot be compiled: {_said(self._matcher.get_error())}"
             )
 
 
@@ -206,19 +208,19 @@ def _grammar(guide: Guide) -> str:
 def _compiled(guide: Guide) -> str:
     try:
         return _grammar(guide)
-    except Exception as exc:  # of whoever came without a Router
-        raise StepsRefused(f"the grammar cannot be followed: {_said(exc)}") from exc
+    except Exception as exc:  # a request that no Router checked
+        raise StepsRefused(f"the grammar cannot be compiled: {_said(exc)}") from exc
 
 
 @cache
 def _bytes() -> LLTokenizer:
-    """A vocabulary of single bytes: whether a grammar is one does not depend on the model's."""
+    """Return a vocabulary of single bytes: validity does not depend on the model's."""
     return LLTokenizer("byte")
 
 
 @cache
 def _limits() -> LLParserLimits:
-    """Its defaults, but for memory: 50 MB of states for one answer is enough."""
+    """Return llguidance's defaults, with about 50 MB of states per answer."""
     return LLParserLimits(
         max_lexer_states=50_000,
         max_grammar_size=200_000,
@@ -233,5 +235,5 @@ def _bits(matcher: LLMatcher) -> Allowed:
 
 
 def _said(reason: Any) -> str:
-    """One line of what the library says."""
+    """Return a library message as one line."""
     return " ".join(str(reason).split())

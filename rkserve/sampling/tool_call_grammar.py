@@ -1,6 +1,6 @@
-"""Calls of tools as one grammar: whose name, in which form, with arguments by which schemas. Pure.
+"""The grammar of tool calls: names, form, and arguments by their schemas. Pure.
 
-It knows no model's form: what stands before, between and behind calls comes with the grammar.
+The text before, between and after calls is part of the input: no model's form is known here.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from rkserve.sampling.finite_schemas import is_endless
 
 _OBJECT = "object"
 _KEYWORD = re.compile(r"[A-Za-z_]\w*", re.ASCII)
-# What the root of a schema may say where each argument is written by itself.
+# The root keywords of a schema whose arguments are written one by one.
 _PLAIN = frozenset(
     {
         *("type", "properties", "required", "additionalProperties"),
@@ -26,10 +26,10 @@ _SHARED = ("$defs", "definitions")
 
 
 def as_lark(text: str, options: Mapping[str, Any]) -> str:
-    """Return the grammar in Lark; ``options`` go with each schema in it.
+    """Return the grammar in Lark; ``options`` are added to each schema.
 
     Raises:
-        ValueError: with what cannot be followed, and the tool's name.
+        ValueError: a schema cannot be compiled; the message names the tool.
     """
     given = json.loads(text)
     rules = [_start(given)]
@@ -39,14 +39,14 @@ def as_lark(text: str, options: Mapping[str, Any]) -> str:
         if call["keywords"]:
             rules += _keywords(call["name"], schema, f"args_{number}", options)
         else:
-            # A blank or none: the model's own tokens may begin with one.
+            # An optional blank: the model's tokens may begin with one.
             rules.append(f"args_{number}: / ?/ value_{number}")
             rules.append(f"value_{number}: {_json(schema, options)}")
     return "\n".join(rules)
 
 
 def one_by_one(text: str) -> Iterator[tuple[str, str]]:
-    """Yield for each tool its name and the grammar of a call of it alone."""
+    """Yield each tool's name and the grammar of a call of this tool alone."""
     given = json.loads(text)
     for call in given["calls"]:
         yield call["name"], json.dumps({**given, "calls": [call]})
@@ -64,16 +64,16 @@ def _behind(call: Mapping[str, Any]) -> str:
 
 
 def _arguments(call: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the schema of an object, which arguments always are."""
+    """Return the schema of the arguments, which are always an object."""
     schema, name = call["schema"], call["name"]
     kind = schema.get("type", _OBJECT)
     if kind != _OBJECT and not (isinstance(kind, list) and _OBJECT in kind):
-        raise ValueError(f"the tool '{name}': arguments are an object, and its schema's type not.")
+        raise ValueError(f"the tool '{name}': the type of its parameters must be object.")
     schema = {**schema, "type": _OBJECT}
     if is_endless(schema):
         raise ValueError(
-            f"the tool '{name}': the schema demands itself within itself, so that nothing finite "
-            "follows it."
+            f"the tool '{name}': the schema requires itself within itself, so that it has no "
+            "finite instance."
         )
     return schema
 
@@ -83,7 +83,7 @@ def _keywords(
 ) -> Iterator[str]:
     """Yield rules for arguments of the form ``a=1, b=2``, in the order of the schema.
 
-    There are two for each argument: one for where none has been written, one for behind another.
+    There are two per argument: for the first written argument, and for one after a comma.
     """
     properties, required = _properties(tool, schema)
     shared = {key: schema[key] for key in _SHARED if key in schema}
@@ -104,26 +104,24 @@ def _keywords(
 
 
 def _properties(tool: str, schema: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return the arguments and which of them must be there. Raises ``ValueError``."""
+    """Return the arguments and the required ones. Raises ``ValueError``."""
     beyond = sorted(schema.keys() - _PLAIN)
     if beyond:
         raise ValueError(
-            f"the tool '{tool}': the model writes each argument by itself, so that '{beyond[0]}' "
-            "of all of them cannot be followed."
+            f"the tool '{tool}': '{beyond[0]}' is not supported at the root, because this model "
+            "writes each argument separately."
         )
     properties, required = schema.get("properties", {}), schema.get("required", [])
     if not isinstance(properties, dict) or not _are_names(required):
-        raise ValueError(f"the tool '{tool}': its properties or what is required are none.")
+        raise ValueError(f"the tool '{tool}': invalid properties or required.")
     missing = [name for name in required if name not in properties]
     wrong = [name for name in properties if not _KEYWORD.fullmatch(name)]
     if missing or wrong:
-        raise ValueError(
-            f"the tool '{tool}': {(missing or wrong)[0]!r} cannot be the name of an argument."
-        )
+        raise ValueError(f"the tool '{tool}': invalid argument name {(missing or wrong)[0]!r}.")
     if any(_leads_away(value) for value in properties.values()):
         raise ValueError(
-            f"the tool '{tool}': the model writes each argument by itself, so that references may "
-            "lead to '#/$defs' only."
+            f"the tool '{tool}': references must point into '#/$defs', because this model writes "
+            "each argument separately."
         )
     return properties, required
 

@@ -1,9 +1,8 @@
-"""A process that tries grammars, so that one which takes too long takes nothing else with it.
+"""A process that test-compiles grammars, so that a hostile one cannot block the Router.
 
-It reads a grammar per line, as JSON, and answers each with what is wrong with it. No limit of the
-compiler's bounds its time: what needs more than so much of a processor ends the process, by the
-signal of its timer, and so does what needs too much memory. ``python -m rkserve.sampling.trial``
-is started by a Router, never by hand.
+It reads one grammar per line, as JSON, and answers each with its error or null. The compiler has no
+time limit of its own: a timer signal ends the process after ``LIMIT_S`` of processor time, and too
+much memory ends it as well. A Router starts it as ``python -m rkserve.sampling.trial``.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _NICE = 10  # the Router and the boards' engines go first
 
 
 def answer(line: str) -> str:
-    """Return the line that answers."""
+    """Return the answer line to a grammar line."""
     kind, text = json.loads(line)
     signal.setitimer(signal.ITIMER_VIRTUAL, LIMIT_S)
     try:
@@ -34,7 +33,7 @@ def answer(line: str) -> str:
 
 
 def serve(given: TextIO, out: TextIO) -> None:
-    """Answer until nobody asks any more."""
+    """Answer all lines until the input ends."""
     out.write(json.dumps(READY) + "\n")
     out.flush()
     for line in given:
@@ -46,7 +45,7 @@ def main() -> None:
     """Serve the Router at the other end of stdin and stdout."""
     os.nice(_NICE)
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    with contextlib.suppress(ValueError, OSError):  # less than that was granted already
+    with contextlib.suppress(ValueError, OSError):  # the existing limit is lower
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, hard))
     serve(sys.stdin, sys.stdout)
 

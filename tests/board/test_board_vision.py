@@ -228,8 +228,8 @@ def test_an_encoder_that_crashes_is_replaced_with_its_engine(sim: Sim) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        pytest.param({"tokens": TOKENS + 1}, "makes 4 tokens", id="another one"),
-        pytest.param({"model": Path("/nowhere.rknn")}, "no image encoder", id="no file"),
+        pytest.param({"tokens": TOKENS + 1}, "4 tokens", id="another one"),
+        pytest.param({"model": Path("/nowhere.rknn")}, "does not exist", id="no file"),
     ],
 )
 def test_an_encoder_that_is_not_the_folders_is_refused_at_load(

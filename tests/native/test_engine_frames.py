@@ -101,7 +101,7 @@ def head(size: int, kind: int) -> bytes:
         pytest.param(
             head(engine_frames.MAX_FRAME + 1, FrameKind.BEAT), "claims", id="an absurd length"
         ),
-        pytest.param(head(1, 99), "unknown kind 99", id="an unknown kind"),
+        pytest.param(head(1, 99), "unknown frame kind 99", id="an unknown kind"),
         pytest.param(b"I rkllm: hello from the library\n", "claims", id="text in the stream"),
     ],
 )
@@ -121,12 +121,12 @@ def run_payload(n_entries: int, *counts: int, rest: bytes = b"{}") -> bytes:
         pytest.param(engine_frames.unpack, b"\xff", "not JSON", id="no UTF-8"),
         pytest.param(engine_frames.unpack, b"[]", "not a JSON object", id="JSON, but a list"),
         pytest.param(engine_frames.unpack_token, b"\0" * 9, "only 9 bytes", id="a cut token"),
-        pytest.param(engine_frames.unpack_run, b"\0" * 11, "is cut", id="a cut run"),
+        pytest.param(engine_frames.unpack_run, b"\0" * 11, "is truncated", id="a cut run"),
         pytest.param(
-            engine_frames.unpack_run, run_payload(2, 0, rest=b""), "is cut", id="cut lengths"
+            engine_frames.unpack_run, run_payload(2, 0, rest=b""), "is truncated", id="cut lengths"
         ),
         pytest.param(
-            engine_frames.unpack_run, run_payload(1, 0, rest=b"{}\0"), "is cut", id="a cut id"
+            engine_frames.unpack_run, run_payload(1, 0, rest=b"{}\0"), "is truncated", id="a cut id"
         ),
         pytest.param(
             engine_frames.unpack_run, run_payload(2**32 - 1), "claims 4294967295", id="a crowd"
@@ -134,13 +134,13 @@ def run_payload(n_entries: int, *counts: int, rest: bytes = b"{}") -> bytes:
         pytest.param(
             engine_frames.unpack_run,
             run_payload(2, 1, 2, rest=b"{}" + b"\0" * 8),
-            "claim 3 token ids, and 2 came",
+            "claims 3 token ids and has 2",
             id="too few ids",
         ),
         pytest.param(
             engine_frames.unpack_run,
             run_payload(1, 0, rest=b"{}" + b"\0" * 4),
-            "claim 0 token ids, and 1 came",
+            "claims 0 token ids and has 1",
             id="an id of nobody's",
         ),
     ],

@@ -60,8 +60,8 @@ LOOP = {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}
         pytest.param(regex("(a"), "regex", id="a regex that is none"),
         pytest.param(lark("start: foo"), "unknown name", id="a grammar with a hole"),
         pytest.param(lark('start: start "a"'), "NoExtension", id="a grammar without an end"),
-        pytest.param(lark("root ::= ("), "no grammar", id="GBNF that is none"),
-        pytest.param(lark("\x00"), "no grammar", id="NUL"),
+        pytest.param(lark("root ::= ("), "not a grammar", id="GBNF that is none"),
+        pytest.param(lark("\x00"), "not a grammar", id="NUL"),
         pytest.param(lark("start: " + "(" * 5000 + '"a"' + ")" * 5000), "nested", id="deep"),
     ],
 )

@@ -1,8 +1,8 @@
-"""What C calls, and what races it: the result callback, the handle's state, aborts.
+"""The result callback of a handle, its run record, and aborts from other threads.
 
-The callback copies, asks the run's sink, stores what that raises, and returns; it acts on NORMAL
-alone. It takes no lock, so an abort always gets through. It knows the handle and makes one call
-of its own, ``rkllm_abort``; the calls of the owner are in ``binding`` and ``runs``.
+The callback copies the tokens, calls the run's sink, stores an exception of the sink, and returns;
+only NORMAL callbacks may pause. It takes no lock, so that an abort is never blocked by it. Its only
+library call is ``rkllm_abort``; the owner's calls are in ``runtime`` and ``runs``.
 """
 
 from __future__ import annotations
@@ -37,25 +37,27 @@ Ended = Callable[[RunOutcome | BaseException], None]
 class NativeRun:
     """One run for as long as the library can see it, or may resume it.
 
-    Written by the thread in the callback, except for ``abort_wanted`` and ``abort_owed``. What only
-    an asynchronous run has: ``ended``, a list that whoever tells the end empties first, so that it
-    is told once; ``told``; and ``quiet``, the tokens and the time of a look that found it silent.
+    There is no lock: each field has one writer, and the order of the writes keeps an abort from
+    being lost. The thread in the callback writes all fields but ``abort_wanted`` and
+    ``abort_owed``. Only an asynchronous run uses ``ended`` (a list that is emptied before its
+    function is called, so that this happens once), ``told``, and ``quiet`` (token count and time of
+    the poll that first found no progress).
     """
 
-    userdata: Any  # a number: a stale pointer could not be told apart
+    userdata: Any  # a number, because a stale pointer could not be distinguished
     params: RunParams
     sink: Sink
-    mode: EvaluateMode | None = None  # what is evaluated; None generates
-    last: bool = False  # of what is evaluated only the last row is wanted
+    mode: EvaluateMode | None = None  # None generates
+    last: bool = False  # keep only the last row of an evaluation
     ended: list[Ended] | None = None
-    keep: list[Any] = field(default_factory=list)  # what C points to
+    keep: list[Any] = field(default_factory=list)  # objects that C points to
     tokens: int = 0
     inside: int | None = None  # the thread that is in the sink
     pausing: bool = False  # the callback returns 1, or has just done so
     paused_on: tuple[int, ...] = ()  # the ids of the step that paused it, one per entry
     abort_wanted: bool = False
-    abort_owed: bool = False  # the library may not have noticed: tell it at the next token
-    abort_made: bool = False  # the library was told
+    abort_owed: bool = False  # repeat the abort at the next token: the library may have missed it
+    abort_made: bool = False  # rkllm_abort was called
     finished: bool = False
     error: bool = False
     perf: Perf = field(default_factory=Perf)
@@ -66,27 +68,27 @@ class NativeRun:
 
     @property
     def silent(self) -> bool:
-        """Whether the library never called back, so that it may not have begun."""
+        """True if the library has not called back, so that the run may not have begun."""
         return not (self.tokens or self.finished or self.error)
 
     def end(self, code: int) -> RunEnd:
-        """Say how the run ended, from what the library showed."""
+        """Return the end of the run from its callbacks and the return code."""
         if self.error:
             return RunEnd.FAILED
         if self.mode is not None:
-            # FINISH was seen not to come in these modes: such a run is over when it returns.
+            # FINISH was observed to be missing in these modes: the run is over when it returns.
             return RunEnd.FINISHED if code == 0 else RunEnd.FAILED
         if self.finished:
-            # What an aborted run returns is nowhere documented; its FINISH is.
+            # The return code of an aborted run is undocumented; its FINISH is documented.
             return RunEnd.FINISHED if code == 0 or self.abort_wanted else RunEnd.FAILED
         if self.pausing:
             return RunEnd.PAUSED
-        # Without FINISH a run was refused or cut off, whatever it returned.
+        # Without FINISH a run was refused or cut off, independent of its return code.
         return RunEnd.FINISHED if self.abort_wanted and code == 0 else RunEnd.FAILED
 
 
 def perf_of(result: Any) -> Perf:
-    """Return the figures of a FINISH callback, which speaks of a whole batch in entry 0."""
+    """Return the figures of a FINISH callback; entry 0 has those of the whole batch."""
     perf = result.perf
     return Perf(
         prefill_ms=perf.prefill_time_ms,
@@ -99,13 +101,13 @@ def perf_of(result: Any) -> Perf:
 
 log = logging.getLogger(__name__)
 
-# What the result callback may say. 2 exists on 1.3.0 only: free the output buffer at once.
+# Return values of the result callback. 2 (free the output buffer at once) exists since 1.3.0.
 _GO_ON, _PAUSE, _FREE = 0, 1, 2
 
-# A callback that C may still know must never be freed; one per handle, so this stays small.
+# A callback that C may still call must never be freed; one per handle keeps this small.
 _CALLBACKS: list[Any] = []
 
-# The first two bring tokens, the others end a run.
+# The first two carry tokens, the others end a run.
 _NORMAL, _WAITING = CallState.NORMAL.value, CallState.WAITING.value
 _FINISH, _ERROR = CallState.FINISH.value, CallState.ERROR.value
 _END_EVENTS = {
@@ -117,7 +119,7 @@ _FLOAT = 4
 
 
 class ResultCallback:
-    """The side of one handle that C and aborting threads see."""
+    """The state of a handle, shared by its owner, the C callback and aborting threads."""
 
     def __init__(self, handle: Handle, quirks: Mapping[str, bool]) -> None:
         self._handle, self._quirks = handle, quirks
@@ -125,7 +127,7 @@ class ResultCallback:
         self.handle_state = HandleState.UNLOADED
         self.n_batch = 1
         self.run: NativeRun | None = None
-        self.failure: BaseException | None = None  # of a callback outside of a run
+        self.failure: BaseException | None = None  # of a callback outside a run
         self.late = 0
         # Held over an abort, and by the end of a run: no abort may hit an idle handle.
         self._abort_lock = threading.Lock()
@@ -139,7 +141,7 @@ class ResultCallback:
 
     @property
     def state(self) -> HandleState:
-        """Where the handle is."""
+        """The state of the handle, including a pending abort."""
         run, state = self.run, self.handle_state
         if run is None:
             return state
@@ -149,33 +151,33 @@ class ResultCallback:
             return TRANSITIONS.get((state, HandleEvent.ABORT), state)
         return state
 
-    # -- calls of the owner -------------------------------------------------------------------
+    # -- calls of the owner --------------------------------------------------------------------
 
     def begin(self, run: NativeRun, started: HandleState) -> None:
-        """Let the library have ``run``: an abort from now on is for it."""
+        """Make ``run`` the current run; later aborts are for it."""
         with self._abort_lock:  # an abort sees both or neither
             self.handle_state, self.run = started, run
 
     def settle(self, run: NativeRun, code: int) -> RunEnd:
-        """The library has returned: note where that leaves the handle."""
+        """Record that the library returned from ``run``; return the end of the run."""
         end = run.end(code)
-        # A resumption that it never began was refused, and the library is still paused.
+        # A resumption that never began was refused, and the library is still paused.
         refused = end is RunEnd.FAILED and run.params.resume and run.silent
         event = HandleEvent.PAUSE if refused else _END_EVENTS[end]
-        with self._abort_lock:  # an abort on its way in has left the library after this
+        with self._abort_lock:  # waits until an abort in progress has left the library
             state = self.handle_state
             if run.abort_wanted:
                 state = TRANSITIONS.get((state, HandleEvent.ABORT), state)
             self.handle_state, self.run = advance(state, event), None
         return end
 
-    # -- calls of anyone ----------------------------------------------------------------------
+    # -- calls of anyone -----------------------------------------------------------------------
 
     def abort(self) -> None:
-        """Ask a run to end at the next token; does nothing where none is running."""
+        """Request the end of the run at its next token; a no-op without a run."""
         run = self.run
         if run is not None and run.inside == threading.get_ident():
-            # From the sink: the callback sees to it, without the lock, on its way out.
+            # Called by the sink: the callback makes the abort before it returns, without the lock.
             run.abort_owed = run.abort_wanted = True
             return
         with self._abort_lock:
@@ -183,18 +185,18 @@ class ResultCallback:
             run = self.run
             if run is None or run.told:
                 return
-            # The library may not even have begun, and would take it for an abort of nothing.
+            # The library may not have begun the run and would ignore the abort.
             run.abort_owed = run.tokens == 0
             run.abort_wanted = True
-            if run.pausing:  # the callback decides: it withdraws the pause, or has ended the run
+            if run.pausing:  # the callback withdraws the pause, or has ended the run already
                 run.abort_owed = True
-            # A resumption that has not begun is a paused handle, which must not hear of aborts. It
-            # loses nothing: no abort cuts its prefill.
+            # A resumption that has not begun is a paused handle, which must not be aborted. It is
+            # aborted at its first token; a prefill cannot be interrupted anyway.
             elif not (run.params.resume and run.abort_owed):
                 self._call_abort(run)
 
     def note(self, exc: BaseException) -> None:
-        """Keep what a callback raised, and have the run that it belongs to aborted."""
+        """Store the exception of a callback, and request the abort of its run."""
         run = self.run
         if run is None:
             self.failure = self.failure or exc
@@ -203,7 +205,7 @@ class ResultCallback:
         run.abort_owed = run.abort_wanted = True
 
     def tell(self, run: NativeRun) -> bool:
-        """Tell the end of an asynchronous run, if nobody else did or does."""
+        """Call the ``ended`` function of an asynchronous run; False if it was called before."""
         try:
             ended = (run.ended or []).pop()
         except IndexError:
@@ -211,11 +213,11 @@ class ResultCallback:
         try:
             ended(run.failure or RunOutcome(run.end(0), run.perf, 0))
         except BaseException:  # nothing may unwind through a C frame
-            log.exception("what was to hear of an asynchronous run's end failed")
+            log.exception("the end function of an asynchronous run failed")
         run.told = True
         return True
 
-    # -- called from C ------------------------------------------------------------------------
+    # -- called from C -------------------------------------------------------------------------
 
     def _on_result(self, result: Any, userdata: Any, state: int) -> int:
         run = self.run
@@ -244,14 +246,16 @@ class ResultCallback:
             self.handle_state = advance(self.handle_state, HandleEvent.TOKEN)
         if run.failure is None and (normal or self._waiting_tokens):
             if self.n_batch == 1:
-                text = result.text if normal else None  # WAITING: partial or NULL, and comes again
+                text = (
+                    result.text if normal else None
+                )  # WAITING: partial or NULL, and repeated later
                 piece = TokenPiece(result.token_id, self._string(text) if text else b"", not normal)
                 verdict = run.sink((piece,))
             else:
                 verdict = run.sink(self._step(result, normal=normal))
             if verdict is SinkAction.PAUSE and normal:
                 self._grant_pause(run, result)
-        # After the lines above, so that an abort either sees `pausing` or is seen here.
+        # After the lines above: an abort either sees `pausing`, or is seen here.
         if run.abort_wanted:
             self._on_abort_wanted(run)
         run.inside = None
@@ -261,7 +265,7 @@ class ResultCallback:
         pieces: list[TokenPiece | None] = []
         for entry in range(self.n_batch):
             result = results[entry]
-            if result.token_id < 0:  # it has ended, and its text is typically NULL
+            if result.token_id < 0:  # the entry has ended; its text is typically NULL
                 pieces.append(None)
                 continue
             text = result.text if normal else None
@@ -272,7 +276,9 @@ class ResultCallback:
 
     def _grant_pause(self, run: NativeRun, results: Any) -> None:
         if run.ended is not None:
-            raise Misuse("an asynchronous run cannot be paused: the vendor knows of rkllm_run only")
+            raise Misuse(
+                "an asynchronous run cannot be paused: only rkllm_run is documented to pause"
+            )
         release = self._handle.release.version
         if run.params.keep_history and not self._quirks["pause_with_history"]:
             raise Misuse(
@@ -287,7 +293,7 @@ class ResultCallback:
         run.pausing = True
 
     def _on_rows(self, run: NativeRun, mode: EvaluateMode, result: Any) -> int:
-        """Copy what is evaluated. A callback without data may come before; FINISH may never."""
+        """Copy the rows. A callback without data may come first, and FINISH may be missing."""
         run.tokens += 1
         if self.handle_state is HandleState.PREFILL:
             self.handle_state = advance(self.handle_state, HandleEvent.TOKEN)
@@ -301,7 +307,7 @@ class ResultCallback:
             start, rows, columns = layer.logits, layer.num_tokens, layer.vocab_size
         if not start or rows < 1 or columns < 1:
             return _GO_ON
-        if run.matrix is None:  # what might follow is of the token that nobody asked for
+        if run.matrix is None:  # later callbacks are for tokens that were not requested
             skipped = rows - 1 if run.last else 0
             kept = rows - skipped
             data = bytes(self._ffi.buffer(start + skipped * columns, kept * columns * _FLOAT))
@@ -309,7 +315,7 @@ class ResultCallback:
         return self._freeing
 
     def _on_async_end(self, run: NativeRun) -> None:
-        run.inside = threading.get_ident()  # whoever hears of it must not call the library here
+        run.inside = threading.get_ident()  # the end function must not call the library here
         self.tell(run)
         run.inside = None
 
@@ -332,7 +338,7 @@ class ResultCallback:
         exc: BaseException,
         traceback: Any,  # noqa: ARG002
     ) -> None:
-        """An exception left the callback: nothing may unwind through C, so keep it and abort."""
+        """Store an exception of the callback and abort: nothing may unwind through a C frame."""
         run = self.run
         self.note(exc)
         if run is None:
@@ -347,15 +353,18 @@ class ResultCallback:
                 self._call_abort(run)
 
     def _call_abort(self, run: NativeRun) -> None:
-        """Make the call. FINISH may still come right after the look: only C could close that."""
+        """Call ``rkllm_abort`` unless the run has ended.
+
+        FINISH may still arrive between the check and the call; only C could close that gap.
+        """
         if run.finished or run.error or run.told:
-            return  # it is over in the library, if not yet here
+            return  # the library has ended the run, even if its owner has not settled it
         run.abort_made = True
         code = self._handle.lib.rkllm_abort(self._handle.pointer)
         if code != 0:
-            log.warning("rkllm_abort returned %d while a run was going on", code)
+            log.warning("rkllm_abort returned %d during a run", code)
 
 
 def keep_for_good(callback: Any) -> None:
-    """Never let go of a function that C may call."""
+    """Keep a function that C may call alive until the process ends."""
     _CALLBACKS.append(callback)

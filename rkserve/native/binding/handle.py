@@ -1,7 +1,7 @@
-"""One handle of one opened library: its birth, its end, and calls that answer with a code.
+"""One handle of an opened library: init, destroy, and calls that return a code.
 
-It knows the pointer and what the process needs for it. It judges nothing: states, runs and what a
-call may be given are for its users.
+The users of a handle check states, runs and arguments. A Python function that C calls stores its
+exception by ``note`` and returns an error code: nothing may unwind through a C frame.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _REFUSED = -1
 
 
 class ModelCallbacks:
-    """The two functions of one load, as C calls them."""
+    """The tokenizer and embedding callbacks of one load; they never overrun C's buffers."""
 
     def __init__(
         self,
@@ -35,12 +35,12 @@ class ModelCallbacks:
 
     @property
     def tokenize(self) -> Any:
-        """The tokenizer's C function; NULL without one."""
+        """The C function of the tokenizer; NULL without one."""
         return self._c("LLMTokenizerCallback", self._on_tokenize, self._tokenize)
 
     @property
     def embed(self) -> Any:
-        """The embedding layer's C function; NULL without one."""
+        """The C function of the embedding layer; NULL without one."""
         return self._c("LLMGetEmbedCallback", self._on_embed, self._embed)
 
     def _c(self, ctype: str, function: Callable[..., int], wanted: object) -> Any:
@@ -52,7 +52,7 @@ class ModelCallbacks:
         assert self._tokenize is not None
         ids = self._tokenize(self._ffi.unpack(text, length).decode())
         if len(ids) > room:
-            raise NativeError(f"the tokenizer made {len(ids)} ids, and the library takes {room}")
+            raise NativeError(f"the tokenizer returned {len(ids)} ids; the library takes {room}")
         tokens[0 : len(ids)] = ids
         return len(ids)
 
@@ -61,8 +61,7 @@ class ModelCallbacks:
         rows = self._embed(tuple(self._ffi.unpack(tokens, count)))
         if len(rows) != room:
             raise NativeError(
-                f"the embeddings of {count} ids are {len(rows)} bytes, and the library expects "
-                f"{room}"
+                f"the embeddings of {count} ids are {len(rows)} bytes; the library takes {room}"
             )
         self._ffi.memmove(target, rows, room)
         return 0
@@ -76,10 +75,10 @@ class ModelCallbacks:
         self._note(exc)
 
 
-# rkllm wants one descriptor per buffer; the vendor's own demo asks for this many.
+# The runtime takes one descriptor per buffer; the vendor's demo sets this limit.
 _OPEN_FILES = 102_400
 
-# Two inits at the same time are undefined, also for two handles.
+# Concurrent inits are undefined behaviour, even of two handles.
 _INIT_LOCK = threading.Lock()
 
 
@@ -91,12 +90,12 @@ class Handle:
         self.ffi: Any = release.ffi
         self.lib = open_library(self.ffi, path)
         self.pointer = self.ffi.NULL
-        self.keep: list[Any] = []  # what the library was given for good, until destroy
-        # Held over is_running, and while the pointer is taken away to be destroyed.
+        self.keep: list[Any] = []  # objects that the library uses until destroy
+        # Held during is_running, and while the pointer is cleared for destroy.
         self._peek_lock = threading.Lock()
 
     def init(self, params: LoadParams, callbacks: CallbackPointers) -> None:
-        """Create the handle. Raises ``LoadFailed``; then it must not be used again.
+        """Create the handle. After ``LoadFailed`` it must not be used again.
 
         Raises:
             OverflowError, TypeError: a parameter does not fit; the library was not called.
@@ -118,21 +117,21 @@ class Handle:
             raise CallFailed(function, code)
 
     def kv_sizes(self, n_batch: int) -> tuple[int, ...]:
-        """Positions of each entry's KV cache. Raises ``CallFailed``."""
+        """Return the positions in each entry's KV cache. Raises ``CallFailed``."""
         sizes = self.ffi.new("int[]", n_batch)
         self.call("rkllm_get_kv_cache_size", sizes)
         return tuple(sizes)
 
     def is_running(self) -> bool:
-        """Whether the library says that a run is going on; False without a handle."""
+        """Return the library's own report of a running run; False without a handle."""
         with self._peek_lock:
             if self.pointer == self.ffi.NULL:
                 return False
-            # The header of 1.2.x says the opposite, and is wrong.
+            # The header of 1.2.x documents the opposite, wrongly.
             return bool(self.lib.rkllm_is_running(self.pointer) == 1)
 
     def destroy(self) -> None:
-        """Free the handle. Raises ``CallFailed``; the pointer is gone whatever happens."""
+        """Free the handle. The pointer is cleared even if ``CallFailed`` is raised."""
         with self._peek_lock:
             pointer, self.pointer = self.pointer, self.ffi.NULL
         code = self.lib.rkllm_destroy(pointer)
@@ -148,7 +147,7 @@ def raise_file_limit() -> None:
 
 
 def file_limit(soft: int, hard: int) -> int:
-    """Return the soft limit to set; -1 stands for no limit, as in ``resource``."""
+    """Return the soft limit to set; -1 means no limit, as in ``resource``."""
     if soft == resource.RLIM_INFINITY:
         return soft
     return max(soft, _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES))
@@ -157,6 +156,4 @@ def file_limit(soft: int, hard: int) -> int:
 def _init_failure(model_path: str, code: int) -> str:
     if code == 0:
         return f"rkllm_init returned 0 but no handle for {model_path}"
-    return (
-        f"rkllm_init returned {code} for {model_path}; the library's own lines in the log say why"
-    )
+    return f"rkllm_init returned {code} for {model_path}; see the library's lines in the log"

@@ -1,7 +1,7 @@
-"""What a run is given, as the library's structs: ids, text, embeddings, images, videos.
+"""The inputs of a run as C structs: ids, text, embeddings, images, videos.
 
-It knows which bytes C will read and puts all of them into the list that keeps them alive; how far
-C reads is checked before, in ``checks``.
+All memory that C reads is appended to a ``keep`` list, whose owner keeps it alive. Sizes are
+checked beforehand in ``preconditions``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PutMedia = Callable[[Any, MultimodalInput, "list[Any]"], None]
 def make_inputs(
     ffi: Any, library: Any, inputs: Sequence[RunInput], keep: list[Any], put_media: PutMedia
 ) -> Any:
-    """Return the array of one run, which has as many entries as the handle has batches."""
+    """Return the input array of one run."""
     entries = ffi.new("RKLLMInput[]", len(inputs))
     keep.append(entries)
     for place, given in enumerate(inputs):
@@ -61,9 +61,9 @@ def _put_plain(
 
 
 def c_string(ffi: Any, text: str, keep: list[Any]) -> Any:
-    """Return ``text`` as C sees it. Raises ``Misuse`` where C would see less, or cannot."""
+    """Return ``text`` as a C string. Raises ``Misuse`` for NUL and for invalid Unicode."""
     if "\0" in text:
-        raise Misuse("the text holds a NUL character, where the library would cut it off")
+        raise Misuse("the text contains a NUL character, at which the library would truncate it")
     try:
         value = ffi.new("char[]", text.encode())
     except UnicodeEncodeError as exc:
@@ -73,29 +73,29 @@ def c_string(ffi: Any, text: str, keep: list[Any]) -> Any:
 
 
 def c_path(ffi: Any, path: str, keep: list[Any]) -> Any:
-    """Return a path as C sees it; unlike text it may hold what is not Unicode."""
+    """Return a path as a C string, which need not be Unicode. Raises ``Misuse``."""
     try:
         raw = os.fsencode(path)
     except UnicodeEncodeError as exc:
         raise Misuse(f"{path!r} is not a path: {exc.reason}") from exc
     if not raw or b"\0" in raw:
-        raise Misuse(f"{path!r} is not a path that the library could open")
+        raise Misuse(f"{path!r} is empty or contains a NUL character")
     value = ffi.new("char[]", raw)
     keep.append(value)
     return value
 
 
 def c_floats(ffi: Any, data: bytes, keep: list[Any]) -> Any:
-    """Return raw float32 bytes as C sees them, without a copy."""
+    """Return raw float32 bytes as a C array, without a copy."""
     return _view(ffi, "float[]", data, keep)
 
 
 def c_ints(ffi: Any, data: bytes, keep: list[Any]) -> Any:
-    """Return raw int32 bytes as C sees them, without a copy."""
+    """Return raw int32 bytes as a C array, without a copy."""
     return _view(ffi, "int32_t[]", data, keep)
 
 
 def _view(ffi: Any, ctype: str, data: bytes, keep: list[Any]) -> Any:
-    view = ffi.from_buffer(ctype, data)  # holds on to the bytes
+    view = ffi.from_buffer(ctype, data)  # keeps the bytes alive
     keep.append(view)
     return view

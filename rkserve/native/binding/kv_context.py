@@ -1,8 +1,6 @@
-"""What the library's memory was computed with, as far as the next run must know. Pure.
+"""Rules for the KV contents that outlive a run: the live context and a loaded prompt cache. Pure.
 
-The library compares nothing: KV positions of another adapter, or of half a turn, are used as if
-they were right. Two things outlive a run, the live context and a prompt cache that was loaded; the
-rules for both are here, and no call.
+The library does not check that KV positions belong to the adapter of a run, or to a complete turn.
 """
 
 from __future__ import annotations
@@ -16,19 +14,19 @@ from rkserve.native.runtime import RunEnd, RunParams
 
 @dataclass(slots=True)
 class KvContext:
-    """What runs with ``keep_history`` left in the KV cache."""
+    """The KV cache contents of runs with ``keep_history``."""
 
     filled: bool = False
     adapter: str | None = None
-    spoiled: str = ""  # what happened to it, where that made it unusable
+    spoiled: str = ""  # the reason why it is unusable, if it is
 
     def check(self, params: RunParams) -> None:
-        """Raise ``Misuse`` where ``params`` would continue what it must not."""
+        """Raise ``Misuse`` if ``params`` would continue an unusable or foreign context."""
         if not params.keep_history:
             return
         if self.spoiled:
             raise Misuse(
-                f"{self.spoiled}: clear the KV cache before the next run with keep_history, which "
+                f"{self.spoiled}: clear the KV cache before the next run with keep_history, or it "
                 "would continue a truncated turn"
             )
         if self.filled and params.adapter != self.adapter:
@@ -38,11 +36,11 @@ class KvContext:
             )
 
     def after(self, params: RunParams, end: RunEnd, *, aborted: bool, trusted: bool) -> None:
-        """Note a run; ``trusted`` are aborts that leave exactly what was delivered."""
+        """Record a run. A ``trusted`` abort leaves exactly the delivered tokens."""
         if end is RunEnd.PAUSED:
-            return  # it is not the live context's yet: only its own resumption may follow
+            return  # part of the live context only after its resumption
         if not params.keep_history:
-            self.filled = False  # a single turn forgets what was there, and itself
+            self.filled = False  # a single turn drops the context, and its own
             return
         self.filled, self.adapter = True, params.adapter
         if end is RunEnd.FAILED:
@@ -51,36 +49,36 @@ class KvContext:
             self.spoiled = "the last run with keep_history was aborted"
 
     def encoder_replaced(self) -> None:
-        """Note that what every position attended to is gone."""
+        """Record that the encoder output that all positions attended to was replaced."""
         if self.filled:
             self.spoiled = "the encoder's output was replaced"
 
     def cleared(self, *, all_of_it: bool) -> None:
-        """Note a clear; the system prompt's part keeps its adapter."""
+        """Record a clear; a kept system prompt keeps its adapter."""
         self.filled, self.spoiled = self.filled and not all_of_it, ""
 
 
 @dataclass(slots=True)
 class PromptCache:
-    """The cache file that was loaded, which the next runs may use a prefix of."""
+    """The loaded cache file, of which the next runs may use a prefix."""
 
     loaded: bool = False
     adapter: str | None = None
-    bound: bool = False  # a run has said what the file was computed with
-    after_abort: bool = False  # loading one has crashed the library in this case
+    bound: bool = False  # a run has determined the adapter of the file
+    after_abort: bool = False  # loading a file after an abort crashed the library
 
     def check_load(self, n_batch: int, quirks: Mapping[str, bool]) -> None:
-        """Raise ``Misuse`` where a file must not be loaded."""
+        """Raise ``Misuse`` if a file must not be loaded now."""
         if n_batch > 1:
             raise Misuse("a prompt cache is not known to work with a batch")
         if self.after_abort and not quirks["prompt_cache_after_abort"]:
             raise Misuse(
-                "a run of this handle was aborted, and loading a prompt cache after that has "
-                "crashed the library: create the handle anew"
+                "a run of this handle was aborted; loading a prompt cache afterwards crashed the "
+                "library: create the handle anew"
             )
 
     def fits(self, adapter: str | None) -> bool:
-        """Say whether the next run may use the file; the first one's word is taken for it."""
+        """Return True if the next run may use the file; the first run determines its adapter."""
         if not self.loaded or (self.bound and self.adapter == adapter):
             return True
         if self.bound:
@@ -89,10 +87,10 @@ class PromptCache:
         return True
 
     def took(self, *, loaded: bool) -> None:
-        """Note that the library holds another file, or none."""
+        """Record that the library holds another file, or none."""
         self.loaded, self.adapter, self.bound = loaded, None, False
 
 
 def adapter_words(adapter: str | None) -> str:
-    """Name an adapter in a sentence."""
+    """Return an adapter's name for a message."""
     return "no adapter" if adapter is None else f"adapter {adapter!r}"

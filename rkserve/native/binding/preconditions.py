@@ -1,4 +1,4 @@
-"""What the library would accept and then do wrong: refused before it gets there. Pure."""
+"""Checks of arguments that the library would accept and then mishandle. Pure."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ from rkserve.native.runtime import (
 )
 
 _CPU_BITS = 32
-_MAX_BATCH = 100  # the library's own words: between 1 and 100
+_MAX_BATCH = 100  # the library's own limit
 _DOMAINS = 16  # the kernel driver's RKNPU_MAX_IOMMU_DOMAIN_NUM
 _FLOAT = 4
 
-# Markup that a tokenizer reads as special tokens; DeepSeek's has full-width bars.
+# Markup that a tokenizer maps to special tokens; DeepSeek's has full-width bars.
 _MARKUP = re.compile(
     r"<\|[^|<>\s]{1,40}\|>|<\uff5c[^\uff5c<>]{1,40}\uff5c>|<(?:start|end)_of_turn>"
 )
 
 
-# -- load -----------------------------------------------------------------------------------------
+# -- load ------------------------------------------------------------------------------------------
 
 
 def check_load(params: LoadParams, release: RuntimeRelease) -> None:
-    """Raise ``LoadFailed`` where init is bound to fail; 1.3.0 may crash on a failing one."""
+    """Raise ``LoadFailed`` if init is bound to fail, which crashes some releases."""
     if not Path(params.model_path).is_file():
-        raise LoadFailed(f"there is no model file {params.model_path}")
+        raise LoadFailed(f"model file {params.model_path} does not exist")
     if min(params.max_context_len, params.max_new_tokens) < 1:
         raise LoadFailed("max_context_len and max_new_tokens must be at least 1")
     cpus = params.cpus
@@ -58,18 +58,18 @@ def check_load(params: LoadParams, release: RuntimeRelease) -> None:
         raise LoadFailed(f"RKLLM {release.version} has no {name}")
 
 
-# -- a run ----------------------------------------------------------------------------------------
+# -- a run -----------------------------------------------------------------------------------------
 
 
 def check_run(params: RunParams, n_batch: int, release: RuntimeRelease) -> None:
-    """Raise ``Misuse`` for a run that no handle of ``release`` can do as it is asked for."""
+    """Raise ``Misuse`` for a run that ``release`` cannot make."""
     limit = params.max_new_tokens
     if (params.sampling is not None or limit is not None) and not release.per_run_sampling:
         raise Misuse(f"RKLLM {release.version} takes sampling and max_new_tokens at load only")
     if limit is not None and limit < 1:
         raise Misuse(f"max_new_tokens must be at least 1, not {limit}")
     if len(params.inputs) != n_batch:
-        # The library reads n_batch of them whatever it is given, and crashes on the missing ones.
+        # The library always reads n_batch inputs, and crashes on missing ones.
         raise Misuse(f"a run takes exactly {n_batch} inputs (n_batch), not {len(params.inputs)}")
     for given in params.inputs:
         _check_input(given, release)
@@ -78,7 +78,7 @@ def check_run(params: RunParams, n_batch: int, release: RuntimeRelease) -> None:
 def _check_input(given: RunInput, release: RuntimeRelease) -> None:
     if isinstance(given, TokenInput):
         if not given.ids or min(given.ids) < 0:
-            raise Misuse("token input must hold at least one id, and none below 0")
+            raise Misuse("token input must have at least one id, and no id below 0")
     elif isinstance(given, EmbedInput):
         _check_rows("embeddings", given.data, given.n_tokens)
     elif isinstance(given, MultimodalInput):
@@ -87,7 +87,7 @@ def _check_input(given: RunInput, release: RuntimeRelease) -> None:
 
 def _check_rows(what: str, data: bytes, rows: int) -> None:
     if rows < 1 or not data or len(data) % (_FLOAT * rows):
-        raise Misuse(f"{len(data)} bytes of {what} do not make {rows} rows of float32")
+        raise Misuse(f"{len(data)} bytes of {what} are not {rows} rows of float32")
 
 
 def _check_multimodal(given: MultimodalInput, release: RuntimeRelease) -> None:
@@ -102,12 +102,14 @@ def _check_multimodal(given: MultimodalInput, release: RuntimeRelease) -> None:
 
 
 def _check_image(image: Image, places: int, release: RuntimeRelease) -> None:
-    # Without its counts an asynchronous run returned 0 and never called back.
+    # Without the counts an asynchronous run returned 0 and never called back.
     _check_counts("an image", image.n_images, image.n_tokens, image.width, image.height)
     _check_rows("image embeddings", image.data, image.n_images * image.n_tokens)
-    # Only 1.3.0 is documented to want one place for each; before, one was enough for all.
+    # Releases differ: one <image> per image, or a single one for all of them.
     if places != image.n_images and not (release.one_mark_for_all_images and places == 1):
-        raise Misuse(f"the text has {places} times <image> for {image.n_images} images")
+        raise Misuse(
+            f"the text has <image> {places} times; the number of images is {image.n_images}"
+        )
     if image.tags != NO_IMAGE_TAGS and release.image_tags_at_load:
         raise Misuse(f"RKLLM {release.version} takes image tags at load, not with each image")
 
@@ -118,28 +120,30 @@ def _check_video(video: Video, places: int) -> None:
     )
     _check_rows("video embeddings", video.data, video.n_videos * video.n_frames * video.n_tokens)
     if places != video.n_videos:
-        raise Misuse(f"the text has {places} times <video> for {video.n_videos} videos")
+        raise Misuse(
+            f"the text has <video> {places} times; the number of videos is {video.n_videos}"
+        )
 
 
 def _check_counts(what: str, *counts: int) -> None:
     if min(counts) < 1:
-        raise Misuse(f"{what} needs its counts, width and height, all at least 1, not {counts}")
+        raise Misuse(f"{what} needs counts, width and height of at least 1, not {counts}")
 
 
 def check_prompts(params: RunParams) -> None:
-    """Raise ``Misuse`` for rendered text while a chat template is in force."""
+    """Raise ``Misuse`` for rendered text while a chat template is active."""
     for given in params.inputs:
         if not isinstance(given, (PromptInput, MultimodalInput)):
             continue
         if (found := _MARKUP.search(given.text)) is not None:
             raise Misuse(
-                f"PROMPT text holds {found.group()}, and a chat template is in force that would "
-                "wrap it once more: send token ids, or set an empty template first"
+                f"PROMPT text contains {found.group()}, and the active chat template would wrap it "
+                "again: send token ids, or set an empty template first"
             )
 
 
 def check_save(params: RunParams, n_batch: int, quirks: Mapping[str, bool]) -> None:
-    """Raise ``Misuse`` for a prompt cache file that could not become what is expected of it."""
+    """Raise ``Misuse`` for a prompt cache that cannot be saved correctly."""
     if params.save_cache is None:
         return
     if n_batch > 1:
@@ -147,18 +151,18 @@ def check_save(params: RunParams, n_batch: int, quirks: Mapping[str, bool]) -> N
     if params.keep_history and not quirks["prompt_cache_save_with_history"]:
         raise Misuse("a run with keep_history is not known to save its whole context")
     if not Path(params.save_cache).parent.is_dir():
-        raise Misuse(f"there is no folder for the prompt cache {params.save_cache}")
+        raise Misuse(f"the folder of the prompt cache {params.save_cache} does not exist")
 
 
 def check_resume(params: RunParams, paused: RunParams, *, by_prompt: bool) -> None:
-    """Raise ``Misuse`` where ``params`` cannot resume ``paused``."""
+    """Raise ``Misuse`` if ``params`` cannot resume ``paused``."""
     for given in params.inputs:
         if not isinstance(given, (TokenInput, PromptInput)):
             raise Misuse("a paused run is resumed with token ids, not with embeddings")
         if isinstance(given, PromptInput) and not by_prompt:
             raise Misuse("a paused run is resumed with token ids, not with PROMPT text")
     if params.keep_history != paused.keep_history:
-        raise Misuse("a paused run is resumed with the keep_history that it was started with")
+        raise Misuse("a paused run is resumed with the keep_history of its start")
     if params.adapter != paused.adapter:
         raise Misuse(
             f"a paused run with {adapter_words(paused.adapter)} cannot be resumed with "
@@ -174,7 +178,7 @@ def check_evaluate(
     keep_history: bool,
     quirks: Mapping[str, bool],
 ) -> None:
-    """Raise ``Misuse`` where computing rows was seen to fail, or to end the process."""
+    """Raise ``Misuse`` if an evaluation was observed to fail or to end the process."""
     if n_batch > 1:
         raise Misuse(f"{mode.value} of a batch cannot be computed")
     tokens = isinstance(given, TokenInput)
@@ -184,14 +188,14 @@ def check_evaluate(
         and tokens
         and not quirks["logits_with_history"]
     ):
-        raise Misuse("logits of token input with keep_history end the process of the library")
+        raise Misuse("logits of token input with keep_history end the process")
 
 
-# -- the other calls ------------------------------------------------------------------------------
+# -- the other calls -------------------------------------------------------------------------------
 
 
 def check_ranges(ranges: Sequence[tuple[int, int]], sizes: Sequence[int]) -> None:
-    """Raise ``Misuse`` for ranges that the KV cache does not hold."""
+    """Raise ``Misuse`` for ranges outside of the KV cache."""
     if len(ranges) != len(sizes):
         raise Misuse(f"a clear takes exactly {len(sizes)} ranges (n_batch), not {len(ranges)}")
     for entry, ((start, end), size) in enumerate(zip(ranges, sizes, strict=True)):
@@ -203,22 +207,22 @@ def check_ranges(ranges: Sequence[tuple[int, int]], sizes: Sequence[int]) -> Non
 
 
 def check_adapter(path: str, name: str, scale: float, names: set[str]) -> None:
-    """Raise ``Misuse`` for an adapter that could never be told from another, or is not there."""
+    """Raise ``Misuse`` for an ambiguous name, a wrong scale or a missing file."""
     if not name or name in names:
-        raise Misuse(f"an adapter needs a name of its own, not {name!r}")
+        raise Misuse(f"adapter name {name!r} is empty or in use")
     if not math.isfinite(scale):
         raise Misuse(f"an adapter's scale must be a finite number, not {scale}")
     check_file(path, "adapter")
 
 
 def check_file(path: str, what: str) -> None:
-    """Raise ``Misuse`` for a missing file: what the library makes of one is unknown."""
+    """Raise ``Misuse`` for a missing file: the library's reaction to one is unknown."""
     if not Path(path).is_file():
-        raise Misuse(f"there is no {what} file {path}")
+        raise Misuse(f"{what} file {path} does not exist")
 
 
 def check_tools(tools: str) -> None:
-    """Raise ``Misuse`` for a description of tools that the library could not read; "" is none."""
+    """Raise ``Misuse`` for a tool description that is not JSON; an empty one is valid."""
     if not tools:
         return
     try:
@@ -228,12 +232,12 @@ def check_tools(tools: str) -> None:
 
 
 def check_cross_attention(given: CrossAttention, *, loaded_for_it: bool) -> None:
-    """Raise ``Misuse`` where the library would read past an encoder's output, or ignore it."""
+    """Raise ``Misuse`` if the library would read past an encoder output, or ignore it."""
     if not loaded_for_it:
         raise Misuse("the handle was not loaded with use_cross_attn")
-    _check_rows("the encoder's K cache", given.k_cache, given.n_tokens)
+    _check_rows("the encoder K cache", given.k_cache, given.n_tokens)
     if len(given.v_cache) != len(given.k_cache):
-        raise Misuse("the encoder's K and V caches must have the same size")
+        raise Misuse("the encoder K and V caches must have the same size")
     for what, data in (("mask", given.mask), ("positions", given.positions)):
         if len(data) != _FLOAT * given.n_tokens:
-            raise Misuse(f"the encoder's {what} must have one value for each of its tokens")
+            raise Misuse(f"the encoder {what} must have one value per token")

@@ -1,7 +1,8 @@
-"""The runs of one handle: checked against all that is known, made, settled, drained.
+"""The runs of one handle: checked, made, settled and drained.
 
-It knows what a run depends on and leaves behind (adapters, the live context, a prompt cache, a
-paused run) and what has to stay alive for it. It holds no lock: its user is the one owner.
+This module tracks the state that runs depend on and leave behind: adapters, the live context, a
+prompt cache, a paused run, and the objects to keep alive. It holds no lock: ``runtime`` admits one
+owner at a time.
 """
 
 from __future__ import annotations
@@ -32,17 +33,17 @@ from rkserve.native.runtime import (
 
 _T = TypeVar("_T")
 
-_CUTTABLE = 2  # positions: to cut all of them is as suspect as a full clear of a paused handle
+_CUTTABLE = 2  # positions; removing all of them is as risky as a full clear of a paused handle
 
-# How long the library may take from its last callback of an asynchronous run to its end, and how
-# long it has to say that nothing is running before a run without a callback is given up.
+# The time from the last callback of an asynchronous run to its end, and the time for which the
+# library has to report no running run before a run without a callback is abandoned.
 _LANDING_S = 5.0
 _QUIET_S = 0.1
 _LOOK_S = 0.001
 
 
 class HandleRuns:
-    """What is run on one handle, one at a time."""
+    """The runs of one handle, one at a time."""
 
     def __init__(
         self, handle: Handle, callback: ResultCallback, quirks: Mapping[str, bool]
@@ -56,14 +57,14 @@ class HandleRuns:
         self.adapters: set[str] = set()
         self.template_emptied = False
 
-    # -- what can be run ----------------------------------------------------------------------
+    # -- kinds of runs -------------------------------------------------------------------------
 
     def generate(self, params: RunParams, sink: Sink, started: HandleState) -> RunOutcome:
-        """Make a run and wait for its end; raises what its sink raised."""
+        """Make a run and wait for its end; an exception of its sink is raised again."""
         run = self._prepared(params, sink)
         code, end = self._make(run, started)
         if self._refused(end):
-            self.drain(started)  # nobody else would end the pause
+            self.drain(started)  # nothing else would end the pause
         if run.failure is not None:
             raise run.failure
         return RunOutcome(end, run.perf, code)
@@ -71,10 +72,10 @@ class HandleRuns:
     def drain(self, started: HandleState) -> None:
         """Resume the paused run for one token that is not delivered, and end it.
 
-        Where that is refused, as it is with a full KV cache, room is made for the token first.
+        If the library refuses, as with a full KV cache, the last position is removed first.
 
         Raises:
-            CallFailed: the run is paused still, if the library refused it twice, or has failed.
+            CallFailed: the run failed, or is still paused after a second refusal.
         """
         code, end = self._drained(started)
         if self._refused(end) and self._made_room():
@@ -87,7 +88,7 @@ class HandleRuns:
         paused, ffi = self.paused, self._handle.ffi
         assert paused is not None  # by the state table
         if not self._may_cut(paused):
-            raise Misuse("ranges can be cleared of a run without keep_history only")
+            raise Misuse("ranges can be cleared only while a run without keep_history is paused")
         preconditions.check_ranges(ranges, self._handle.kv_sizes(self._callback.n_batch))
         if all(start == end for start, end in ranges):
             return
@@ -98,7 +99,7 @@ class HandleRuns:
         return not paused.params.keep_history or self._quirks["clear_range_with_history"]
 
     def _made_room(self) -> bool:
-        """Give up the last position of each entry of the paused run; False where that cannot be."""
+        """Remove the last position of each entry of the paused run; False if that is impossible."""
         sizes = self._handle.kv_sizes(self._callback.n_batch)
         if self.paused is None or not self._may_cut(self.paused) or max(sizes) < _CUTTABLE:
             return False
@@ -106,11 +107,11 @@ class HandleRuns:
         return True
 
     def _drained(self, started: HandleState) -> tuple[int, RunEnd]:
-        """Make the run that ends the paused one, and return how it ended."""
+        """Make the run that ends the paused one; return its code and end."""
         paused = self.paused
         assert paused is not None  # by the state table
         limited = self._quirks["drain_by_limit"] and self._release.per_run_sampling
-        # An entry of a batch that has ended is resumed with what another one said: it is drained.
+        # An ended entry of a batch is resumed with the token of another one: its text is dropped.
         spare = max(paused.paused_on)
         ids = [token if token >= 0 else spare for token in paused.paused_on]
         params = RunParams(
@@ -122,7 +123,7 @@ class HandleRuns:
         )
 
         def hush(_: Step) -> SinkAction:
-            # Also where the limit did not hold. Once: a second abort might hit an idle handle.
+            # Also if the limit had no effect. Only once: a second abort might hit an idle handle.
             if run.tokens > int(limited) and not run.abort_wanted:
                 self._callback.abort()
             return SinkAction.CONTINUE
@@ -161,12 +162,12 @@ class HandleRuns:
             raise NothingComputed(mode.value, why)
         return run.matrix
 
-    # -- asynchronous runs --------------------------------------------------------------------
+    # -- asynchronous runs ---------------------------------------------------------------------
 
     def start(self, params: RunParams, sink: Sink, ended: Ended, started: HandleState) -> None:
         """Start an asynchronous run; see ``Runtime.run_async``."""
         if not self._quirks["run_async"]:
-            raise Misuse(f"the asynchronous runs of RKLLM {self._release.version} are broken")
+            raise Misuse(f"asynchronous runs of RKLLM {self._release.version} are broken")
         run = self._prepared(params, sink)
         run.ended = [ended]
         inputs, infer = self._structs(run)
@@ -178,7 +179,7 @@ class HandleRuns:
             raise CallFailed("rkllm_run_async", code)
 
     def look_after(self) -> bool:
-        """Land an asynchronous run, or give it up; True while it goes on."""
+        """Settle an ended asynchronous run, or abandon a silent one; True while it continues."""
         run = self._callback.run
         if run is None or run.ended is None:
             return False
@@ -188,20 +189,20 @@ class HandleRuns:
         if not run.told and not self._quiet_for_good(run):
             return True
         if self._callback.tell(run):
-            # It may only be late: what it was given must outlive whatever it still does.
+            # It may only be late: its inputs must outlive any later access.
             self._handle.keep.append(run.keep)
         self._settle(run, 0)
         return False
 
     def await_landing(self) -> None:
-        """Wait until an asynchronous run that told its end has left the library."""
+        """Wait until an ended asynchronous run has left the library."""
         run = self._callback.run
         if run is None or not run.told:
             return
         give_up = time.monotonic() + _LANDING_S
         while self.look_after() or self._callback.run is not None:
             if time.monotonic() > give_up:
-                raise Misuse("the library does not come back from an asynchronous run")
+                raise Misuse("an ended asynchronous run did not leave the library in time")
             time.sleep(_LOOK_S)
 
     @staticmethod
@@ -211,28 +212,28 @@ class HandleRuns:
             run.quiet = (run.tokens, now)
         return now - run.quiet[1] >= _QUIET_S
 
-    # -- a run from begin to end --------------------------------------------------------------
+    # -- a run from start to end ---------------------------------------------------------------
 
     def _prepared(
         self, params: RunParams, sink: Sink, mode: EvaluateMode | None = None
     ) -> NativeRun:
-        """Check a run against everything that is known; from here on it can only be made."""
+        """Check a run and return its record."""
         n_batch, paused = self._callback.n_batch, self.paused
         preconditions.check_run(params, n_batch, self._release)
         preconditions.check_save(params, n_batch, self._quirks)
         if not self.template_emptied:
             preconditions.check_prompts(params)
         if params.adapter is not None and params.adapter not in self.adapters:
-            raise Misuse(f"no adapter {params.adapter!r} was loaded")
+            raise Misuse(f"adapter {params.adapter!r} is not loaded")
         if paused is not None:
             by_prompt = self._quirks["resume_with_prompt"]
             preconditions.check_resume(params, paused.params, by_prompt=by_prompt)
-            # The library may still look at what the paused run was given, and may call back with
-            # either's userdata: one cookie, and everything kept.
+            # The library may still read the inputs of the paused run, and may call back with the
+            # userdata of either: both share one cookie, and all inputs are kept.
             return NativeRun(paused.userdata, params, sink, keep=[paused.keep])
         self.context.check(params)
         if mode is not None or not self.cache.fits(params.adapter):
-            self.release_cache()  # rows of reused positions would be missing, or wrong
+            self.release_cache()  # rows of reused positions would be missing or wrong
         return NativeRun(self._handle.ffi.cast("void *", next(self._cookies)), params, sink, mode)
 
     def _structs(self, run: NativeRun) -> tuple[Any, Any]:
@@ -265,22 +266,22 @@ class HandleRuns:
         return end
 
     def _refused(self, end: RunEnd) -> bool:
-        """Say whether the run that ended so was a resumption that the library did not begin."""
+        """Return True if the ended run was a resumption that the library did not begin."""
         return end is RunEnd.FAILED and self._callback.state is HandleState.PAUSED
 
     def release_cache(self) -> None:
-        """Have the library forget the prompt cache file, if it holds one."""
+        """Release the loaded prompt cache file, if there is one."""
         if self.cache.loaded:
             self._handle.call("rkllm_release_prompt_cache")
             self.cache.took(loaded=False)
 
 
 def fitting(make: Callable[[], _T]) -> _T:
-    """Return what ``make`` returns; a value that C cannot hold is ``Misuse``."""
+    """Return the result of ``make``; a value that C cannot represent raises ``Misuse``."""
     try:
         return make()
     except (OverflowError, TypeError) as exc:
-        raise Misuse(f"a value does not fit the library's: {exc}") from exc
+        raise Misuse(f"a value does not fit its C type: {exc}") from exc
 
 
 def _no_sink(_: Step) -> SinkAction:

@@ -1,11 +1,11 @@
-"""The vendor's library as a ``Runtime``: every call of a handle's owner, one at a time.
+"""The vendor's library as a ``Runtime``: the calls of a handle's owner, one at a time.
 
-It judges every call by the state table before the library sees it, and keeps everything that the
-library can see alive. It knows no requests, no text (pieces are bytes) and no policy: who is to be
-aborted is for its callers. Runs are made in ``runs``; what C calls is in ``callback``.
+Each call is checked by the state table before it reaches the library, and all memory that the
+library can read is kept alive. The module knows no requests, no text (tokens are bytes) and no
+policy. Runs are made in ``runs``; the functions that C calls are in ``callback``.
 
-Locks: one owner at a time (``_owner``), never waited for. ``abort`` and ``is_running`` do without
-it, and the callback takes no lock at all, so an abort always gets through.
+One owner at a time holds ``_owner``; a second one is refused instead of waiting. ``abort`` and
+``is_running`` work without it, and the callback takes no lock, so that an abort is never blocked.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from rkserve.native.runtime import (
 
 
 def open_runtime(path: Path, quirks: Mapping[str, bool] | None = None) -> Binding:
-    """Open the library at ``path``, whatever accepted release it is; ``quirks`` are overrides.
+    """Open the library at ``path``, of any accepted release; ``quirks`` are overrides.
 
     Raises:
         LibraryMissing, ReleaseRefused: see ``detect``.
@@ -50,7 +50,7 @@ def open_runtime(path: Path, quirks: Mapping[str, bool] | None = None) -> Bindin
 
 
 class Binding:
-    """One handle of one library; see ``Runtime`` for what its methods promise."""
+    """One handle of one library; ``Runtime`` documents its methods."""
 
     def __init__(self, path: Path, release: RuntimeRelease, quirks: Mapping[str, bool]) -> None:
         self._release, self._quirks = release, quirks
@@ -58,11 +58,11 @@ class Binding:
         self._callback = ResultCallback(self._handle, quirks)
         self._runs = HandleRuns(self._handle, self._callback, quirks)
         self._owner = threading.Lock()
-        # What the library was given until it is given another: by the call that does so.
+        # By function: the arguments that the library keeps until the next call of that function.
         self._kept: dict[str, list[Any]] = {}
         self._cross_attention = False
 
-    # -- what it is ---------------------------------------------------------------------------
+    # -- facts ---------------------------------------------------------------------------------
 
     @property
     def release(self) -> str:
@@ -71,25 +71,25 @@ class Binding:
 
     @property
     def per_run_sampling(self) -> bool:
-        """Whether a run may carry sampling and a token limit."""
+        """True if a run may carry sampling and a token limit."""
         return self._release.per_run_sampling
 
     @property
     def quirks(self) -> Mapping[str, bool]:
-        """What the release may be trusted with."""
+        """The values of the quirks by name."""
         return self._quirks
 
     @property
     def state(self) -> HandleState:
-        """Where the handle is."""
+        """The state of the handle."""
         return self._callback.state
 
     @property
     def late_callbacks(self) -> int:
-        """Callbacks that came for no run, or for an earlier one."""
+        """The number of callbacks without a run, or for an earlier one."""
         return self._callback.late
 
-    # -- birth and end ------------------------------------------------------------------------
+    # -- load and destroy ----------------------------------------------------------------------
 
     def load(self, params: LoadParams) -> None:
         """Create the handle. Raises ``LoadFailed``."""
@@ -100,7 +100,7 @@ class Binding:
             try:
                 self._handle.init(params, self._functions(params))
             except (OverflowError, TypeError, Misuse) as exc:
-                raise LoadFailed(f"a parameter does not fit the library's: {exc}") from exc
+                raise LoadFailed(f"a parameter does not fit its C type: {exc}") from exc
             except LoadFailed as exc:
                 callback.handle_state = advance(callback.handle_state, HandleEvent.INIT_FAILED)
                 raise exc from callback.failure
@@ -116,14 +116,14 @@ class Binding:
     def destroy(self) -> None:
         """Free the handle; allowed on an idle or paused one only. Raises ``CallFailed``."""
         with self._owned(HandleEvent.DESTROY) as destroyed:
-            # Even if the call fails: nobody knows what the handle is worth then.
+            # Even if the call fails: the state of the handle is then undefined.
             self._callback.handle_state = destroyed
             self._handle.destroy()
             self._runs.paused = None
             self._runs.cache.took(loaded=False)
             self._kept = {}
 
-    # -- runs ---------------------------------------------------------------------------------
+    # -- runs ----------------------------------------------------------------------------------
 
     def run(self, params: RunParams, sink: Sink) -> RunOutcome:
         """Generate until the end, a pause or an abort; see ``Runtime``."""
@@ -138,7 +138,7 @@ class Binding:
             self._runs.start(params, sink, ended, started)
 
     def poll_async(self) -> bool:
-        """Look after an asynchronous run; True while it goes on. See ``Runtime``."""
+        """Check an asynchronous run; return True while it continues. See ``Runtime``."""
         if not self._owner.acquire(blocking=False):
             run = self._callback.run
             return run is not None and not run.told
@@ -168,14 +168,14 @@ class Binding:
             )
 
     def abort(self) -> None:
-        """Ask a run to end at the next token; does nothing where none is running."""
+        """Request the end of the run at its next token; a no-op without a run."""
         self._callback.abort()
 
     def is_running(self) -> bool:
-        """Whether the library says that a run is going on; False without a handle."""
+        """Return the library's own report of a running run; False without a handle."""
         return self._handle.is_running()
 
-    # -- the KV cache -------------------------------------------------------------------------
+    # -- the KV cache --------------------------------------------------------------------------
 
     def clear_kv_cache(self, *, keep_system_prompt: bool = False) -> None:
         """Empty the KV cache of an idle handle. Raises ``CallFailed``."""
@@ -185,44 +185,44 @@ class Binding:
             self._runs.context.cleared(all_of_it=not keep_system_prompt)
 
     def clear_kv_range(self, ranges: Sequence[tuple[int, int]]) -> None:
-        """Cut ranges out of a paused handle's KV cache; see ``Runtime``."""
+        """Remove ranges from a paused handle's KV cache; see ``Runtime``."""
         with self._owned(HandleEvent.CLEAR_KV_RANGE):
             self._runs.cut(ranges)
 
     def kv_cache_sizes(self) -> tuple[int, ...]:
-        """Positions that the KV cache holds, for each entry. Raises ``CallFailed``."""
+        """Return the positions in each entry's KV cache. Raises ``CallFailed``."""
         with self._owned(HandleEvent.KV_SIZE):
             return self._handle.kv_sizes(self._callback.n_batch)
 
     def load_prompt_cache(self, path: str) -> None:
-        """Offer a cache file to the next runs; see ``Runtime``."""
+        """Load a cache file for the next runs; see ``Runtime``."""
         with self._owned(HandleEvent.PROMPT_CACHE):
             self._runs.cache.check_load(self._callback.n_batch, self._quirks)
             preconditions.check_file(path, "prompt cache")
             keep: list[Any] = []
             c_file = c_path(self._handle.ffi, path, keep)
-            self._runs.release_cache()  # the vendor asks for it before another file is loaded
+            self._runs.release_cache()  # required by the vendor before another load
             self._call_keeping("rkllm_load_prompt_cache", keep, c_file)
             self._runs.cache.took(loaded=True)
 
     def release_prompt_cache(self) -> None:
-        """Forget the cache file that was loaded. Raises ``CallFailed``."""
+        """Release the loaded cache file. Raises ``CallFailed``."""
         with self._owned(HandleEvent.PROMPT_CACHE):
             self._runs.release_cache()
 
-    # -- what the model is to work with -------------------------------------------------------
+    # -- adapters, templates, tools ------------------------------------------------------------
 
     def load_adapter(self, path: str, name: str, scale: float = 1.0) -> None:
-        """Add a LoRA adapter to an idle handle; see ``Runtime``."""
+        """Load a LoRA adapter into an idle handle; see ``Runtime``."""
         with self._owned(HandleEvent.CONFIGURE):
             preconditions.check_adapter(path, name, scale, self._runs.adapters)
-            # Kept even if it is refused: what the library has noted by then is unknown.
+            # Kept even if it is refused: the library may have stored the pointers by then.
             adapter = self._release.adapter(path, name, scale, self._handle.keep)
             self._handle.call("rkllm_load_lora", adapter)
             self._runs.adapters.add(name)
 
     def set_chat_template(self, system: str, prefix: str, postfix: str) -> None:
-        """Replace the model's own template for PROMPT input. Raises ``CallFailed``."""
+        """Replace the model's chat template for PROMPT input. Raises ``CallFailed``."""
         with self._owned(HandleEvent.CONFIGURE):
             self._set_texts("rkllm_set_chat_template", system, prefix, postfix)
             self._runs.template_emptied = not (system or prefix or postfix)
@@ -232,10 +232,10 @@ class Binding:
         with self._owned(HandleEvent.CONFIGURE):
             preconditions.check_tools(tools)
             self._set_texts("rkllm_set_function_tools", system, tools, response_tag)
-            self._runs.template_emptied = False  # tools reach the model by a template
+            self._runs.template_emptied = False  # tools are passed through a template
 
     def set_cross_attention(self, given: CrossAttention) -> None:
-        """Hand over an encoder's output; see ``Runtime``."""
+        """Set the encoder output; see ``Runtime``."""
         with self._owned(HandleEvent.CONFIGURE):
             preconditions.check_cross_attention(given, loaded_for_it=self._cross_attention)
             keep: list[Any] = []
@@ -249,19 +249,19 @@ class Binding:
         self._call_keeping(function, keep, *parts)
 
     def _call_keeping(self, function: str, keep: list[Any], *args: Any) -> None:
-        """Make a call whose arguments stay alive until the next one like it, or destroy."""
+        """Call a function whose arguments stay alive until its next call, or destroy."""
         before = self._kept.get(function, [])
-        self._kept[function] = [before, keep]  # a call that fails may leave either in use
+        self._kept[function] = [before, keep]  # a failed call may leave either in use
         self._handle.call(function, *args)
         self._kept[function] = keep
 
-    # -- one owner ----------------------------------------------------------------------------
+    # -- one owner -----------------------------------------------------------------------------
 
     @contextmanager
     def _owned(self, event: HandleEvent) -> Iterator[HandleState]:
-        """Be the one owner during a call that the table allows; yields the state after it."""
+        """Own the handle during a call that the state table allows; yield the state after it."""
         if not self._owner.acquire(blocking=False):
-            advance(self.state, event)  # says it better where a run is what is in the way
+            advance(self.state, event)  # a better message if a run is the reason
             raise Misuse(f"'{event.value}' while another call is inside the library")
         try:
             self._runs.await_landing()

@@ -1,7 +1,7 @@
-"""What a board's commands mean on a ``Runtime``: JSON values in, calls out.
+"""The translation of a board's JSON commands to calls of a ``Runtime``.
 
-It knows no frames, threads or processes. The keys are those of ``board.engine``; one that is
-missing is a mistake of ours and raises ``KeyError``.
+It knows no frames, threads or processes. The keys are those of ``board.engine``; a missing key is a
+bug and raises ``KeyError``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from rkserve.native.runtime import (
 
 
 def load_params(given: Mapping[str, Any]) -> LoadParams:
-    """Return what to load with; JSON has made lists of tuples."""
+    """Return the load parameters; JSON has turned tuples into lists."""
     load = dict(given)
     load["sampling"] = Sampling(**load["sampling"])
     for name in ("cpus", "image_tags"):
@@ -40,16 +40,16 @@ def load_params(given: Mapping[str, Any]) -> LoadParams:
 
 
 def vision_params(given: Mapping[str, Any]) -> VisionParams:
-    """Return what the engine is to see with."""
+    """Return the parameters of the image encoder."""
     library, model, tags = Path(given["library"]), Path(given["model"]), tuple(given["tags"])
     return VisionParams(**{**given, "library": library, "model": model, "tags": tags})
 
 
 def prepare(runtime: Runtime, params: Mapping[str, Any]) -> str | None:
-    """Do what comes before a run, in the order that ``RunCommand`` promises.
+    """Prepare the KV cache and the prompt cache for a run, in the order of ``RunCommand``.
 
-    Returns why a prompt cache was refused: that costs time, and not the answer. Raises
-    ``NativeError`` where the run must not begin.
+    Returns the reason if the library refused a prompt cache, which costs only time. Raises
+    ``NativeError`` if the run must not begin.
     """
     if params["clear"]:
         runtime.clear_kv_cache()
@@ -66,14 +66,14 @@ def prepare(runtime: Runtime, params: Mapping[str, Any]) -> str | None:
 
 
 def _cut(runtime: Runtime, start: int, end: int, *, entries: int) -> None:
-    """Clear a range of the paused entry 0, and look whether it is gone."""
+    """Clear a range of the paused entry 0, and check the new size of its KV cache."""
     before = runtime.kv_cache_sizes()[0]
     runtime.clear_kv_range([(start, end), *[(0, 0)] * (entries - 1)])
     after = runtime.kv_cache_sizes()[0]
     if after != before - (end - start):
         raise NativeError(
-            f"after the range {start} to {end} was cleared of {before} positions the KV cache "
-            f"holds {after}"
+            f"KV cache holds {after} positions after the range [{start}, {end}) of {before} was "
+            "cleared"
         )
 
 
@@ -83,8 +83,9 @@ def run_params(
     image: Image | None = None,
     embeds: Embeds | None = None,
 ) -> RunParams:
-    """Return the run that is asked for; ``image`` has all those of its one entry, and ``embeds``
-    are that entry.
+    """Return the parameters of a run.
+
+    ``image`` has all images of the only entry; ``embeds`` are that entry.
     """
     sampling = params["sampling"]
     return RunParams(
@@ -108,13 +109,13 @@ def _input(ids: tuple[int, ...], text: str | None, image: Image | None) -> RunIn
 
 
 def embed(runtime: Runtime, run: RunParams, pooling: Pooling) -> tuple[int, bytes]:
-    """Return how many tokens the run's text has, and its vector as float32 raw bytes.
+    """Return the number of tokens of the run's text, and its vector as float32 raw bytes.
 
-    Only that is kept of the hidden states, which take megabytes. Raises ``NativeError``.
+    The hidden states, which take megabytes, are dropped. Raises ``NativeError``.
     """
-    (given, *_) = run.inputs  # a batch is refused by the binding
+    (given, *_) = run.inputs  # the binding refuses a batch
     ids = given.ids if isinstance(given, TokenInput) else None
-    # Who knows the ids need not count the rows.
+    # With known ids the rows need not be counted.
     last = pooling is Pooling.LAST and ids is not None
     matrix = runtime.evaluate(given, EvaluateMode.HIDDEN, adapter=run.adapter, last=last)
     tokens = matrix.rows if ids is None else len(ids)
@@ -122,21 +123,21 @@ def embed(runtime: Runtime, run: RunParams, pooling: Pooling) -> tuple[int, byte
 
 
 def positions(runtime: Runtime) -> tuple[int, ...]:
-    """What the KV cache holds, or (): the answer is complete and must not fail for a figure."""
+    """Return the sizes of the KV cache; () on an error, which must not fail a complete answer."""
     try:
         return runtime.kv_cache_sizes()
     except NativeError as exc:
-        sys.stderr.write(f"rkserve: the KV cache's size is unknown: {exc}\n")
+        sys.stderr.write(f"rkserve: the size of the KV cache is unknown: {exc}\n")
         return ()
 
 
 def call(runtime: Runtime, method: str, args: Mapping[str, Any]) -> Any:
-    """Make one of the calls that a board may ask for between runs; see ``CALLS``.
+    """Make one of the ``CALLS`` that a board may request between runs.
 
-    Raises ``NativeError``: ``Misuse`` for any other name, and for arguments that do not fit.
+    Raises ``NativeError``: ``Misuse`` for another name, and for wrong arguments.
     """
     if method not in CALLS:
-        raise Misuse(f"'{method}' is not a call; there are {', '.join(CALLS)}")
+        raise Misuse(f"unknown call '{method}'; known are {', '.join(CALLS)}")
     try:
         signature(CALLS[method]).bind(runtime, **args)
     except TypeError as exc:

@@ -1,4 +1,4 @@
-"""Tokens to text as the library would give it: a character comes whole, with its last token."""
+"""Detokenization as the library does it: a character is delivered whole, with its last token."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from rkserve.models.vocabulary import Vocabulary
 
 
 class Detokenizer:
-    """What is said with the tokens of one vocabulary."""
+    """The text of one answer's tokens, by one vocabulary."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
@@ -17,11 +17,11 @@ class Detokenizer:
 
     @property
     def size(self) -> int:
-        """How many tokens there are: what a row of logits has beyond stands for nothing."""
+        """The number of tokens; further columns of a row of logits are padding."""
         return len(self._vocabulary)
 
-    def say(self, token_id: int) -> tuple[bytes, bool]:
-        """Return the text of a token, and whether it waits for that of the next one."""
+    def text_of(self, token_id: int) -> tuple[bytes, bool]:
+        """Return the text of a token, and True if it is delayed to the next token."""
         self._held += self._vocabulary.said(token_id)
         self._decoder.reset()
         self._decoder.decode(self._held)

@@ -1,6 +1,6 @@
-"""Hidden states of all positions to one vector of a text. Pure, and without any numerics library.
+"""Pooling: hidden states of all positions to one vector of a text. Pure, without numpy.
 
-What is done with the vector (its length, its dimensions) is decided where it is given out.
+The API normalizes the vector and cuts its dimensions.
 """
 
 from __future__ import annotations
@@ -14,17 +14,16 @@ from rkserve.core.run_params import Pooling
 from rkserve.native.runtime import EvaluateMode, Matrix
 
 _FLOAT = 4
-MAX_BYTES = 12 * 1024 * 1024  # of all positions of a text: they cross to the board in one frame
+MAX_BYTES = 12 * 1024 * 1024  # of all positions of a text, which are sent to the board in one frame
 
 
 def pooled(matrix: Matrix, pooling: Pooling, expected: int | None = None) -> bytes:
-    """Return one vector, or with ``Pooling.ALL`` one for each position: float32 raw bytes.
+    """Return one vector, or with ``Pooling.ALL`` one per position, as float32 raw bytes.
 
-    ``expected`` are the positions that were computed, where that is known: of what is averaged, or
-    begins with the first, none may be missing.
+    ``expected`` is the number of positions, if known: all poolings but LAST need every row.
 
     Raises:
-        NothingComputed: rows are missing, or hold no numbers.
+        NothingComputed: rows are missing, or have values that are not finite.
     """
     if pooling is not Pooling.LAST and expected is not None and matrix.rows != expected:
         found = f"it gave {matrix.rows} rows for {expected} tokens"
@@ -33,9 +32,7 @@ def pooled(matrix: Matrix, pooling: Pooling, expected: int | None = None) -> byt
         return _all(matrix)
     vector = _mean(matrix) if pooling is Pooling.MEAN else _row(matrix, pooling)
     if not all(map(math.isfinite, vector)):
-        raise NothingComputed(
-            EvaluateMode.HIDDEN.value, "it gave what is no number (NaN or infinite)"
-        )
+        raise NothingComputed(EvaluateMode.HIDDEN.value, "it gave values that are not finite")
     return vector.tobytes()
 
 
@@ -44,14 +41,12 @@ def _all(matrix: Matrix) -> bytes:
     if size > MAX_BYTES:
         raise NothingComputed(
             EvaluateMode.HIDDEN.value,
-            f"it gave {size} bytes, of which {MAX_BYTES} can be handed on",
+            f"it gave {size} bytes; the limit is {MAX_BYTES}",
         )
     values = array("f")
     values.frombytes(memoryview(matrix.data)[:size])
     if not all(map(math.isfinite, values)):
-        raise NothingComputed(
-            EvaluateMode.HIDDEN.value, "it gave what is no number (NaN or infinite)"
-        )
+        raise NothingComputed(EvaluateMode.HIDDEN.value, "it gave values that are not finite")
     return values.tobytes()
 
 

@@ -1,12 +1,11 @@
-"""The engine process: owns one RKLLM handle, speaks frames over its stdin and stdout.
+"""The engine process: owns one RKLLM handle and exchanges frames over its stdin and stdout.
 
-It is what a crash in the vendor's library takes down, and all of it. It knows ``native`` only: no
-Ray, no HTTP, no queue of requests. It ends when its stdin closes, so that no orphan keeps NPU
-memory. ``python -m rkserve.native.engine.process`` is started by the board, never by hand.
+A crash of the vendor's library ends this process and nothing else. It knows no Ray, no HTTP and no
+request queue. It ends when its stdin closes, so that no orphan keeps NPU memory. The board starts
+it as ``python -m rkserve.native.engine.process``.
 
-Three threads: the main one reads commands (so an abort gets through while the library is busy),
-the *runner* is the only one that enters blocking calls of the library, the *writer* is the only
-one that writes frames, so that the library's callback never waits for a pipe.
+It has three threads: the main thread reads commands, so that an abort is read while the library is
+busy; the *runner* makes the blocking calls of the library; the *writer* writes the frames.
 """
 
 from __future__ import annotations
@@ -52,42 +51,42 @@ OpenRuntime = Callable[[Path, Mapping[str, bool]], Runtime]
 
 
 class Sender(Protocol):
-    """Where frames go: an ``FrameWriter``."""
+    """The destination of frames; see ``FrameWriter``."""
 
     def put(self, frame: bytes) -> None:
-        """Queue a frame, or several in one piece."""
+        """Queue a frame, or several as one string of bytes."""
 
     def close(self) -> None:
-        """Write what is queued, then end."""
+        """Write all queued frames, then end."""
 
 
 class EngineServer:
-    """The commands of a board, carried out on one runtime.
+    """The commands of a board, executed on one runtime.
 
-    ``command`` is for the thread that reads them, ``carry_out`` for the runner.
+    The reading thread calls ``command``, the runner ``carry_out``.
     """
 
-    def __init__(self, outbox: Sender, open_runtime: OpenRuntime) -> None:
-        self._outbox = outbox
+    def __init__(self, frames: Sender, open_runtime: OpenRuntime) -> None:
+        self._frames = frames
         self._open_runtime = open_runtime
         self._work: SimpleQueue[tuple[FrameKind, bytes]] = SimpleQueue()
         self._runtime: Runtime | None = None
         self._steps: StepwiseRuns | None = None
         self._vision: CachedEncoder | None = None
-        self._pictures: list[tuple[int, Picture]] = []  # of the run that comes next
+        self._pictures: list[tuple[int, Picture]] = []  # of the next run
         self._embeds: list[tuple[int, Embeds]] = []
         self._encoder: list[tuple[int, EncoderStates]] = []
         self._needs_encoder = False  # the model is a decoder with cross-attention
-        self._fence: NpuLock | None = None  # held until the process ends
-        # Guards the three below: an abort that overtakes its run must keep it from starting, and
-        # one that comes late must not hit the next run. The library's callback never takes it.
+        self._npu_lock: NpuLock | None = None  # held until the process ends
+        # Guards the three fields below: an abort that overtakes its run must keep it from starting,
+        # and a late one must not abort the next run. The library's callback never takes it.
         self._lock = threading.Lock()
-        self._current: int | None = None  # what the runtime was handed, until it is back
+        self._current: int | None = None  # the run inside the runtime
         self._aborted: frozenset[int] = frozenset()
-        self._pause_wanted: int | None = None  # the current run or none; the sink reads it
+        self._pause_wanted: int | None = None  # the current run or None; read by the sink
 
     def serve(self, command_fd: int) -> None:
-        """Carry out commands until the board closes the pipe."""
+        """Read and execute commands until the board closes the pipe."""
         threading.Thread(target=self._runner, name="runner", daemon=True).start()
         reader = engine_frames.FrameReader()
         while chunk := os.read(command_fd, READ_SIZE):
@@ -95,13 +94,13 @@ class EngineServer:
                 self.command(kind, payload)
 
     def beat(self, interval_s: float) -> None:
-        """Tell every ``interval_s`` that this process is alive; never returns."""
+        """Send a heartbeat every ``interval_s``; never returns."""
         while True:
-            self._outbox.put(engine_frames.pack(FrameKind.BEAT, {}))
+            self._frames.put(engine_frames.pack(FrameKind.BEAT, {}))
             time.sleep(interval_s)
 
     def command(self, kind: FrameKind, payload: bytes) -> None:
-        """Take a command: what interrupts a run is done at once, the rest waits for the runner."""
+        """Execute an abort or pause at once; queue other commands for the runner."""
         if kind is FrameKind.ABORT:
             self._abort(engine_frames.unpack(payload)["run_id"])
         elif kind is FrameKind.PAUSE:
@@ -110,7 +109,7 @@ class EngineServer:
             self._work.put((kind, payload))
 
     def carry_out(self, kind: FrameKind, payload: bytes) -> None:
-        """Do what had to wait for its turn."""
+        """Execute a queued command."""
         if kind is FrameKind.LOAD:
             self._load(engine_frames.unpack(payload))
         elif kind is FrameKind.IMAGE:
@@ -130,14 +129,14 @@ class EngineServer:
             self._stop()
 
     def _abort(self, run_id: int) -> None:
-        with self._lock:  # held over the call: run_id stays the current run until it is made
+        with self._lock:  # held during the call, so that run_id stays the current run
             self._aborted |= {run_id}
             if self._current != run_id or self._runtime is None:
                 return
             self._pause_wanted = None
             try:
                 self._runtime.abort()
-            except NativeError as exc:  # it is over, or the board's watchdog will end it
+            except NativeError as exc:  # the run has ended, or the board's watchdog will end it
                 sys.stderr.write(f"W rkserve: the abort was refused: {exc}\n")
 
     def _pause(self, run_id: int) -> None:
@@ -149,7 +148,7 @@ class EngineServer:
         try:
             while True:
                 self.carry_out(*self._work.get())
-        except BaseException as exc:  # noqa: BLE001 - without this thread the engine is deaf
+        except BaseException as exc:  # noqa: BLE001 - without this thread no command is executed
             _crash(exc)
 
     def _load(self, command: dict[str, Any]) -> None:
@@ -157,12 +156,12 @@ class EngineServer:
             started = time.monotonic()
             if command["pin_cpus"]:
                 os.sched_setaffinity(0, command["pin_cpus"])
-            self._fence = NpuLock(Path(command["fence"]))
-            self._fence.take(command["fence_timeout_s"])
+            self._npu_lock = NpuLock(Path(command["fence"]))
+            self._npu_lock.take(command["fence_timeout_s"])
             self._runtime = self._open(command)
         except (RkserveError, OSError) as exc:
             kind = type(exc).__name__ if isinstance(exc, NativeError) else "LoadFailed"
-            self._outbox.put(
+            self._frames.put(
                 engine_frames.pack(FrameKind.LOAD_FAILED, {"kind": kind, "message": str(exc)})
             )
             return
@@ -173,7 +172,7 @@ class EngineServer:
             "load_s": time.monotonic() - started,
             "n_batch": command["params"]["n_batch"],
         }
-        self._outbox.put(engine_frames.pack(FrameKind.LOADED, facts))
+        self._frames.put(engine_frames.pack(FrameKind.LOADED, facts))
 
     def _open(self, command: dict[str, Any]) -> Runtime:
         runtime = self._open_runtime(Path(command["library"]), command["quirks"])
@@ -188,13 +187,13 @@ class EngineServer:
 
             self._vision = open_vision(vision, runtime.release)
         if command["text_mode"] or vision is not None:
-            # The prompt arrives rendered: the model's own template must not wrap it once more.
+            # The prompt is rendered already: the model's template must not wrap it again.
             runtime.set_chat_template("", "", "")
         return runtime
 
     def _loaded(self) -> Runtime:
         if self._runtime is None:
-            raise LoadFailed("something was asked for before a model was loaded")
+            raise LoadFailed("no model is loaded")
         return self._runtime
 
     def _run(
@@ -206,7 +205,7 @@ class EngineServer:
             ended = {"end": "failed", "error": str(exc), "refused": True}
         except NativeError as exc:
             ended = {"end": "failed", "error": str(exc)}
-        self._outbox.put(engine_frames.pack(FrameKind.ENDED, {"run_id": run_id, **ended}))
+        self._frames.put(engine_frames.pack(FrameKind.ENDED, {"run_id": run_id, **ended}))
 
     def _generate(
         self, run_id: int, params: dict[str, Any], entries: tuple[tuple[int, ...], ...]
@@ -218,8 +217,8 @@ class EngineServer:
             cache_refused = commands.prepare(runtime, params)
             self._hand_over_encoder(runtime, run_id)
             if params["steps"] is not None:
-                # It never is the current run: it is left between two steps, and the library has
-                # nothing to abort.
+                # A stepwise run never becomes the current run: it stops between two steps, where
+                # the library has no run to abort.
                 ended = self._own_steps().run(
                     runtime, run_id, params, entries[0], lambda: run_id in self._aborted
                 )
@@ -230,12 +229,12 @@ class EngineServer:
             encode_ms = (time.monotonic() - began_s) * 1e3 if image is not None else 0.0
             embeds = next((one for of, one in self._embeds if of == run_id), None)
             run = commands.run_params(params, entries, image, embeds)
-            if not self._begins(run_id):  # an abort came while the handle was being prepared
+            if not self._begins(run_id):  # aborted while the handle was prepared
                 return {"end": "unstarted", "cache_refused": cache_refused}
             if params["pooling"] is not None:
                 tokens, vector = commands.embed(runtime, run, Pooling(params["pooling"]))
-                self._outbox.put(engine_frames.pack_vector(run_id, tokens, vector))
-                outcome = RunOutcome(RunEnd.FINISHED, Perf(), 0)  # it brings no figures
+                self._frames.put(engine_frames.pack_vector(run_id, tokens, vector))
+                outcome = RunOutcome(RunEnd.FINISHED, Perf(), 0)  # an evaluation reports no figures
             else:
                 outcome = runtime.run(run, self._sink(run_id))
         finally:
@@ -250,10 +249,10 @@ class EngineServer:
         }
 
     def _hand_over_encoder(self, runtime: Runtime, run_id: int) -> None:
-        """Give the library the encoder's output of this run.
+        """Set the encoder output of this run.
 
-        The library keeps it until the next one and has no call to clear it, so that a run without
-        is refused here: it would be answered from what another client sent.
+        The library keeps an output until the next one and cannot clear it. A run without output is
+        therefore refused: its answer would depend on another client's data.
         """
         states = next((one for of, one in self._encoder if of == run_id), None)
         if states is not None:
@@ -263,23 +262,23 @@ class EngineServer:
                 )
             )
         elif self._needs_encoder:
-            raise Misuse("a run of an encoder-decoder model came without its encoder's output")
+            raise Misuse("a run of an encoder-decoder model has no encoder output")
 
     def _image(self, run_id: int) -> Image | None:
-        """Return what the run is to show; None also where it is not to begin any more."""
+        """Return the encoded images of a run; None without images and for an aborted run."""
         pictures = [picture for of, picture in self._pictures if of == run_id]
         if not pictures:
             return None
         if self._vision is None:
-            raise Misuse("a run has images, and the model has no image encoder")
-        return self._vision.see(pictures, lambda: run_id in self._aborted)
+            raise Misuse("a run has images, but the model has no image encoder")
+        return self._vision.encode(pictures, lambda: run_id in self._aborted)
 
     def _own_steps(self) -> StepwiseRuns:
         if self._steps is None:
-            # Late: what only these runs need would take 20 MB of every engine.
+            # Imported late: the modules of stepwise runs would take 20 MB of every engine.
             from rkserve.native.engine.stepwise import StepwiseRuns
 
-            self._steps = StepwiseRuns(self._outbox.put)
+            self._steps = StepwiseRuns(self._frames.put)
         return self._steps
 
     def _begins(self, run_id: int) -> bool:
@@ -292,12 +291,12 @@ class EngineServer:
     def _is_over(self, run_id: int) -> None:
         with self._lock:
             self._current = self._pause_wanted = None
-            # Run ids only grow: what is not above this one can never be asked for again.
+            # Run ids only grow: earlier ones are never used again.
             self._aborted = frozenset(late for late in self._aborted if late > run_id)
 
     def _sink(self, run_id: int) -> Sink:
-        """Return what hands every token on: the path of each of them, so it is kept short."""
-        put, pack_token = self._outbox.put, engine_frames.pack_token
+        """Return the sink of a run, which is short because it is called for every token."""
+        put, pack_token = self._frames.put, engine_frames.pack_token
         go_on, pause = SinkAction.CONTINUE, SinkAction.PAUSE
         first = True
 
@@ -317,9 +316,9 @@ class EngineServer:
         return sink
 
     def _abort_again(self, run_id: int) -> None:
-        """Repeat an abort that may have come before the library had a run to end."""
+        """Repeat an abort that may have come before the library had begun the run."""
         if run_id in self._aborted:
-            # Not from here: an abort inside the callback is unproven on hardware.
+            # On another thread: an abort inside the callback is unproven on hardware.
             threading.Thread(target=self._abort, args=(run_id,), daemon=True).start()
 
     def _call(self, command: dict[str, Any]) -> None:
@@ -328,16 +327,16 @@ class EngineServer:
             result["value"] = commands.call(self._loaded(), command["method"], command["args"])
         except NativeError as exc:
             result["error"] = {"kind": type(exc).__name__, "args": exc.args}
-        self._outbox.put(engine_frames.pack(FrameKind.RESULT, result))
+        self._frames.put(engine_frames.pack(FrameKind.RESULT, result))
 
     def _stop(self) -> None:
         if self._runtime is not None:
             try:
                 self._runtime.destroy()
             except NativeError as exc:
-                sys.stderr.write(f"rkserve: the handle was not freed in order: {exc}\n")
-        self._outbox.close()
-        os._exit(0)  # the main thread sits in read(); there is nothing left to do
+                sys.stderr.write(f"rkserve: the handle was not freed: {exc}\n")
+        self._frames.close()
+        os._exit(0)  # the main thread is blocked in read()
 
 
 def _pack_step(run_id: int, step: Step) -> bytes:
@@ -349,13 +348,13 @@ def _pack_step(run_id: int, step: Step) -> bytes:
 
 
 def _open_library(path: Path, quirks: Mapping[str, bool]) -> Runtime:
-    from rkserve.native.binding.runtime import open_runtime  # late: dlopen only after the fence
+    from rkserve.native.binding.runtime import open_runtime  # late: dlopen only after the lock
 
     return open_runtime(path, quirks)
 
 
 def _crash(exc: BaseException) -> NoReturn:
-    """End at once and say why: the board respawns an engine that ended, not one that is deaf."""
+    """Log the exception and end the process, which the board then restarts."""
     traceback.print_exception(exc)
     sys.stderr.write(f"E rkserve: internal error: {exc!r}\n")
     sys.stderr.flush()
@@ -368,18 +367,18 @@ def main() -> None:
 
     faulthandler.enable()  # a crash in the library leaves a stack in the board's log
     with contextlib.suppress(PermissionError):
-        # Ray runs its workers at nice 15: no way to feed an NPU. Only root may undo it here.
+        # Ray runs its workers at nice 15, too low to feed an NPU. Only root may raise it here.
         os.setpriority(os.PRIO_PROCESS, 0, 0)
-    # The vendor's library prints to stdout: keep the frames' pipe for frames alone.
+    # The vendor's library prints to stdout: the pipe is reserved for frames.
     frames_fd = os.dup(1)
     os.dup2(2, 1)
-    outbox = FrameWriter(frames_fd)
-    engine = EngineServer(outbox, _open_library)
+    frames = FrameWriter(frames_fd)
+    engine = EngineServer(frames, _open_library)
     interval_s = float(sys.argv[1])
     threading.Thread(target=engine.beat, args=(interval_s,), name="beat", daemon=True).start()
     try:
         engine.serve(0)
-    except BaseException as exc:  # noqa: BLE001 - said aloud, then the process ends
+    except BaseException as exc:  # noqa: BLE001 - logged, then the process ends
         _crash(exc)
     os._exit(0)  # threads inside C cannot be joined; the kernel frees what they hold
 

@@ -16,7 +16,10 @@ from rkserve.core.errors import LoadFailed
 
 
 class FrameWriter:
-    """``put`` never blocks, so the library's callback never waits for a pipe; a thread writes."""
+    """A queue of frames and the thread that writes them.
+
+    ``put`` never blocks, so that the library's callback never waits for a pipe.
+    """
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -25,11 +28,11 @@ class FrameWriter:
         self._thread.start()
 
     def put(self, frame: bytes) -> None:
-        """Queue a frame, or several in one piece."""
+        """Queue a frame, or several as one string of bytes."""
         self._queue.put(frame)
 
     def close(self) -> None:
-        """Write what is queued, then end."""
+        """Write all queued frames, then end."""
         self._queue.put(None)
         self._thread.join()
 
@@ -45,7 +48,7 @@ class FrameWriter:
             try:
                 self._write_all(b"".join(batch))
             except (BrokenPipeError, ConnectionResetError):
-                os._exit(0)  # the board is gone; the main thread sees EOF at the same moment
+                os._exit(0)  # the board has ended; the main thread sees EOF as well
 
     def _write_all(self, data: bytes) -> None:
         view = memoryview(data)
@@ -58,7 +61,7 @@ POLL_S = 0.05
 
 @dataclass
 class NpuLock:
-    """An exclusive file lock: two processes never hold the same NPU's handle at once."""
+    """An exclusive file lock that keeps two processes off one NPU."""
 
     path: Path
     fd: int = -1
@@ -67,14 +70,14 @@ class NpuLock:
         """Wait for the lock.
 
         Raises:
-            LoadFailed: it is held after ``timeout_s``, and by which process, or the file or its
-                folder is not this account's own.
+            LoadFailed: another process still holds the lock after ``timeout_s``, or the file or
+                its folder belongs to another account.
         """
         try:
             private_folder(self.path.parent)
             self.fd = open_private(self.path, os.O_RDWR | os.O_CREAT)
         except OSError as exc:
-            raise LoadFailed(f"the lock {self.path} of the NPU cannot be used: {exc}") from exc
+            raise LoadFailed(f"NPU lock {self.path} cannot be used: {exc}") from exc
         deadline = time.monotonic() + timeout_s
         while True:
             try:
@@ -88,6 +91,6 @@ class NpuLock:
                         f"did not let go within {timeout_s:.0f} s"
                     ) from None
                 time.sleep(POLL_S)
-        with contextlib.suppress(OSError):  # a full disk: the lock holds without the name
+        with contextlib.suppress(OSError):  # on a full disk the lock works without the pid in it
             os.ftruncate(self.fd, 0)
             os.pwrite(self.fd, str(os.getpid()).encode(), 0)

@@ -1,10 +1,9 @@
-"""Answers with a grammar that the library generates itself, as far as it keeps to the grammar.
+"""Speculative generation under a grammar: the library generates, and each token is checked.
 
-Each token that it brings is looked at in the callback. At the first one that leaves the grammar the
-run is paused there. Where the grammar leaves one way only, the run is resumed with that in the
-token's place; otherwise the run is ended, the logits are asked for, and the token is chosen among
-those that may come. Then the library goes on by itself, once it would have said such a token.
-To the board all of it is one run of steps.
+The callback checks each token. At the first violation the run is paused. If the grammar allows only
+one continuation, the run is resumed with it; otherwise the run is ended and the token is chosen
+from the logits of the context. The library continues once its own choice follows the grammar often
+enough. For the board all of it is one stepwise run.
 """
 
 from __future__ import annotations
@@ -21,21 +20,21 @@ from rkserve.native.step_params import Ids, StepParams
 from rkserve.sampling.draw import Row, Sampler
 from rkserve.sampling.grammar import GrammarMatcher
 
-# A run of the library's that brings fewer was not worth its prefill.
+# A library run with fewer tokens was not worth its prefill.
 WORTH_TOKENS = 8
-# How often the library would have had to keep to the grammar at most, before it is tried again.
+# The largest number of consecutive agreements required before the library is tried again.
 MOST_AGREEMENTS = 32
 
 
 class _Left(Enum):
-    """How the library's part was left."""
+    """The end of the library's part."""
 
-    DONE = auto()  # the answer is over, or its run is to be left
-    STRAYED = auto()  # the next token has to be chosen
+    DONE = auto()  # the answer is complete, or the run was aborted
+    STRAYED = auto()  # the next token has to be chosen here
 
 
 class SpeculativeRun:
-    """One run. ``logits`` computes those behind a whole context."""
+    """One speculative run. ``logits`` returns the logits after a whole context."""
 
     def __init__(
         self,
@@ -56,17 +55,17 @@ class SpeculativeRun:
         self._limit = 0
         self._told = 0
         self._left: Callable[[], bool] = lambda: False
-        self._over = False  # the answer
-        self._strayed = self._stopped = False  # the run that is going on
-        self._needed = 1  # agreements
-        self._dirty = False  # the KV cache holds what nobody asked for
-        self.aborted = False  # the library was told to abort a run
+        self._over = False  # the answer is complete
+        self._strayed = self._stopped = False  # of the current library run
+        self._needed = 1  # agreements before the library is tried again
+        self._dirty = False  # the KV cache holds tokens that are not part of the answer
+        self.aborted = False  # a library run was aborted
 
     def go_on(self, ids: Ids, limit: int, left: Callable[[], bool]) -> int:
-        """Generate behind ``ids``; return how many tokens were told.
+        """Generate after ``ids``; return the number of generated tokens.
 
         Raises:
-            StepsRefused: no token may follow.
+            StepsRefused: the grammar allows no next token.
             NativeError: the library failed.
         """
         self._context, self._limit, self._left = list(ids), limit, left
@@ -84,7 +83,7 @@ class SpeculativeRun:
             raise
         finally:
             if self._dirty:
-                # What was stopped leaves a context that no later run may extend.
+                # A stopped run leaves a context that no later run may extend.
                 with suppress(NativeError):
                     self._runtime.clear_kv_cache()
         return self._told
@@ -102,17 +101,17 @@ class SpeculativeRun:
     def _ends(self) -> bool:
         return self._over or self._told >= self._limit or self._left()
 
-    # -- the library's own --------------------------------------------------------------------
+    # -- the library's part --------------------------------------------------------------------
 
     def _by_the_library(self) -> _Left:
-        """Let it generate, resumed where only one way is left, until it strays or the end."""
+        """Let the library generate until the end, or until several tokens could follow."""
         send, resume = tuple(self._context), False
         while True:
             self._strayed = self._stopped = False
             outcome = self._runtime.run(self._params(send, resume=resume), self._sink)
             if outcome.end is RunEnd.FAILED and not resume:
                 raise CallFailed("rkllm_run", outcome.return_code)
-            if outcome.end is RunEnd.FAILED:  # it was refused, and is drained
+            if outcome.end is RunEnd.FAILED:  # the resumption was refused, and is drained
                 self._dirty = self._strayed = True
             if outcome.end is not RunEnd.PAUSED:
                 return self._after_its_end()
@@ -122,12 +121,12 @@ class SpeculativeRun:
             resume = True
 
     def _way_on(self) -> Ids:
-        """Return what the paused run is resumed with; () where it was ended instead."""
+        """Return the tokens to resume the paused run with; () if the run was ended instead."""
         send: Ids = ()
         try:
             if not self._ends() and self._is_where_it_strayed():
                 send = self._only_way()
-        finally:  # whatever happens, nobody else would end the pause
+        finally:  # nothing else would end the pause
             if not send or self._ends():
                 send = ()
                 self._drain()
@@ -148,7 +147,7 @@ class SpeculativeRun:
         if piece is None:
             return SinkAction.CONTINUE
         if self._strayed:
-            return SinkAction.PAUSE  # it could not pause at once
+            return SinkAction.PAUSE  # it did not pause at once
         if self._ends():
             return self._stop()
         token_id = piece.token_id
@@ -159,11 +158,11 @@ class SpeculativeRun:
         if token_id in self._steps.eos or (
             self._told >= self._limit and self._runtime.per_run_sampling
         ):
-            return SinkAction.CONTINUE  # it ends by itself
+            return SinkAction.CONTINUE  # the library ends the run
         return self._stop() if self._ends() else SinkAction.CONTINUE
 
     def _stop(self) -> SinkAction:
-        """End the run: by a pause that is drained where that takes no abort."""
+        """End the run: by a drained pause if draining needs no abort, otherwise by an abort."""
         if self._runtime.quirks["drain_by_limit"]:
             return SinkAction.PAUSE
         if not self._stopped:
@@ -172,17 +171,17 @@ class SpeculativeRun:
         return SinkAction.CONTINUE
 
     def _after_its_end(self) -> _Left:
-        """The library has ended its run: by an end that it did not tell, or at a limit."""
+        """Classify a run that the library ended at a hidden EOS or at a limit."""
         if self._strayed:
             return _Left.STRAYED
         return _Left.DONE if self._ends() or self._trail.may_end else _Left.STRAYED
 
     def _is_where_it_strayed(self) -> bool:
-        """Whether the paused run holds what was taken, and nothing behind it."""
+        """Return True if the KV cache of the paused run holds exactly the accepted tokens."""
         wanted = len(self._context)
         try:
             size = self._runtime.kv_cache_sizes()[0]
-            if size > wanted:  # it could not pause at once
+            if size > wanted:  # it did not pause at once
                 self._runtime.clear_kv_range(((wanted, size),))
                 size = self._runtime.kv_cache_sizes()[0]
         except NativeError:
@@ -194,10 +193,10 @@ class SpeculativeRun:
         self.aborted |= not self._runtime.quirks["drain_by_limit"]
         self._runtime.drain()
 
-    # -- our own ------------------------------------------------------------------------------
+    # -- the engine's part ---------------------------------------------------------------------
 
     def _by_ourselves(self, sampler: Sampler) -> None:
-        """Choose tokens until the library would have kept to the grammar often enough."""
+        """Choose tokens until the library's choice agrees with the grammar often enough."""
         agreed, size = 0, self._speech.size
         while agreed < self._needed and not self._ends():
             self._only_way()
@@ -208,13 +207,13 @@ class SpeculativeRun:
             free, allowed = sampler.choose(row), self._trail.allowed()
             token_id = sampler.choose(row, allowed)
             if token_id is None:
-                raise StepsRefused("no token of the vocabulary may follow")
+                raise StepsRefused("the grammar allows no next token")
             keeps = free is not None and free < len(allowed) and bool(allowed[free])
             agreed = agreed + 1 if keeps else 0
             self._take(token_id)
 
     def _only_way(self) -> Ids:
-        """Take the tokens that the grammar leaves no choice of; return them."""
+        """Take the tokens that the grammar forces; return them."""
         before = self._told
         while not self._ends() and (token_id := self._trail.only()) is not None:
             self._take(token_id)
@@ -226,7 +225,7 @@ class SpeculativeRun:
 
     def _take(self, token_id: int) -> None:
         self._trail.take(token_id)
-        text, waiting = self._speech.say(token_id)
+        text, waiting = self._speech.text_of(token_id)
         self._put(engine_frames.pack_token(self._run_id, 0, token_id, text, waiting))
         self._context.append(token_id)
         self._told += 1

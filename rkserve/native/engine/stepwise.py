@@ -1,8 +1,8 @@
-"""Runs made of single steps: the library computes logits, and we choose the token.
+"""Stepwise runs: the library computes logits, and the engine chooses each token.
 
-For the board it is a run like others. It begins and ends as the library's own do, it is left
-between two steps, and what comes of it are frames of tokens, each after one of its logprobs where
-those were asked for. How a token is chosen is in ``sampling``.
+For the board it is a run like any other. An abort takes effect between two steps. The output are
+frames of tokens, each after a frame of its log-probabilities if those were requested. ``sampling``
+chooses the tokens.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from rkserve.sampling.draw import Allowed, Row, Sampler, score, scores
 from rkserve.sampling.grammar import GrammarCompiler, GrammarMatcher
 
 _FLOAT = 4
-_ROWS_A_FRAME = 256  # of logprobs
+_ROWS_PER_FRAME = 256  # of log-probabilities
 
 
 @dataclass(frozen=True, slots=True)
 class LogitsMemory:
-    """Memory for logits, of which the library gives a row for each position, wanted or not.
+    """Memory limits for logits: the library returns a row for each position, needed or not.
 
-    Where a context can be sent in parts, a part takes so much; where it cannot, all of it may take
-    that much.
+    ``part_bytes`` limits each part of a context that is sent in parts, ``context_bytes`` a context
+    that has to be sent whole.
     """
 
     part_bytes: int = 64 << 20
@@ -46,12 +46,12 @@ class LogitsMemory:
 
 
 class _Feed:
-    """What the library is sent, and the logits that come back."""
+    """Sends tokens to the library and returns their logits."""
 
     def __init__(
         self, runtime: Runtime, adapter: str | None, room: LogitsMemory, *, history: bool, size: int
     ) -> None:
-        """``size`` is that of the vocabulary. Without ``history`` nothing stays in the KV cache."""
+        """``size`` is the vocabulary's. Without ``history`` the KV cache keeps nothing."""
         self._room = room
         self._runtime, self.adapter, self._history = runtime, adapter, history
         self._row_bytes = max(1, size) * _FLOAT
@@ -59,29 +59,29 @@ class _Feed:
 
     @property
     def room(self) -> int | None:
-        """How many positions one call may compute; None: a context goes in parts."""
+        """The limit of positions per call; None if a context is sent in parts."""
         return None if self._history else self._room.context_bytes // self._row_bytes
 
     def parts(self, ids: Ids, *, all_rows: bool) -> Iterator[NDArray[np.float32]]:
-        """Send the beginning and yield its rows, or with each part its last one."""
+        """Send the prompt in parts; yield the rows of each part, or only its last one."""
         self._sent += ids
         step = max(1, self._room.part_bytes // self._row_bytes) if self._history else len(ids)
         for at in range(0, len(ids), step):
             yield self._rows(ids[at : at + step], last=not all_rows)
 
     def whole(self, ids: Ids) -> Row:
-        """Return the logits behind a context that is sent whole."""
+        """Send a context whole; return the logits after it."""
         last: Row = self._rows(ids, last=True)[-1]
         return last
 
     def next(self, ids: Ids) -> Row:
-        """Send tokens and return the logits of the one behind them."""
+        """Send tokens; return the logits after them."""
         self._sent += ids
         last: Row = self._rows(ids if self._history else tuple(self._sent), last=True)[-1]
         return last
 
     def catch_up(self, unsent: Ids) -> None:
-        """Send what was told and not sent, but the last, so that the KV cache holds the answer."""
+        """Send all unsent tokens but the last, so that the KV cache holds the answer."""
         if self._history and len(unsent) > 1:
             self._rows(unsent[:-1], last=True)
 
@@ -97,7 +97,7 @@ class _Feed:
 
 
 class StepwiseRuns:
-    """The stepwise runs of one engine process; ``put`` is where its frames go."""
+    """The stepwise runs of one engine process; ``put`` sends its frames."""
 
     def __init__(self, put: Callable[[bytes], None], room: LogitsMemory | None = None) -> None:
         self._put = put
@@ -113,10 +113,10 @@ class StepwiseRuns:
         ids: Ids,
         left: Callable[[], bool],
     ) -> dict[str, Any]:
-        """Generate until the end, or until the run is ``left``; return how it ended.
+        """Generate until the end, or until ``left`` returns True; return the facts of the end.
 
         Raises:
-            StepsRefused: this model cannot, or no token may follow.
+            StepsRefused: the model cannot generate stepwise, or the grammar allows no next token.
             NativeError: the library failed.
         """
         steps = StepParams.read(params["steps"])
@@ -197,19 +197,19 @@ def _ended(sent: int, told: int, begun_s: float, first_s: float) -> dict[str, An
 
 
 def _limit(steps: StepParams, sent: int, room: int | None) -> int:
-    """How many tokens may be generated. Raises ``StepsRefused`` where not even the prompt fits."""
+    """Return the token limit. Raises ``StepsRefused`` if the prompt does not fit."""
     if room is None:
         return steps.limit
     if sent > room:
         raise StepsRefused(
-            f"this board's runtime computes the logits of a whole context at once, for which "
-            f"{sent} tokens are too many: it has room for {room}"
+            f"the context has {sent} tokens; the limit is {room}, because this board's runtime "
+            "computes the logits of a whole context at once"
         )
     return min(steps.limit, room - sent + 1)
 
 
 class _Run:
-    """One run from its first position to its last token."""
+    """One stepwise run."""
 
     def __init__(
         self,
@@ -227,7 +227,7 @@ class _Run:
         self._top = steps.wanted.top_logprobs
 
     def begin(self, ids: Ids, left: Callable[[], bool]) -> Row | None:
-        """Send the context; return the logits of the next token, None where the run was left."""
+        """Send the context; return the logits of the next token, or None for an aborted run."""
         row: Row | None = None
         at = 0
         for rows in self._feed.parts(ids, all_rows=self._steps.prompt):
@@ -240,13 +240,13 @@ class _Run:
         return row
 
     def _tell_prompt(self, rows: NDArray[np.float32], follow: Sequence[int]) -> None:
-        # The last row of the prompt speaks of the answer's first token.
+        # The last row of the prompt belongs to the answer's first token.
         found = iter(scores(rows[: len(follow)], follow, self._top or 0))
-        while part := list(islice(found, _ROWS_A_FRAME)):
+        while part := list(islice(found, _ROWS_PER_FRAME)):
             self._put(engine_frames.pack_scores(self._run_id, part, prompt=True))
 
     def go_on(self, row: Row, ids: Ids, limit: int, left: Callable[[], bool]) -> int:
-        """Choose and send tokens; return how many were told."""
+        """Choose and send tokens; return their number."""
         steps, wanted = self._steps, self._steps.wanted
         sampler = Sampler(
             steps.sampling,
@@ -267,10 +267,10 @@ class _Run:
                 if unsent:
                     row = self._feed.next(tuple(unsent))
                     unsent.clear()
-                token_id = sampler.choose(row[:size], self._allowed())  # padding is no token
+                token_id = sampler.choose(row[:size], self._allowed())  # the rest is padding
             if token_id is None:
-                raise StepsRefused("no token of the vocabulary may follow")
-            self._tell(row, token_id, *speech.say(token_id))
+                raise StepsRefused("the grammar allows no next token")
+            self._tell(row, token_id, *speech.text_of(token_id))
             sampler.take(token_id)
             unsent.append(token_id)
             told += 1
@@ -280,9 +280,9 @@ class _Run:
         return told
 
     def _only_way(self) -> int | None:
-        """Return the token that the grammar leaves no choice of: it needs no logits.
+        """Return the only token that the grammar allows; it needs no logits.
 
-        Where logprobs were asked for, its own are needed.
+        None if there are several, or if log-probabilities were requested.
         """
         return None if self._trail is None or self._top is not None else self._trail.only()
 
@@ -290,7 +290,7 @@ class _Run:
         return None if self._trail is None else self._trail.allowed()
 
     def _is_over(self, token_id: int) -> bool:
-        """Whether the grammar ends with this token."""
+        """Advance the grammar by a token; return True if it ends there."""
         if self._trail is None:
             return False
         self._trail.take(token_id)

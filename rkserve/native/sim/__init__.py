@@ -1,4 +1,4 @@
-"""The simulated runtime: an ABI-compatible librkllmrt.so in C, and what builds it.
+"""The simulated runtime: an ABI-compatible librkllmrt.so in C, and its build.
 
-It knows how to compile itself. It refuses to know the binding: nothing here imports cffi.
+Nothing here imports the binding or cffi.
 """

@@ -28,10 +28,10 @@ def _field(name: str, text: str) -> bytes:
 
 
 def render(title: str, *, seed: int = 1, base: str = "any", size: int = HEADER_BYTES) -> bytes:
-    """An adapter file of `size` bytes for the model whose id is `base`, or for any.
+    """Return an adapter file of `size` bytes for the model with id `base`, or for any.
 
-    The model calls itself by `title` when it speaks through the adapter. What is beyond the header
-    stands for the weights, and is zeros.
+    The model introduces itself as `title` when it uses the adapter. The zeros after the header
+    stand for the weights.
 
     Raises:
         ValueError: a name that does not fit its field, or a size smaller than the header.
@@ -44,7 +44,7 @@ def render(title: str, *, seed: int = 1, base: str = "any", size: int = HEADER_B
 
 
 def damage(path: Path) -> str:
-    """Return why the simulated runtime would not load a file of this format, or nothing."""
+    """Return the reason why the simulated runtime refuses a file of this format, or \"\"."""
     with path.open("rb") as file:
         begin = file.read(HEADER_BYTES)
         found = zlib.crc32(begin[_HEAD.size :])
@@ -67,6 +67,6 @@ def damage(path: Path) -> str:
 def write(
     path: Path, title: str, *, seed: int = 1, base: str = "any", size: int = HEADER_BYTES
 ) -> Path:
-    """`render` into a file, whose path it returns."""
+    """Write an adapter file and return its path; see ``render``."""
     path.write_bytes(render(title, seed=seed, base=base, size=size))
     return path

@@ -1,12 +1,10 @@
 """Compile the simulated runtime: one source tree, one library per release.
 
-It knows the compiler, the sources and where the result goes. It refuses to know what the library
-does, and never loads it. `python -m rkserve.native.sim.build` builds every release and prints
-where. It reads CC and XDG_CACHE_HOME from the environment.
+``python -m rkserve.native.sim.build`` builds every release and prints the paths. CC and
+XDG_CACHE_HOME are read from the environment.
 
-A library carries the hash of what it was made from, so "is it stale" is a look into the file, and
-replacing it is one rename: builders that run at the same time cannot harm each other, and neither
-can they harm a process that has the old file mapped.
+A library contains the hash of its sources, by which a stale one is recognized, and is replaced by a
+rename: concurrent builds, and processes that have the old file mapped, are safe.
 """
 
 from __future__ import annotations
@@ -44,16 +42,16 @@ SANITIZE_FLAGS = ("-fno-omit-frame-pointer", "-O1", "-fno-sanitize-recover=all")
 
 
 def compiler() -> list[str]:
-    """$CC with its options, or the first of gcc, cc and clang that is installed.
+    """Return $CC with its options, or the first of gcc, cc and clang that is installed.
 
     Raises:
-        LibraryMissing: there is none, or the one in CC is not there.
+        LibraryMissing: no compiler, or the one in CC, is installed.
     """
     setting = os.environ.get("CC", "")
     try:
         chosen = shlex.split(setting)
     except ValueError as exc:
-        raise LibraryMissing(f"CC is no command line: {setting} ({exc}). Unset it.") from exc
+        raise LibraryMissing(f"CC is not a command line: {setting} ({exc}). Unset it.") from exc
     if chosen:
         if shutil.which(chosen[0]):
             return chosen
@@ -70,7 +68,7 @@ def compiler() -> list[str]:
 
 
 def source_files() -> list[Path]:
-    """Everything that the libraries are made from."""
+    """Return all sources of the libraries."""
     return [
         *sorted(SOURCES.glob("*.[ch]")),
         *sorted(ENCODER_SOURCES.glob("*.c")),
@@ -94,10 +92,10 @@ def library_name(release: str, sanitize: str | None) -> str:
 
 
 def output_dir(beside: Path = BESIDE) -> Path:
-    """Beside the sources in a checkout; in the user's cache when that cannot be written.
+    """Return the folder beside the sources, or the user's cache if that is read-only.
 
     Raises:
-        LibraryMissing: neither can be written.
+        LibraryMissing: neither is writable.
     """
     if _is_writable(beside):
         return beside
@@ -115,13 +113,13 @@ def output_dir(beside: Path = BESIDE) -> Path:
 
 
 def _is_writable(folder: Path) -> bool:
-    """Try it: permission bits say nothing to root, nor about a file system mounted read-only."""
+    """Try to write: permission bits do not apply to root or to a read-only file system."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".writable-"):
             return True
     except OSError:
-        return False  # a read-only installation is a normal case, and the cache is the answer to it
+        return False  # such as a read-only installation, which uses the cache
 
 
 def is_current(library: Path, stamp: str) -> bool:
@@ -138,7 +136,7 @@ def profiles_header() -> str:
 
 
 def compile_command(release: str, sanitize: str | None, stamp: str, include: Path) -> list[str]:
-    """Flags and sources, without what to do with them."""
+    """Return compiler, flags and sources, without the output."""
     instrument = (f"-fsanitize={sanitize}", *SANITIZE_FLAGS) if sanitize else ()
     return [
         *compiler(),
@@ -152,17 +150,17 @@ def compile_command(release: str, sanitize: str | None, stamp: str, include: Pat
 
 
 def ensure_built(release: str, *, sanitize: str | None = None, into: Path | None = None) -> Path:
-    """The simulated runtime of `release`, compiled now if it is missing or stale.
+    """Return the simulated runtime of `release`, compiled now if it is missing or stale.
 
-    `sanitize` is a value of -fsanitize=, such as "address,undefined"; `into` is another folder than
-    the usual one.
+    `sanitize` is a value of -fsanitize=, such as "address,undefined"; `into` replaces the default
+    folder.
 
     Raises:
-        LibraryMissing: no such release, no compiler, or it failed; the message says which.
+        LibraryMissing: unknown release, no compiler, or a compiler error.
     """
     if release not in RELEASES:
         known = ", ".join(RELEASES)
-        raise LibraryMissing(f"there is no simulated runtime {release!r}; there are {known}.")
+        raise LibraryMissing(f"unknown simulated runtime {release!r}; known are {known}.")
     return _built(
         library_name(release, sanitize),
         into,
@@ -171,10 +169,10 @@ def ensure_built(release: str, *, sanitize: str | None = None, into: Path | None
 
 
 def ensure_encoder_built(*, into: Path | None = None) -> Path:
-    """The simulated runtime of image encoders, compiled now if it is missing or stale.
+    """Return the simulated runtime of image encoders, compiled now if it is missing or stale.
 
     Raises:
-        LibraryMissing: no compiler, or it failed; the message says which.
+        LibraryMissing: no compiler, or a compiler error.
     """
     return _built(
         ENCODER_NAME,
@@ -190,10 +188,10 @@ def ensure_encoder_built(*, into: Path | None = None) -> Path:
 
 
 def _built(name: str, into: Path | None, command_of: Callable[[str, Path], list[str]]) -> Path:
-    """The library of that name; ``command_of`` gets a stamp and a folder for what is generated."""
+    """Return a built library; ``command_of`` gets the source hash and a folder for headers."""
     stamp = source_hash()
     library = (into or BESIDE) / name
-    if is_current(library, stamp):  # also where only somebody else may write
+    if is_current(library, stamp):  # also in a read-only folder
         return library
     library = (into or output_dir()) / name
     if is_current(library, stamp):
@@ -220,7 +218,7 @@ def _built(name: str, into: Path | None, command_of: Callable[[str, Path], list[
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Build what is stale, or name the compiler; a problem is one sentence and exit code 1."""
+    """Build stale libraries, or print the compiler; an error is one sentence and exit code 1."""
     parser = argparse.ArgumentParser(
         prog="python -m rkserve.native.sim.build",
         description="Compile the simulated runtime where it is stale, and print where it is.",

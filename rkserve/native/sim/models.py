@@ -16,16 +16,16 @@ _STRINGS_AT, _STRINGS_BYTES = 16, 17
 def reseed(
     content: bytes, seed: int, *, model_id: str | None = None, platform: str | None = None
 ) -> bytes:
-    """Return another model: the same vocabulary, other answers; a seed gives the same ones again.
+    """Return a model with the same vocabulary and other answers, which the seed determines.
 
-    With a ``model_id`` adapters that were made for the first do not fit any more; ``platform`` is
-    the SoC that it is for.
+    With another ``model_id`` the adapters of the first model no longer load; ``platform`` is the
+    SoC of the new one.
 
     Raises:
         ValueError: ``content`` is no simulated model, or a name does not fit its field.
     """
     if not content.startswith(SIM_MAGIC) or len(content) < SIM_HEADER.size:
-        raise ValueError("it is no model of the simulated runtime")
+        raise ValueError("not a model of the simulated runtime")
     header = list(SIM_HEADER.unpack_from(content))
     at, size = header[_STRINGS_AT], header[_STRINGS_BYTES]
     kept = [one for one in content[at : at + size].split(b"\0") if one]
@@ -33,7 +33,7 @@ def reseed(
         one + b"\0"
         for one in (*(one for one in kept if not one.startswith(b"seed=")), b"seed=%d" % seed)
     )
-    # Where they were they have no room to grow: the file goes on with them.
+    # The strings cannot grow in place, so they are appended.
     body = content[SIM_HEADER.size :] + bytes(-len(content) % 4)
     header[_STRINGS_AT], header[_STRINGS_BYTES] = SIM_HEADER.size + len(body), len(strings)
     header[_FILE_BYTES] = header[_STRINGS_AT] + len(strings)

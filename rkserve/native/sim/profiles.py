@@ -1,7 +1,7 @@
 """Board profiles of the simulator: from published figures to the coefficients of its clock.
 
-It knows the formulas and which coefficient is measured, derived or assumed. It refuses to know the
-C code: `build` turns the resulting table into a header.
+The module knows the formulas, and which coefficient is measured, derived or assumed. ``build``
+turns the resulting table into a C header.
 
     prefill_ms(m, p) = a + b*m + c*((p + m)**2 - p**2)      m new tokens after p in the KV cache
     decode_ms(ctx)   = d0 + k*min(ctx, window)              ctx tokens in the KV cache
@@ -30,7 +30,7 @@ DECODE_GROWTH = 2e-4
 
 @dataclass(frozen=True)
 class Profile:
-    """One board with one model: how long it takes, and what it says it uses."""
+    """The speed of one board with one model, and its memory."""
 
     name: str
     platform: str

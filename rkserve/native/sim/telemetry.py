@@ -1,12 +1,11 @@
-"""Fake /sys and /proc of a board, for what reads a board's NPU load, clocks, heat and memory.
+"""A fake /sys and /proc of a board with its NPU load, clocks, temperatures and memory.
 
-It knows the paths of each SoC and the formats that the rknpu driver and the kernel print. It
-refuses to know who reads them, and to touch a folder that it did not make: the tree stands under a
-root that is passed in. `python -m rkserve.native.sim.telemetry ROOT --platform RK3588` writes one.
+The module knows the paths of each SoC and the formats of the rknpu driver and the kernel. The tree
+is written under a given root; a folder with other content is refused. ``python -m
+rkserve.native.sim.telemetry ROOT --platform RK3588`` writes one.
 
-Writing again with other figures replaces file by file, so a reader that runs at the same time sees
-old or new content, never half of it. A simulated board keeps a tree of its own: ``ensure_tree``
-makes it, ``show_load`` lets it follow what the board does.
+Each file is replaced atomically, so that a concurrent reader sees old or new content. A simulated
+board has a tree of its own: ``ensure_tree`` makes it, ``show_load`` updates its load.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from types import MappingProxyType
 
 from rkserve.core.errors import ConfigError
 
-# Lists the files of the tree: what is not in it was not written here, and is not removed.
+# Lists the files of the tree; other files are never removed.
 MANIFEST = ".rkserve-telemetry"
 MHZ = 1_000_000
 LOAD_FILES = ("sys/kernel/debug/rknpu/load", "proc/rknpu/load")
@@ -32,7 +31,7 @@ GOVERNORS = ("rknpu_ondemand", "userspace")
 
 @dataclass(frozen=True)
 class Soc:
-    """Where one SoC keeps its figures, and between which clocks it may choose."""
+    """The device nodes, clocks, thermal zones and memory of one SoC."""
 
     compatible: tuple[str, ...]
     cores: int
@@ -89,7 +88,7 @@ SOCS: Mapping[str, Soc] = MappingProxyType(
 
 @dataclass(frozen=True)
 class BoardReadings:
-    """What the board shows now. None is the SoC's highest clock, or its usual memory."""
+    """The current readings of a board. None is the SoC's highest clock, or its usual memory."""
 
     load_percent: tuple[int, ...] = ()  # one per NPU core; none at all is an idle NPU
     npu_mhz: int | None = None
@@ -111,7 +110,7 @@ def tree(platform: str, figures: BoardReadings) -> dict[str, str]:
     """Return every file of the board by its path without the leading slash.
 
     Raises:
-        ConfigError: no such platform, or figures that it cannot show; the message says which.
+        ConfigError: the platform is unknown, or a reading is impossible on it.
     """
     soc = _soc(platform)
     _check(soc, figures)
@@ -163,7 +162,7 @@ def _check(soc: Soc, figures: BoardReadings) -> None:
 
 
 def _driver(soc: Soc, figures: BoardReadings) -> dict[str, str]:
-    """What the rknpu driver shows, in its own formats."""
+    """Return the files of the rknpu driver, in its formats."""
     loads = figures.load_percent or (0,) * soc.cores
     if soc.cores == 1:
         load = f" {loads[0]:2d}%"
@@ -218,18 +217,18 @@ def write(root: Path, platform: str, figures: BoardReadings) -> None:
     """Write the tree under ``root``, which is new, empty, or was written here before.
 
     Raises:
-        ConfigError: the figures are wrong, or ``root`` holds something else.
+        ConfigError: the figures are wrong, or ``root`` has other content.
     """
     files = tree(platform, figures)
     manifest = root / MANIFEST
     if manifest.is_file():
         before = manifest.read_text(encoding="utf-8").splitlines()
     elif root.exists() and (not root.is_dir() or any(root.iterdir())):
-        raise ConfigError(f"{root} holds something else; name an empty folder, or a new one")
+        raise ConfigError(f"{root} has other content; name an empty folder, or a new one")
     else:
         before = []
-    # All names stand in the manifest before the first file does: an interrupted write can be
-    # written over.
+    # The manifest has all names before the first file is written, so that an interrupted write can
+    # be repeated.
     _put(manifest, _listed({*before, *files}))
     for name, text in files.items():
         _put(root / name, text)
@@ -243,19 +242,19 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def ensure_tree(root: Path, platform: str, figures: BoardReadings) -> None:
-    """Give a simulated board its tree: one that shows the same board already is left as it is.
+    """Create a simulated board's tree, or update it; an equal one is not written again.
 
-    A new tree appears whole, also when several boards ask for the same one at once. Its load may
-    have moved since; everything else that differs from ``figures`` is written over.
+    A new tree appears atomically, also if several boards create the same one at once. The load of
+    an existing tree is kept; everything else that differs from ``figures`` is overwritten.
 
     Raises:
-        ConfigError: the figures are wrong, or ``root`` holds something else.
+        ConfigError: the figures are wrong, or ``root`` has other content.
     """
     if (root / MANIFEST).is_file():
         if not _shows(root, tree(platform, figures)):
             write(root, platform, figures)
         return
-    if root.exists():  # an empty folder, or a stranger's, which is refused
+    if root.exists():  # an empty folder, or one with other content, which is refused
         write(root, platform, figures)
         return
     root.parent.mkdir(parents=True, exist_ok=True)
@@ -269,7 +268,7 @@ def ensure_tree(root: Path, platform: str, figures: BoardReadings) -> None:
                 raise
         else:
             return
-    ensure_tree(root, platform, figures)  # somebody else was faster; is it the same tree?
+    ensure_tree(root, platform, figures)  # another process was faster; compare its tree
 
 
 def _shows(root: Path, files: Mapping[str, str]) -> bool:
@@ -285,17 +284,17 @@ def _shows(root: Path, files: Mapping[str, str]) -> bool:
 
 
 def show_load(root: Path, platform: str, percent: int) -> None:
-    """Let every core of the tree's NPU show this load, and nothing else change.
+    """Set the load of every NPU core in a tree.
 
     Raises:
-        ConfigError: no such platform, no such load, or ``root`` has no NPU to show it.
+        ConfigError: the platform or the load is invalid, or ``root`` has no tree.
     """
     soc = _soc(platform)
     figures = BoardReadings(load_percent=(percent,) * soc.cores)
     _check(soc, figures)
     shown = [root / name for name in LOAD_FILES if (root / name).is_file()]
     if not shown:
-        raise ConfigError(f"{root} holds no tree of a board")
+        raise ConfigError(f"{root} is not a tree of a board")
     for path in shown:
         _put(path, _driver(soc, figures)["load"])
 

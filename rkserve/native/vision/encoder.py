@@ -1,7 +1,7 @@
-"""An image encoder in the vendor's RKNN runtime (librknnrt): pixels in, rows of floats out.
+"""An image encoder in the vendor's RKNN runtime (librknnrt): pixels to rows of floats.
 
-The only file besides ``binding`` that sees a pointer, and of another library. It knows one context
-and no requests, and it caches nothing. Whatever does not fit is refused when the model is loaded.
+Besides ``binding`` the only module with pointers, of another library. One object has one context
+and no cache. A model of the wrong shape is refused at load.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rkserve.native.binding.library import open_library
 from rkserve.native.decl.rknn_api import ffi
 
 LIBRARY = "librknnrt.so"
-OLDEST, TOO_NEW = (2, 3), (3, 0)  # whose headers have these structs
+OLDEST, TOO_NEW = (2, 3), (3, 0)  # the releases with these structs
 _VERSION = re.compile(r"(\d+)\.(\d+)\.(\d+)")
 _CHANNELS, _FLOAT = 3, 4
 _IMAGE_DIMS, _ROWS_DIMS = 4, 2
@@ -30,7 +30,7 @@ _CORES = {1: "RKNN_NPU_CORE_AUTO", 2: "RKNN_NPU_CORE_0_1", 3: "RKNN_NPU_CORE_0_1
 
 @dataclass(frozen=True, slots=True)
 class ImageEncoderShape:
-    """What an encoder takes, and what it gives: ``tokens`` rows of ``row_floats`` floats."""
+    """The input size of an encoder, and its output: ``tokens`` rows of ``row_floats`` floats."""
 
     width: int
     height: int
@@ -43,14 +43,14 @@ class RknnEncoder:
 
     Raises:
         LibraryMissing: the library cannot be opened.
-        ReleaseRefused: it is of a release whose structs are not known.
-        LoadFailed: the model cannot be loaded, or is no encoder of images.
+        ReleaseRefused: the structs of the library's release are unknown.
+        LoadFailed: the model cannot be loaded, or is not an image encoder.
     """
 
     def __init__(self, library: Path, model: Path, cores: int = 1) -> None:
         self._ffi: Any = ffi
         if not model.is_file():
-            raise LoadFailed(f"there is no image encoder {model}")
+            raise LoadFailed(f"image encoder {model} does not exist")
         self._lib = _opened(self._ffi, library)
         context = self._ffi.new("rknn_context *")
         keep: list[Any] = []
@@ -59,7 +59,7 @@ class RknnEncoder:
         )
         if code != 0:
             raise LoadFailed(
-                f"rknn_init returned {code} for {model}; the library's own lines in the log say why"
+                f"rknn_init returned {code} for {model}; see the library's lines in the log"
             )
         self._context: Any = context[0]
         try:
@@ -75,16 +75,16 @@ class RknnEncoder:
         """Return the rows of one image: RGB, a byte per channel, row by row.
 
         Raises:
-            Misuse: it is not of the encoder's size.
-            CallFailed: the library refused it.
+            Misuse: the image has another size than the encoder.
+            CallFailed: the library refused the image.
         """
         shape, ffi = self.shape, self._ffi
         if len(pixels) != shape.width * shape.height * _CHANNELS:
             raise Misuse(
-                f"{len(pixels)} bytes are no image of {shape.width} x {shape.height} pixels"
+                f"{len(pixels)} bytes are not an RGB image of {shape.width}x{shape.height} pixels"
             )
         given = ffi.new("rknn_input *")
-        data = ffi.from_buffer(pixels)  # held on to until the library has its copy
+        data = ffi.from_buffer(pixels)  # kept alive until the library has copied it
         given.buf, given.size = data, len(pixels)
         given.type, given.fmt = self._lib.RKNN_TENSOR_UINT8, self._lib.RKNN_TENSOR_NHWC
         self._call("rknn_inputs_set", 1, given)
@@ -102,19 +102,17 @@ class RknnEncoder:
         """Free the context. Raises ``CallFailed``."""
         self._call("rknn_destroy")
 
-    # -- inside -------------------------------------------------------------------------------
+    # -- internals ------------------------------------------------------------------------------
 
     def _woven(self, outputs: Any) -> bytes:
-        """Return copies of the rows: with several outputs, those of a token one after another."""
+        """Return a copy of the rows; several outputs are joined token by token."""
         size = self.shape.row_floats // self._outputs * _FLOAT
         wanted = self.shape.tokens * size
         parts = []
         for index in range(self._outputs):
             output = outputs[index]
             if output.buf == self._ffi.NULL or output.size != wanted:
-                raise CallFailed(
-                    "rknn_outputs_get", 0, f"{output.size} bytes in the place of {wanted}"
-                )
+                raise CallFailed("rknn_outputs_get", 0, f"{output.size} bytes instead of {wanted}")
             parts.append(bytes(self._ffi.buffer(output.buf, wanted)))
         if len(parts) == 1:
             return parts[0]
@@ -129,13 +127,13 @@ class RknnEncoder:
         numbers = () if found is None else tuple(map(int, found.groups()))
         if not OLDEST <= numbers < TOO_NEW:
             raise ReleaseRefused(
-                f"{library} says that it is librknnrt {said!r}; rkserve knows 2.3 and later ones "
-                "of 2. Install the librknnrt.so that belongs to the toolkit of the image encoder."
+                f"{library} reports version {said!r}; rkserve supports librknnrt from 2.3 "
+                "to 2.x. Install the librknnrt.so that belongs to the toolkit of the image encoder."
             )
         return ".".join(map(str, numbers))
 
     def _measured(self, model: Path) -> tuple[int, ImageEncoderShape]:
-        """Return how many outputs the model has, and its sizes."""
+        """Return the number of outputs, and the sizes of the model."""
         counts = self._ffi.new("rknn_input_output_num *")
         self._query("RKNN_QUERY_IN_OUT_NUM", counts)
         if counts.n_input != 1 or counts.n_output < 1:
@@ -146,7 +144,7 @@ class RknnEncoder:
         height, width = self._image_size(model)
         sizes = {self._row_size(index) for index in range(counts.n_output)}
         if len(sizes) != 1 or 0 in (both := sizes.pop()):
-            raise LoadFailed(f"the outputs of {model} are not as many rows of floats each")
+            raise LoadFailed(f"the outputs of {model} differ in shape, or are not rows of floats")
         tokens, floats = both
         return counts.n_output, ImageEncoderShape(width, height, tokens, floats * counts.n_output)
 
@@ -158,10 +156,10 @@ class RknnEncoder:
             channels, *size = dims[1:] if channels_first else (dims[3], dims[1], dims[2])
             if channels == _CHANNELS and min(size) > 0:
                 return size[0], size[1]
-        raise LoadFailed(f"the input of {model} is no RGB image: it has the dimensions {dims}")
+        raise LoadFailed(f"the input of {model} is not an RGB image: its dimensions are {dims}")
 
     def _row_size(self, index: int) -> tuple[int, int]:
-        """Rows and their floats; dimensions of 1 stand between them in some models."""
+        """Return rows and floats per row; some models have dimensions of 1 in between."""
         attr = self._attr("RKNN_QUERY_OUTPUT_ATTR", index)
         dims = list(attr.dims)[: attr.n_dims]
         while len(dims) > _ROWS_DIMS and 1 in dims:  # such as [1, 196, 1, 1536]
@@ -195,5 +193,5 @@ def _opened(ffi: Any, path: Path) -> Any:
         try:
             getattr(library, name)
         except ffi.error as exc:
-            raise LibraryMissing(f"{path} is no {LIBRARY}: it has no function {name}.") from exc
+            raise LibraryMissing(f"{path} is not {LIBRARY}: function {name} is missing.") from exc
     return library

@@ -1,7 +1,7 @@
-"""The images of a run, as the runtime takes them: encoded here, or found among those of before.
+"""The image encoder of an engine with a cache of encoded images.
 
-The cache is by content: equal pixels have equal rows, whoever sends them. It lives as long as the
-engine and is bounded in bytes. It knows an encoder and no runtime, no frames and no requests.
+The cache is keyed by content: equal pixels have equal rows, independent of the client. It lives as
+long as the engine and is bounded in bytes. It knows no runtime, frames or requests.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rkserve.native.vision.encoder import ImageEncoderShape, RknnEncoder
 
 
 class Encoder(Protocol):
-    """What makes rows of pixels; see ``RknnEncoder``."""
+    """An encoder of pixels to rows; see ``RknnEncoder``."""
 
     shape: ImageEncoderShape
 
@@ -28,30 +28,30 @@ class Encoder(Protocol):
 
 
 class CachedEncoder:
-    """What one engine sees with.
+    """One engine's image encoder and its cache.
 
     Raises:
-        LoadFailed: the encoder is not the one that the model folder describes.
+        LoadFailed: the encoder differs from the description in the model folder.
     """
 
     def __init__(self, encoder: Encoder, params: VisionParams, release: str) -> None:
-        """``release`` is that of the language model's runtime."""
+        """``release`` is the version of the language model's runtime."""
         shape = encoder.shape
         found = (shape.width, shape.height, shape.tokens)
         if found != (params.width, params.height, params.tokens):
             raise LoadFailed(
-                f"the image encoder {params.model} takes {shape.width} x {shape.height} pixels and "
-                f"makes {shape.tokens} tokens of them; the model folder says {params.width} x "
-                f"{params.height} and {params.tokens}"
+                f"image encoder {params.model} has {shape.width}x{shape.height} pixels and "
+                f"{shape.tokens} tokens; the model folder says {params.width}x{params.height} "
+                f"pixels and {params.tokens} tokens"
             )
         self._encoder, self._params = encoder, params
         self._tags = NO_IMAGE_TAGS if RELEASES[release].image_tags_at_load else params.tags
-        self._rows: OrderedDict[bytes, bytes] = OrderedDict()  # the longest unused first
-        self._held = 0  # bytes of them
-        self.encoded = 0  # images that were not found
+        self._rows: OrderedDict[bytes, bytes] = OrderedDict()  # least recently used first
+        self._bytes = 0  # in the cache
+        self.encoded = 0  # images that were not in the cache
 
-    def see(self, pictures: Sequence[Picture], left: Callable[[], bool]) -> Image | None:
-        """Return what the runtime is given of these; None where the run was ``left`` meanwhile.
+    def encode(self, pictures: Sequence[Picture], left: Callable[[], bool]) -> Image | None:
+        """Return the images as a runtime input; None if ``left`` returned True meanwhile.
 
         Raises ``NativeError``.
         """
@@ -71,7 +71,7 @@ class CachedEncoder:
         )
 
     def _rows_of(self, picture: Picture) -> bytes:
-        # Computed here from what is encoded: nobody else's word says which image it is.
+        # Computed from the pixels themselves: a client's claim cannot select another image's rows.
         key = hashlib.sha256(picture.pixels).digest()
         found = self._rows.get(key)
         if found is not None:
@@ -80,10 +80,10 @@ class CachedEncoder:
         rows = self._encoder.encode(picture.pixels)
         self.encoded += 1
         self._rows[key] = rows
-        self._held += len(rows)
-        while self._held > self._params.cache_bytes:
+        self._bytes += len(rows)
+        while self._bytes > self._params.cache_bytes:
             _, oldest = self._rows.popitem(last=False)
-            self._held -= len(oldest)
+            self._bytes -= len(oldest)
         return rows
 
 

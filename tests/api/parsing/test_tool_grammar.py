@@ -150,17 +150,17 @@ def test_an_answer_is_free_unless_a_strict_tool_may_have_to_be_called(free: Tool
 @pytest.mark.parametrize(
     ("form", "schema", "reason"),
     [
-        ("hermes", {"type": "string"}, "arguments are an object"),
+        ("hermes", {"type": "string"}, "must be object"),
         ("hermes", {"not": {}, "x-guidance": {"lenient": True}}, "the tool 'bad': .*not"),
         (
             "hermes",
             {"properties": {"a": {"$ref": "#"}}, "required": ["a"], "type": "object"},
-            "demands itself",
+            "requires itself",
         ),
         ("hermes", {"$ref": "http://x.invalid/s"}, "bad"),
         ("pythonic", {"anyOf": [CITY, EMPTY]}, "'anyOf'"),
-        ("pythonic", {"properties": {"a-b": {}}}, "'a-b' cannot be the name"),
-        ("pythonic", {"properties": {}, "required": ["a"]}, "'a' cannot be the name"),
+        ("pythonic", {"properties": {"a-b": {}}}, "argument name 'a-b'"),
+        ("pythonic", {"properties": {}, "required": ["a"]}, "argument name 'a'"),
         ("pythonic", {"properties": []}, "properties"),
         ("pythonic", {"properties": {"a": {"$ref": "#/properties/a"}}}, "references"),
     ],

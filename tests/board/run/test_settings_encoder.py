@@ -212,7 +212,7 @@ def test_an_engine_hands_over_each_runs_own_and_starts_none_without(tmp_path: Pa
     for run_id in (2, 3):
         ended = desk.run(run_id)
         assert ended["end"] == "failed"
-        assert "without its encoder's output" in ended["error"]
+        assert "has no encoder output" in ended["error"]
     assert len(desk.runtime.made("run")) == 1
 
 

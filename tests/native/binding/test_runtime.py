@@ -472,7 +472,7 @@ def test_an_abort_that_fails_is_logged(
     with running(handle, catch):
         assert catch.first.wait(WAIT_S)
         handle.abort()
-    assert "rkllm_abort returned -1 while a run was going on" in caplog.text
+    assert "rkllm_abort returned -1 during a run" in caplog.text
 
 
 def test_m7_late_tokens_of_an_abort_are_drained_before_the_run_returns(
@@ -750,9 +750,7 @@ def test_a_failed_init_breaks_the_handle_for_good(
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        pytest.param(
-            {"model_path": "/nowhere/model.rkllm"}, "no model file /nowhere", id="no model"
-        ),
+        pytest.param({"model_path": "/nowhere/model.rkllm"}, "model file /nowhere", id="no model"),
         pytest.param({"max_context_len": 0}, "at least 1", id="no context"),
         pytest.param({"max_new_tokens": -1}, "at least 1", id="the old -1 for no limit"),
         pytest.param({"max_context_len": 2**31}, "does not fit", id="beyond int32"),

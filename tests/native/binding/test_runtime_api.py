@@ -267,7 +267,7 @@ def test_ranges_are_for_paused_single_turns_only(fake: Fake, opened: Open) -> No
     with pytest.raises(Misuse, match="while the handle is idle"):
         handle.clear_kv_range([(0, 1)])
     pause(fake, handle, keep_history=True)
-    with pytest.raises(Misuse, match="without keep_history only"):
+    with pytest.raises(Misuse, match="while a run without keep_history"):
         handle.clear_kv_range([(0, 1)])
     assert fake.seen.ranges == 0
 
@@ -678,7 +678,7 @@ def test_an_adapter_that_was_not_loaded_is_misuse(
     with pytest.raises(CallFailed, match="rkllm_load_lora returned -1"):
         handle.load_adapter(adapter, "broken")
     for name in ("broken", "never"):
-        with pytest.raises(Misuse, match=f"no adapter '{name}' was loaded"):
+        with pytest.raises(Misuse, match=f"adapter '{name}' is not loaded"):
             handle.run(replace(IDS, adapter=name), Catch())
     assert fake.seen.runs == 0
 
@@ -686,11 +686,11 @@ def test_an_adapter_that_was_not_loaded_is_misuse(
 @pytest.mark.parametrize(
     ("name", "scale", "missing", "words"),
     [
-        pytest.param("one", 1.0, False, "a name of its own", id="the same name twice"),
-        pytest.param("", 1.0, False, "a name of its own", id="no name"),
+        pytest.param("one", 1.0, False, "is empty or in use", id="the same name twice"),
+        pytest.param("", 1.0, False, "is empty or in use", id="no name"),
         pytest.param("a\0b", 1.0, False, "NUL", id="a NUL in the name"),
         pytest.param("two", float("nan"), False, "finite", id="a scale that is none"),
-        pytest.param("two", 1.0, True, "there is no adapter file", id="no file"),
+        pytest.param("two", 1.0, True, "adapter file .* does not exist", id="no file"),
     ],
 )
 def test_an_adapter_that_could_not_be_told_apart_is_misuse(
@@ -816,17 +816,17 @@ def test_m14_a_cache_serves_one_adapter_and_no_evaluation(
     [
         pytest.param(
             lambda handle: handle.run(replace(IDS, save_cache="/nowhere/at/all.bin"), Catch()),
-            "no folder for the prompt cache",
+            "folder of the prompt cache",
             id="no folder to save in",
         ),
         pytest.param(
             lambda handle: handle.run(replace(IDS, save_cache="/tmp/a\0b"), Catch()),
-            "not a path",
+            "contains a NUL",
             id="a NUL in the path",
         ),
         pytest.param(
             lambda handle: handle.load_prompt_cache("/nowhere/at/all.bin"),
-            "no prompt cache file",
+            "prompt cache file",
             id="nothing to load",
         ),
     ],
@@ -889,23 +889,26 @@ def test_a_video_reaches_the_library_with_its_numbers(fake: Fake, handle: Bindin
 
 
 BAD_INPUTS: dict[str, tuple[RunInput, str]] = {
-    "a row cut short": (EmbedInput(b"\0" * 11, 3), "do not make 3 rows"),
-    "rows that are no floats": (EmbedInput(b"\0" * 9, 3), "do not make 3 rows"),
-    "no rows": (EmbedInput(b"\0" * 8, 0), "do not make 0 rows"),
-    "no bytes": (EmbedInput(b"", 1), "do not make 1 rows"),
+    "a row cut short": (EmbedInput(b"\0" * 11, 3), "are not 3 rows"),
+    "rows that are no floats": (EmbedInput(b"\0" * 9, 3), "are not 3 rows"),
+    "no rows": (EmbedInput(b"\0" * 8, 0), "are not 0 rows"),
+    "no bytes": (EmbedInput(b"", 1), "are not 1 rows"),
     "no picture": (MultimodalInput("hi"), "needs an image or a video"),
-    "no place for it": (MultimodalInput("hi", image=IMAGE), "0 times <image> for 2 images"),
+    "no place for it": (
+        MultimodalInput("hi", image=IMAGE),
+        "<image> 0 times; the number of images is 2",
+    ),
     "too many places": (
         MultimodalInput("<image>" * 3, image=IMAGE),
-        "3 times <image> for 2 images",
+        "<image> 3 times; the number of images is 2",
     ),
     "counts not set": (
         MultimodalInput("<image>", image=replace(IMAGE, n_images=0)),
-        "needs its counts",
+        "needs counts",
     ),
     "fewer rows than counted": (
         MultimodalInput("<image><image>", image=replace(IMAGE, data=floats(1, 2, 3))),
-        "do not make 6 rows",
+        "are not 6 rows",
     ),
     "rendered text": (MultimodalInput("<|im_start|><image><image>", image=IMAGE), "empty template"),
 }
@@ -935,13 +938,13 @@ def test_m15_an_input_that_c_would_read_past_or_never_answer_is_misuse(
         pytest.param(
             "1.3.0",
             MultimodalInput("<image>", image=IMAGE),
-            "1 times <image> for 2",
+            "<image> 1 times",
             id="one place for two images on 1.3",
         ),
         pytest.param(
             "1.3.0",
             MultimodalInput("<video><video>", video=VIDEO),
-            "2 times <video> for 1",
+            "<video> 2 times",
             id="two places for one video",
         ),
     ],
@@ -1017,8 +1020,8 @@ def test_an_encoders_output_is_handed_over_whole(fake: Fake, opened: Open) -> No
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        pytest.param({"n_tokens": 0}, "do not make 0 rows", id="no tokens"),
-        pytest.param({"k_cache": b""}, "do not make 2 rows", id="no K cache"),
+        pytest.param({"n_tokens": 0}, "are not 0 rows", id="no tokens"),
+        pytest.param({"k_cache": b""}, "are not 2 rows", id="no K cache"),
         pytest.param({"v_cache": floats(1)}, "the same size", id="V is shorter than K"),
         pytest.param({"mask": floats(1)}, "mask must have one", id="a short mask"),
         pytest.param({"positions": ints(1, 2, 3)}, "positions must have one", id="long positions"),
@@ -1110,7 +1113,7 @@ def fail(_: object) -> Any:
         ),
         pytest.param({"tokenize": fail}, KeyError, "nothing", id="a tokenizer that fails"),
         pytest.param({"tokenize": lambda _: [2**40]}, OverflowError, "32", id="an id beyond int32"),
-        pytest.param({"embed": lambda _: b"1234"}, NativeError, "expects 16", id="a short row"),
+        pytest.param({"embed": lambda _: b"1234"}, NativeError, "takes 16", id="a short row"),
         pytest.param({"embed": lambda _: b"1" * 17}, NativeError, "are 17 bytes", id="a long row"),
         pytest.param({"embed": fail}, KeyError, "nothing", id="an embedding that fails"),
     ],

@@ -78,7 +78,7 @@ def test_nothing_runs_before_a_model_is_loaded(tmp_path: Path) -> None:
     ended = desk.run()
     assert (ended["end"], ended["error"]) == (
         "failed",
-        "something was asked for before a model was loaded",
+        "no model is loaded",
     )
     desk.do(FrameKind.CALL, {"call_id": 3, "method": "drain", "args": {}})
     kind, result = desk.last
@@ -193,7 +193,7 @@ def test_a_cut_that_the_library_only_says_it_has_made_is_not_believed(desk: Desk
     ended = desk.run(1, cut=CUT, resume=True)
     assert (ended["end"], ended["error"]) == (
         "failed",
-        "after the range 2 to 4 was cleared of 7 positions the KV cache holds 7",
+        "KV cache holds 7 positions after the range [2, 4) of 7 was cleared",
     )
     assert desk.runtime.made("run") == []
 
@@ -413,7 +413,7 @@ def test_only_what_is_listed_can_be_called(desk: Desk, method: str) -> None:
     desk.do(FrameKind.CALL, {"call_id": 8, "method": method, "args": {}})
     _, result = desk.last
     assert result["error"]["kind"] == "Misuse"
-    assert "there are drain, clear_kv, kv_sizes" in result["error"]["args"][0]
+    assert "known are drain, clear_kv, kv_sizes" in result["error"]["args"][0]
     assert desk.runtime.calls == before
 
 

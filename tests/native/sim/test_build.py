@@ -52,7 +52,7 @@ def place_program(folder: Path, name: str) -> None:
         pytest.param(
             ["gcc"],
             {"CC": "'gcc"},
-            "rkserve: CC is no command line: 'gcc (No closing quotation). Unset it.\n",
+            "rkserve: CC is not a command line: 'gcc (No closing quotation). Unset it.\n",
             id="CC with half a quotation",
         ),
         pytest.param(["gcc"], {}, "", id="gcc"),

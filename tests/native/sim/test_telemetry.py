@@ -196,10 +196,10 @@ def test_writing_again_replaces_figures_and_removes_what_is_gone(tmp_path: Path)
 def test_a_folder_of_somebody_else_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "sys").mkdir()
     (tmp_path / "sys" / "mine").write_text("x", encoding="utf-8")
-    with pytest.raises(ConfigError, match="something else"):
+    with pytest.raises(ConfigError, match="other content"):
         write(tmp_path, "RK3588", BoardReadings())
     assert [path.name for path in tmp_path.rglob("*")] == ["sys", "mine"]
-    with pytest.raises(ConfigError, match="something else"):
+    with pytest.raises(ConfigError, match="other content"):
         write(Path("/"), "RK3588", BoardReadings())
 
 
@@ -277,7 +277,7 @@ def test_a_tree_that_lost_a_file_is_mended(tmp_path: Path) -> None:
 
 def test_a_stranger_s_folder_gets_no_tree(tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("x", encoding="utf-8")
-    with pytest.raises(ConfigError, match="something else"):
+    with pytest.raises(ConfigError, match="other content"):
         ensure_tree(tmp_path, "RK3588", BoardReadings())
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
@@ -304,7 +304,7 @@ def test_a_load_shows_on_every_core_and_nowhere_else(tmp_path: Path, platform: s
     ("show", "words"),
     [
         pytest.param(partial(show_load, percent=101), "not 101", id="too much"),
-        pytest.param(partial(show_load, percent=5), "no tree of a board", id="no tree"),
+        pytest.param(partial(show_load, percent=5), "not a tree of a board", id="no tree"),
     ],
 )
 def test_a_load_that_cannot_be_shown_is_refused(tmp_path: Path, show: Any, words: str) -> None:

@@ -82,7 +82,7 @@ def test_one_pixel_changes_one_row(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("size", [0, 24 * 16 * 3 - 1, 24 * 16 * 3 + 1])
 def test_an_image_of_another_size_never_reaches_the_library(tmp_path: Path, size: int) -> None:
-    with opened(tmp_path) as encoder, pytest.raises(Misuse, match="24 x 16"):
+    with opened(tmp_path) as encoder, pytest.raises(Misuse, match="24x16"):
         encoder.encode(bytes(size))
 
 
@@ -100,7 +100,7 @@ def test_a_run_that_fails_leaves_an_encoder_that_works(
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        pytest.param(None, "there is no image encoder", id="no file"),
+        pytest.param(None, "image encoder .* does not exist", id="no file"),
         pytest.param(b"", "rknn_init returned -6", id="an empty file"),
         pytest.param(b"RKNN" + bytes(100), "rknn_init returned -6", id="another file"),
     ],

@@ -47,7 +47,7 @@ def vision(release: str = "1.3.0", **changes: Any) -> tuple[Encoder, CachedEncod
 
 
 def seen(of: CachedEncoder, *seeds: int) -> Image:
-    found = of.see([picture(seed) for seed in seeds], lambda: False)
+    found = of.encode([picture(seed) for seed in seeds], lambda: False)
     assert found is not None
     assert found.data == b"".join(picture(seed).pixels[:ROWS] for seed in seeds)
     return found
@@ -93,7 +93,7 @@ def test_what_is_kept_is_bounded(room: int, encoded: list[int]) -> None:
 
 def test_a_run_that_is_left_encodes_no_further_image() -> None:
     encoder, one = vision()
-    assert one.see([picture(1), picture(2)], lambda: bool(encoder.given)) is None
+    assert one.encode([picture(1), picture(2)], lambda: bool(encoder.given)) is None
     assert len(encoder.given) == 1
 
 
@@ -116,5 +116,5 @@ def test_what_could_not_be_encoded_is_not_kept() -> None:
     ],
 )
 def test_an_encoder_that_is_not_the_folders_is_refused(changes: dict[str, Any]) -> None:
-    with pytest.raises(LoadFailed, match=r"takes 4 x 4 pixels and makes 2 tokens"):
+    with pytest.raises(LoadFailed, match=r"has 4x4 pixels and 2 tokens"):
         vision(**changes)
