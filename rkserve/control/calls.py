@@ -34,7 +34,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from rkserve.control.operations import Operation, OperationKind
+from rkserve.control.operations import ControlOperation, OperationKind
 from rkserve.control.params import Params
 
 
@@ -77,6 +77,6 @@ class OperationOutcome:
     """
 
     status: int
-    operation: Operation
+    operation: ControlOperation
     applied: bool = True
     emitted: Mapping[str, int] = field(default_factory=dict, hash=False)

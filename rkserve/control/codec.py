@@ -18,7 +18,7 @@ from enum import Enum
 from functools import cache
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from rkserve.control.operations import Operation
+from rkserve.control.operations import ControlOperation
 from rkserve.core.desired_state import Desired, DesiredCache
 from rkserve.core.errors import LedgerFailed
 
@@ -42,14 +42,14 @@ def read_desired(text: str) -> Desired:
     return _parse("desired", Desired, text)
 
 
-def write_operation(operation: Operation) -> str:
+def write_operation(operation: ControlOperation) -> str:
     """Return an operation as text. Raises ``LedgerFailed`` for values that JSON cannot hold."""
     return _write("operation", operation)
 
 
-def read_operation(text: str) -> Operation:
+def read_operation(text: str) -> ControlOperation:
     """Return the operation of a text. Raises ``LedgerFailed`` with the reason."""
-    return _parse("operation", Operation, text)
+    return _parse("operation", ControlOperation, text)
 
 
 def write_cache(cache: DesiredCache) -> str:

@@ -99,7 +99,7 @@ class ResultStatus(str, Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class BoardResult:
+class BoardOutcome:
     """One board's answer. ``latency_ms`` is from the call to its answer.
 
     ``error`` is an error code such as ``stage_failed``, and empty on success; ``details`` are
@@ -119,7 +119,7 @@ class BoardResult:
 
 
 @dataclass(frozen=True, slots=True)
-class OperationError:
+class ControlError:
     """The reason for an operation's failure, as answered: HTTP status, code and message."""
 
     status: int
@@ -127,13 +127,13 @@ class OperationError:
     message: str
 
     @classmethod
-    def of(cls, error: RkserveError) -> OperationError:
+    def of(cls, error: RkserveError) -> ControlError:
         """Return the answer to an error."""
         return cls(error.http_status, error.code or "internal_error", error.message)
 
 
 @dataclass(frozen=True, slots=True)
-class Operation:
+class ControlOperation:
     """One operation. Times are in seconds since 1970, ``phases`` are (name, milliseconds).
 
     ``params`` are those of its call, ``who`` names the caller without any secret. ``epoch`` is the
@@ -152,9 +152,9 @@ class Operation:
     epoch: int = 0
     key: str | None = None
     fingerprint: str = ""
-    results: Mapping[str, BoardResult] = field(default_factory=dict, hash=False)
+    results: Mapping[str, BoardOutcome] = field(default_factory=dict, hash=False)
     phases: tuple[tuple[str, float], ...] = ()
-    error: OperationError | None = None
+    error: ControlError | None = None
 
     @property
     def over(self) -> bool:
@@ -173,23 +173,23 @@ class Operation:
             return self.error.status
         return {_S.RUNNING: 202, _S.PARTIAL: 207}.get(self.state, 200)
 
-    def at(self, phase: Phase, *, epoch: int | None = None) -> Operation:
+    def at(self, phase: Phase, *, epoch: int | None = None) -> ControlOperation:
         """Return it in another phase. Raises ``OperationConflict`` if it is over."""
         if self.over:
             raise OperationConflict(f"Operation '{self.id}' is over: it is {self.state.value}.")
         return replace(self, phase=phase, epoch=self.epoch if epoch is None else epoch)
 
-    def heard(self, board_id: str, result: BoardResult) -> Operation:
+    def heard(self, board_id: str, result: BoardOutcome) -> ControlOperation:
         """Return it with one board's latest answer."""
         return replace(self, results={**self.results, board_id: result})
 
-    def spent(self, phase: str, ms: float) -> Operation:
+    def spent(self, phase: str, ms: float) -> ControlOperation:
         """Return it with the duration of a phase in milliseconds."""
         return replace(self, phases=(*self.phases, (phase, ms)))
 
     def end(
-        self, state: OperationState, now_s: float, error: OperationError | None = None
-    ) -> Operation:
+        self, state: OperationState, now_s: float, error: ControlError | None = None
+    ) -> ControlOperation:
         """Return it ended. Raises ``OperationConflict`` for a transition that ``TRANSITIONS``
         lacks.
         """
@@ -228,7 +228,9 @@ _RESTING = frozenset({OperationKind.SLEEP, OperationKind.WAKE})
 _K = OperationKind
 
 
-def conflict(running: Iterable[Operation], kind: OperationKind, params: Params) -> str | None:
+def conflict(
+    running: Iterable[ControlOperation], kind: OperationKind, params: Params
+) -> str | None:
     """Return why a running operation excludes the requested one; None if none does.
 
     ``promote`` and ``rollback`` of an adapter whose canary is being observed are allowed: that
@@ -240,14 +242,16 @@ def conflict(running: Iterable[Operation], kind: OperationKind, params: Params) 
     return None
 
 
-def deciding(running: Iterable[Operation], kind: OperationKind, params: Params) -> Operation | None:
+def deciding(
+    running: Iterable[ControlOperation], kind: OperationKind, params: Params
+) -> ControlOperation | None:
     """Return the observed canary that a ``promote`` or ``rollback`` decides, if any."""
     if kind not in (_K.ADAPTER_PROMOTE, _K.ADAPTER_ROLLBACK):
         return None
     return next((one for one in running if _is_observed(one) and _same_line(one, params)), None)
 
 
-def _excludes(one: Operation, kind: OperationKind, params: Params) -> str | None:
+def _excludes(one: ControlOperation, kind: OperationKind, params: Params) -> str | None:
     if one.kind in ROLLOUTS:
         return _beside_rollout(one, kind, params)
     if one.kind in _RESTING:
@@ -260,7 +264,7 @@ def _excludes(one: Operation, kind: OperationKind, params: Params) -> str | None
     return None
 
 
-def _stops(one: Operation) -> bool:
+def _stops(one: ControlOperation) -> bool:
     """Return whether it stops boards; a reset that interrupts running requests does so briefly."""
     resets = one.kind is _K.CACHE_RESET
     return one.kind is _K.PAUSE or (
@@ -268,7 +272,7 @@ def _stops(one: Operation) -> bool:
     )
 
 
-def _beside_rest(one: Operation, kind: OperationKind, params: Params) -> str | None:
+def _beside_rest(one: ControlOperation, kind: OperationKind, params: Params) -> str | None:
     """Exclude changes of the served versions on boards that are going to sleep or waking up."""
     if kind in ROLLOUTS:
         meant = Scope(models=(read.text(params, "model"),))
@@ -282,7 +286,7 @@ def _beside_rest(one: Operation, kind: OperationKind, params: Params) -> str | N
     return f"boards are still {going}; ask again once it is answered."
 
 
-def _beside_rollout(one: Operation, kind: OperationKind, params: Params) -> str | None:
+def _beside_rollout(one: ControlOperation, kind: OperationKind, params: Params) -> str | None:
     if kind in ROLLOUTS:
         return _rollouts(one, kind, params)
     if kind is _K.SLEEP:
@@ -298,7 +302,7 @@ def _beside_rollout(one: Operation, kind: OperationKind, params: Params) -> str 
     return None
 
 
-def _rollouts(one: Operation, kind: OperationKind, params: Params) -> str | None:
+def _rollouts(one: ControlOperation, kind: OperationKind, params: Params) -> str | None:
     if not _same_model(one, params):
         return None
     decides = kind in (_K.ADAPTER_PROMOTE, _K.ADAPTER_ROLLBACK)
@@ -307,7 +311,7 @@ def _rollouts(one: Operation, kind: OperationKind, params: Params) -> str | None
     return "only one operation at a time changes what a model serves."
 
 
-def _pause_against_rollout(one: Operation, params: Params) -> str | None:
+def _pause_against_rollout(one: ControlOperation, params: Params) -> str | None:
     at_once = (one.params.get("strategy") or "atomic") == "atomic"  # null is a default as well
     if one.kind not in _HOLDERS or not at_once or not _holds_now(one):
         return None
@@ -317,32 +321,32 @@ def _pause_against_rollout(one: Operation, params: Params) -> str | None:
     return "it holds the boards for a moment; try again." if meet else None
 
 
-def _holds_now(one: Operation) -> bool:
+def _holds_now(one: ControlOperation) -> bool:
     """Return whether boards are held, also during a load under the hold."""
     loads = one.phase in (Phase.LOADING, Phase.SWITCHING)
     return one.phase in HOLDING or (loads and _is_held_first(one))
 
 
-def _is_held_first(one: Operation) -> bool:
+def _is_held_first(one: ControlOperation) -> bool:
     """Return whether it holds the whole model before boards load."""
     return one.kind is _K.WEIGHT_UPDATE and one.params.get("in_flight") != InFlight.PIN.value
 
 
-def _same_model(one: Operation, params: Params) -> bool:
+def _same_model(one: ControlOperation, params: Params) -> bool:
     return one.params.get("model") == params.get("model")
 
 
-def _is_observed(one: Operation) -> bool:
+def _is_observed(one: ControlOperation) -> bool:
     return (
         not one.over and one.kind is OperationKind.ADAPTER_ROLLOUT and one.phase is Phase.OBSERVING
     )
 
 
-def _same_line(one: Operation, params: Params) -> bool:
+def _same_line(one: ControlOperation, params: Params) -> bool:
     return all(one.params.get(name) == params.get(name) for name in ("model", "name"))
 
 
-def _same_version(one: Operation, params: Params, why: str) -> str | None:
+def _same_version(one: ControlOperation, params: Params, why: str) -> str | None:
     if not _same_line(one, params):
         return None
     versions = (one.params.get("version"), params.get("version"))

@@ -12,8 +12,8 @@ from rkserve.control import state_changes, weight_changes
 from rkserve.control.operations import (
     HOLDS,
     ROLLOUTS,
-    Operation,
-    OperationError,
+    ControlError,
+    ControlOperation,
     OperationKind,
     OperationState,
     Phase,
@@ -31,8 +31,8 @@ _ONE_CHANGE = frozenset({_K.RESUME, _K.WAKE, _K.LABEL, _K.ADAPTER_STAGE, _K.ADAP
 
 
 def recover(
-    desired: Desired, operations: Iterable[Operation], now_s: float
-) -> tuple[Desired, tuple[Operation, ...]]:
+    desired: Desired, operations: Iterable[ControlOperation], now_s: float
+) -> tuple[Desired, tuple[ControlOperation, ...]]:
     """Return the recovered desired state, and the operations that have changed.
 
     ``operations`` are all that are not over, and those that made a current pause. ``now_s`` is in
@@ -56,24 +56,24 @@ def recover(
     return recovered, tuple(ended.values())
 
 
-def _is_dead(pause: ActivePause, operations: dict[str, Operation]) -> bool:
+def _is_dead(pause: ActivePause, operations: dict[str, ControlOperation]) -> bool:
     made_by = operations.get(pause.operation)
     if made_by is None:
         return False  # an old one, whose record has expired: it was acknowledged long ago
     return made_by.kind in ROLLOUTS or made_by.state in (_S.FAILED, _S.UNDONE)
 
 
-def _ended(desired: Desired, one: Operation, now_s: float) -> Operation:
+def _ended(desired: Desired, one: ControlOperation, now_s: float) -> ControlOperation:
     if one.kind in (_K.CACHE_RESET, _K.ABORT):
-        return one.end(_S.FAILED, now_s, OperationError(503, INTERRUPTED, _UNKNOWN))
+        return one.end(_S.FAILED, now_s, ControlError(503, INTERRUPTED, _UNKNOWN))
     if stands(desired, one):
         return one.end(_S.PARTIAL, now_s)
     if one.epoch:
-        return one.end(_S.UNDONE, now_s, OperationError(503, INTERRUPTED, _UNDONE))
-    return one.end(_S.FAILED, now_s, OperationError(503, INTERRUPTED, _FAILED))
+        return one.end(_S.UNDONE, now_s, ControlError(503, INTERRUPTED, _UNDONE))
+    return one.end(_S.FAILED, now_s, ControlError(503, INTERRUPTED, _FAILED))
 
 
-def stands(desired: Desired, one: Operation) -> bool:
+def stands(desired: Desired, one: ControlOperation) -> bool:
     """Return whether its change is already part of the desired state, so that boards need only
     follow.
 

@@ -30,7 +30,7 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from rkserve.control.canary import CanaryAssessment, CanaryVerdict
-from rkserve.control.operations import OperationError, OperationState, Phase
+from rkserve.control.operations import ControlError, OperationState, Phase
 from rkserve.control.rollout_plan import Move, MoveRequest, RolloutPlan, RolloutStage
 
 # An observation without a verdict continues for this multiple of the requested time, and at least
@@ -54,7 +54,7 @@ class FinishRollout:
     """
 
     state: OperationState
-    error: OperationError | None = None
+    error: ControlError | None = None
     lagging: tuple[str, ...] = ()
 
 
@@ -67,7 +67,7 @@ class BoardAnswered:
 
     move: Move
     board_id: str
-    error: OperationError | None = None
+    error: ControlError | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ class ChangeRefused:
     """
 
     move: Move
-    error: OperationError
+    error: ControlError
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +119,7 @@ class CanaryDecided:
 class RolloutCancelled:
     """The rollout must end now: its time is up, or it was stopped."""
 
-    error: OperationError
+    error: ControlError
 
 
 Event: TypeAlias = (
@@ -145,7 +145,7 @@ class Rollout:
     lagging: frozenset[str] = frozenset()
     changed: bool = False
     observed_from_s: float = math.inf
-    error: OperationError | None = None
+    error: ControlError | None = None
     ended: OperationState | None = None
 
     @property
@@ -168,7 +168,7 @@ _PHASES: dict[Move | RolloutStage, Phase] = {
 # Moves for every present board, including those that joined after the rollout began.
 EVERYWHERE = frozenset({Move.HOLD, Move.COMMIT, Move.UNDO})
 _CHANGING = frozenset({Move.HOLD, Move.OFFER, Move.SWITCH, Move.COMMIT})
-NO_BOARD = OperationError(503, "no_board", "No board is left that could show the version good.")
+NO_BOARD = ControlError(503, "no_board", "No board is left that could show the version good.")
 Next: TypeAlias = tuple[Rollout, tuple[Step, ...]]
 
 
@@ -234,7 +234,7 @@ def _gone(rollout: Rollout, board_id: str, now_s: float) -> Next:
     )
     if died_of_it:
         why = f"Board {board_id} died while it loaded the new weights."
-        return _take_back(rollout, OperationError(503, "board_gone", why))
+        return _take_back(rollout, ControlError(503, "board_gone", why))
     if not boards and rollout.at not in (Move.COMMIT, Move.UNDO):
         return _take_back(rollout, NO_BOARD)
     return _go_on(rollout, now_s)
@@ -280,7 +280,7 @@ def _cancelled(rollout: Rollout, event: RolloutCancelled) -> Next:
 def _judged(rollout: Rollout, judgement: CanaryAssessment, now_s: float) -> Next:
     plan, since_s = rollout.plan, now_s - rollout.observed_from_s
     if judgement.verdict is CanaryVerdict.BAD:
-        return _take_back(rollout, OperationError(409, "canary_failed", judgement.reason))
+        return _take_back(rollout, ControlError(409, "canary_failed", judgement.reason))
     if not plan.auto or since_s < plan.observe_s:
         return rollout, ()
     if judgement.verdict is CanaryVerdict.GOOD:
@@ -288,17 +288,17 @@ def _judged(rollout: Rollout, judgement: CanaryAssessment, now_s: float) -> Next
     if since_s < max(plan.observe_s * PATIENCE, PATIENCE_S):
         return rollout, ()
     why = f"No verdict within {since_s:.0f} s: {judgement.reason}"
-    return _take_back(rollout, OperationError(409, "canary_failed", why))
+    return _take_back(rollout, ControlError(409, "canary_failed", why))
 
 
 def _decided(rollout: Rollout, event: CanaryDecided, now_s: float) -> Next:
     if event.promote:
         return _enter_next(rollout, now_s)
     by = f" by {event.who}" if event.who else ""
-    return _take_back(rollout, OperationError(409, "rolled_back", f"It was rolled back{by}."))
+    return _take_back(rollout, ControlError(409, "rolled_back", f"It was rolled back{by}."))
 
 
-def _take_back(rollout: Rollout, error: OperationError) -> Next:
+def _take_back(rollout: Rollout, error: ControlError) -> Next:
     """Undo the changes; if there are none, the rollout has failed without effects."""
     rollout = replace(rollout, error=error)
     if not rollout.changed:

@@ -24,8 +24,8 @@ from rkserve.control.calls import OperationOutcome, OperationRequest
 from rkserve.control.operations import (
     HOLDS,
     UPDATES,
-    Operation,
-    OperationError,
+    ControlError,
+    ControlOperation,
     OperationKind,
     OperationState,
     conflict,
@@ -297,7 +297,7 @@ class Coordinator:
             task.result()
 
     def _begin(self, call: OperationRequest) -> tuple[OperationRun, asyncio.Task[None]]:
-        operation = Operation(
+        operation = ControlOperation(
             id=f"op-{secrets.token_hex(8)}",
             kind=call.kind,
             params=call.params,
@@ -338,13 +338,13 @@ class Coordinator:
         except RkserveError as exc:
             if not run.begun:
                 raise
-            await self._take_back(run, OperationError.of(exc))
+            await self._take_back(run, ControlError.of(exc))
         except Exception as exc:
             log.exception("operation %s (%s) failed", operation.id, operation.kind.value)
             if not run.begun:
                 raise
             said = f"{type(exc).__name__}: {exc}"
-            await self._take_back(run, OperationError(500, "internal_error", said))
+            await self._take_back(run, ControlError(500, "internal_error", said))
         ended = run.operation
         log.info(
             "%s %s by %s is %s at epoch %d: %d of %d boards",
@@ -374,7 +374,7 @@ class Coordinator:
                 raise OperationConflict(why)
             await asyncio.sleep(TURN_S)
 
-    async def _take_back(self, run: OperationRun, error: OperationError) -> None:
+    async def _take_back(self, run: OperationRun, error: ControlError) -> None:
         """End a failed operation: no pause and no candidate of it remains.
 
         If only its end could not be stored, or its change is in effect already, it ends with that
@@ -396,7 +396,7 @@ class Coordinator:
             else:
                 self._reconciler.announce()
 
-    def _undo(self, run: OperationRun, error: OperationError) -> None:
+    def _undo(self, run: OperationRun, error: ControlError) -> None:
         desired = _without(self._state.desired, run.operation)
         changed = desired is not self._state.desired
         state = OperationState.UNDONE if changed else OperationState.FAILED
@@ -425,20 +425,20 @@ class Coordinator:
         """Return the desired state as soon as its epoch is not ``after_epoch``."""
         return await self._state.after(after_epoch, wait_s)
 
-    def operations(self, limit: int) -> list[Operation]:
+    def operations(self, limit: int) -> list[ControlOperation]:
         """Return the latest operations, the last one first. It is slow for many: any thread may
         call it.
         """
         return self._state.operations(limit)
 
-    def operation(self, name: str) -> Operation:
+    def operation(self, name: str) -> ControlOperation:
         """Return an operation. Raises ``OperationNotFound``."""
         found = self._state.operation(name)
         if found is None:
             raise OperationNotFound(name)
         return found
 
-    def operation_by_key(self, key: str) -> Operation | None:
+    def operation_by_key(self, key: str) -> ControlOperation | None:
         """Return the operation of the call with that idempotency key."""
         return self._state.by_key(key)
 
@@ -470,7 +470,7 @@ class Coordinator:
         return generate_latest(self._registry)
 
 
-def _check_repeat(call: OperationRequest, operation: Operation) -> None:
+def _check_repeat(call: OperationRequest, operation: ControlOperation) -> None:
     if operation.fingerprint != call.fingerprint:
         raise RequestError(
             f"The Idempotency-Key was used for another call, operation '{operation.id}': give "
@@ -479,14 +479,14 @@ def _check_repeat(call: OperationRequest, operation: Operation) -> None:
         )
 
 
-def _is_pause(operation: Operation, state: OperationState) -> bool:
+def _is_pause(operation: ControlOperation, state: OperationState) -> bool:
     """Return whether it is a pause that was not acknowledged: its removal does not wait for the
     disk.
     """
     return operation.kind in HOLDS and state is OperationState.SUCCEEDED
 
 
-def _without(desired: Desired, operation: Operation) -> Desired:
+def _without(desired: Desired, operation: ControlOperation) -> Desired:
     """Return the desired state without the pauses and candidates of an operation."""
     undo = [lambda now: state_changes.withdraw(now, operation.id)]
     asked = operation.params
@@ -502,7 +502,7 @@ def _without(desired: Desired, operation: Operation) -> Desired:
     return state_changes.as_one(desired, *undo)
 
 
-def _recovered(now_s: float, one: Operation) -> AuditEntry:
+def _recovered(now_s: float, one: ControlOperation) -> AuditEntry:
     return AuditEntry(
         at_s=now_s,
         who="recovery",

@@ -22,7 +22,7 @@ from rkserve.config.serve_config import CoordinatorConfig, RkserveConfig, resolv
 from rkserve.control.artifact_metadata import DeclaredArtifact, StoredArtifact
 from rkserve.control.calls import OperationOutcome, OperationRequest
 from rkserve.control.codec import plain
-from rkserve.control.operations import Operation
+from rkserve.control.operations import ControlOperation
 from rkserve.control.sleep import SleepPolicy
 from rkserve.coordinator.artifacts.sources import DownloadPool
 from rkserve.coordinator.artifacts.store import ArtifactRules, ArtifactStore
@@ -121,15 +121,15 @@ class CoordinatorReplica:
         """Return the desired state as soon as its epoch is not ``after_epoch``."""
         return await self._coordinator.desired(after_epoch, min(wait_s, LONGEST_WAIT_S))
 
-    async def operations(self, limit: int) -> list[Operation]:
+    async def operations(self, limit: int) -> list[ControlOperation]:
         """Return the latest operations, the last one first."""
         return await asyncio.to_thread(self._coordinator.operations, limit)
 
-    async def operation(self, name: str) -> Operation:
+    async def operation(self, name: str) -> ControlOperation:
         """Return an operation. Raises ``OperationNotFound``."""
         return self._coordinator.operation(name)
 
-    async def operation_by_key(self, key: str) -> Operation | None:
+    async def operation_by_key(self, key: str) -> ControlOperation | None:
         """Return the operation of the call with that idempotency key."""
         return self._coordinator.operation_by_key(key)
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from rkserve.control.artifact_metadata import DeclaredArtifact, StoredArtifact
 from rkserve.control.calls import OperationOutcome, OperationRequest
-from rkserve.control.operations import Operation, OperationKind
+from rkserve.control.operations import ControlOperation, OperationKind
 from rkserve.control.sleep import REQUEST, requested, wakeable
 from rkserve.core.desired_state import AdapterVersion, Artifact, BaseVersion, Desired, DesiredCache
 from rkserve.core.errors import CoordinatorAway, ModelAsleep, RkserveError
@@ -152,19 +152,19 @@ class CoordinatorClient:
 
     # -- looking ------------------------------------------------------------------------------
 
-    async def operations(self, limit: int) -> list[Operation]:
+    async def operations(self, limit: int) -> list[ControlOperation]:
         """Return the latest operations, the newest first."""
-        found: list[Operation] = await self._look("operations", limit)
+        found: list[ControlOperation] = await self._look("operations", limit)
         return found
 
-    async def operation(self, operation_id: str) -> Operation:
+    async def operation(self, operation_id: str) -> ControlOperation:
         """Return one operation. Raises ``OperationNotFound``."""
-        found: Operation = await self._look("operation", operation_id)
+        found: ControlOperation = await self._look("operation", operation_id)
         return found
 
-    async def operation_by_key(self, key: str) -> Operation | None:
+    async def operation_by_key(self, key: str) -> ControlOperation | None:
         """Return the operation with that idempotency key, if any."""
-        found: Operation | None = await self._look("operation_by_key", key)
+        found: ControlOperation | None = await self._look("operation_by_key", key)
         return found
 
     async def audit(self, limit: int) -> list[Any]:

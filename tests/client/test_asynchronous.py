@@ -13,9 +13,9 @@ from rkserve.client import AsyncClient, NotFound, OperationFailed, Refused
 from rkserve.control.artifact_metadata import StoredArtifact
 from rkserve.control.calls import OperationOutcome, OperationRequest
 from rkserve.control.operations import (
-    BoardResult,
-    Operation,
-    OperationError,
+    BoardOutcome,
+    ControlError,
+    ControlOperation,
     OperationKind,
     OperationState,
     ResultStatus,
@@ -34,13 +34,13 @@ class Head(FakeHead):
 
     end: OperationState = OperationState.SUCCEEDED
 
-    def _operation(self, name: str) -> Operation:
+    def _operation(self, name: str) -> ControlOperation:
         call = self.calls[int(name.removeprefix("op-")) - 1]
         bad = self.end is not OperationState.SUCCEEDED
-        error = OperationError(503, "stage_failed", "The disk is full.") if bad else None
+        error = ControlError(503, "stage_failed", "The disk is full.") if bad else None
         done: OperationOutcome = self.outcome(call, state=self.end, error=error)
         assert done.operation.id != ""
-        return Operation(name, call.kind, self.end, results=self.results, error=error)
+        return ControlOperation(name, call.kind, self.end, results=self.results, error=error)
 
 
 def drive(head: FakeHead, use: Callable[[AsyncClient], Awaitable[Any]]) -> Any:
@@ -62,7 +62,7 @@ def head(**changes: Any) -> Head:
 
 
 def test_a_pause_reaches_the_coordinator_and_its_answer_is_read() -> None:
-    asked = head(results={"a": BoardResult(ResultStatus.OK, 12.5, details={"stopped": 2})})
+    asked = head(results={"a": BoardOutcome(ResultStatus.OK, 12.5, details={"stopped": 2})})
 
     async def use(client: AsyncClient) -> None:
         done = await client.pause(boards="a*", lease_s=30, key="k-1")

@@ -18,7 +18,7 @@ from rkserve.control.codec import (
     write_desired,
     write_operation,
 )
-from rkserve.control.operations import Operation, OperationKind
+from rkserve.control.operations import ControlOperation, OperationKind
 from rkserve.core.desired_state import ActivePause, AdapterVersions, Desired, PauseMode, Scope
 from rkserve.core.errors import LedgerFailed
 from tests.support.values.control_values import desires, operations, version
@@ -40,7 +40,7 @@ def test_a_desired_state_comes_back_as_it_was(desired: Desired) -> None:
 
 @settings(deadline=None)
 @given(operations)
-def test_an_operation_comes_back_as_it_was(operation: Operation) -> None:
+def test_an_operation_comes_back_as_it_was(operation: ControlOperation) -> None:
     text = write_operation(operation)
     found = read_operation(text)
     assert found == operation
@@ -102,7 +102,7 @@ PAUSE, LINE = (D, "pauses", 0), (D, "lines", 0)
         pytest.param(broken(put("schema", to=True)), "schema", id="a schema of another type"),
         pytest.param(broken(put("more", to=1)), "more", id="more than one value"),
         pytest.param(
-            write_operation(Operation("o", OperationKind.PAUSE)), "keys", id="another kind"
+            write_operation(ControlOperation("o", OperationKind.PAUSE)), "keys", id="another kind"
         ),
         pytest.param('{"schema":1,"schema":1,"desired":{}}', "twice", id="a key twice"),
         pytest.param(broken(put(D, to=None)), "no object", id="null"),
@@ -133,7 +133,7 @@ def test_what_was_not_written_by_us_is_refused(text: str, said: str) -> None:
 
 
 def test_a_phase_of_three_parts_is_refused() -> None:
-    operation = replace(Operation("o", OperationKind.PAUSE), phases=(("staging", 1.0),))
+    operation = replace(ControlOperation("o", OperationKind.PAUSE), phases=(("staging", 1.0),))
     text = write_operation(operation).replace('["staging",1.0]', '["staging",1.0,2]')
     with pytest.raises(LedgerFailed, match="3 entries"):
         read_operation(text)
@@ -142,4 +142,4 @@ def test_a_phase_of_three_parts_is_refused() -> None:
 @pytest.mark.parametrize("value", [math.nan, math.inf, {1, 2}], ids=repr)
 def test_what_json_cannot_hold_is_not_written(value: Any) -> None:
     with pytest.raises(LedgerFailed):
-        write_operation(Operation("o", OperationKind.PAUSE, params={"lease_s": value}))
+        write_operation(ControlOperation("o", OperationKind.PAUSE, params={"lease_s": value}))

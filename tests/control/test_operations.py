@@ -15,9 +15,9 @@ from rkserve.control import params as read
 from rkserve.control.calls import OperationOutcome, OperationRequest
 from rkserve.control.operations import (
     TRANSITIONS,
-    BoardResult,
-    Operation,
-    OperationError,
+    BoardOutcome,
+    ControlError,
+    ControlOperation,
     OperationKind,
     OperationState,
     Phase,
@@ -41,8 +41,8 @@ ROLLING: Params = {**LAW, "version": "v2", "strategy": "rolling"}
 ATOMIC: Params = {**LAW, "version": "v2", "strategy": "atomic"}
 
 
-def going(kind: K, params: Params, phase: P = P.ACCEPTED) -> Operation:
-    return Operation("op-1", kind, phase=phase, params=params)
+def going(kind: K, params: Params, phase: P = P.ACCEPTED) -> ControlOperation:
+    return ControlOperation("op-1", kind, phase=phase, params=params)
 
 
 CONFLICTS = [
@@ -180,7 +180,7 @@ NEIGHBOURS = [
 
 
 @pytest.mark.parametrize(("one", "kind", "params"), CONFLICTS)
-def test_who_must_not_meet_whom(one: Operation, kind: K, params: Params) -> None:
+def test_who_must_not_meet_whom(one: ControlOperation, kind: K, params: Params) -> None:
     why = conflict([one], kind, params)
     assert why is not None
     assert "op-1" in why
@@ -189,7 +189,7 @@ def test_who_must_not_meet_whom(one: Operation, kind: K, params: Params) -> None
 
 
 @pytest.mark.parametrize(("one", "kind", "params"), NEIGHBOURS)
-def test_who_may_go_on_beside_whom(one: Operation, kind: K, params: Params) -> None:
+def test_who_may_go_on_beside_whom(one: ControlOperation, kind: K, params: Params) -> None:
     assert conflict([one], kind, params) is None
 
 
@@ -205,7 +205,7 @@ def test_a_canary_that_is_observed_is_told_the_decision() -> None:
 @pytest.mark.parametrize("before", S, ids=lambda state: state.value)
 @pytest.mark.parametrize("after", S, ids=lambda state: f"to {state.value}")
 def test_an_operation_takes_the_listed_ways_and_no_other(before: S, after: S) -> None:
-    one = Operation("op", K.PAUSE, state=before)
+    one = ControlOperation("op", K.PAUSE, state=before)
     if (before, after) in TRANSITIONS:
         ended = one.end(after, 5.0)
         assert (ended.state, ended.phase, ended.finished_s) == (after, P.DONE, 5.0)
@@ -215,19 +215,19 @@ def test_an_operation_takes_the_listed_ways_and_no_other(before: S, after: S) ->
 
 
 def test_what_is_over_has_no_next_phase() -> None:
-    one = Operation("op", K.PAUSE).at(P.STOPPING, epoch=4).at(P.UNDOING)
+    one = ControlOperation("op", K.PAUSE).at(P.STOPPING, epoch=4).at(P.UNDOING)
     assert (one.phase, one.epoch) == (P.UNDOING, 4)
     with pytest.raises(OperationConflict, match="is over"):
         one.end(S.UNDONE, 1.0).at(P.STOPPING)
 
 
 def test_boards_that_are_gone_count_as_done() -> None:
-    one = Operation("op", K.PAUSE)
+    one = ControlOperation("op", K.PAUSE)
     for board, status in zip(("b0", *BOARDS), ResultStatus, strict=True):
-        one = one.heard(board, BoardResult(status, 1.5))
+        one = one.heard(board, BoardOutcome(status, 1.5))
     assert [board for board, result in one.results.items() if result.good] == ["b1", "b2"]
     assert one.succeeded == 2
-    later = one.heard("b3", BoardResult(ResultStatus.OK))
+    later = one.heard("b3", BoardOutcome(ResultStatus.OK))
     assert (later.succeeded, len(later.results)) == (3, 5)
     assert later.spent("stopping", 4.5).phases == (("stopping", 4.5),)
 
@@ -243,13 +243,13 @@ def test_boards_that_are_gone_count_as_done() -> None:
     ],
 )
 def test_an_operation_says_its_status(state: S, error: RkserveError | None, status: int) -> None:
-    said = None if error is None else OperationError.of(error)
-    assert Operation("op", K.PAUSE, state=state, error=said).status == status
+    said = None if error is None else ControlError.of(error)
+    assert ControlOperation("op", K.PAUSE, state=state, error=said).status == status
 
 
 @settings(deadline=None)
 @given(operations, st.booleans())
-def test_calls_and_outcomes_cross_processes(one: Operation, applied: bool) -> None:
+def test_calls_and_outcomes_cross_processes(one: ControlOperation, applied: bool) -> None:
     outcome = OperationOutcome(one.status, one, applied)
     assert pickle.loads(pickle.dumps(outcome)) == outcome
     call = OperationRequest(one.kind, one.params, one.who, one.key)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from rkserve.control import state_changes
 from rkserve.control.operations import (
     ROLLOUTS,
-    Operation,
+    ControlOperation,
     OperationKind,
     OperationState,
     Phase,
@@ -42,8 +42,8 @@ def held(desired: Desired, operation: str = "op") -> Desired:
     )
 
 
-def found(kind: K, phase: P, epoch: int = 0, state: S = S.RUNNING) -> Operation:
-    return Operation("op", kind, state=state, phase=phase, params=LAW, epoch=epoch)
+def found(kind: K, phase: P, epoch: int = 0, state: S = S.RUNNING) -> ControlOperation:
+    return ControlOperation("op", kind, state=state, phase=phase, params=LAW, epoch=epoch)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def found(kind: K, phase: P, epoch: int = 0, state: S = S.RUNNING) -> Operation:
     ],
 )
 def test_what_was_going_on_is_undone_or_stands(
-    desired: Desired, operation: Operation, state: S | None
+    desired: Desired, operation: ControlOperation, state: S | None
 ) -> None:
     after, changed = recover(desired, [operation], 50.0)
     assert after.pauses == ()
@@ -157,20 +157,20 @@ def test_a_lease_that_ended_meanwhile_is_over() -> None:
 def test_all_that_is_taken_back_is_one_epoch() -> None:
     desired = held(state_changes.begin(served("v1"), "m", V2, weight=0.5), "a")
     desired = held(state_changes.pause(desired, "b", Scope(), PauseMode.KEEP, 0.0, lease_s=1), "op")
-    rollout = Operation("a", K.ADAPTER_ROLLOUT, params=LAW, epoch=3)
+    rollout = ControlOperation("a", K.ADAPTER_ROLLOUT, params=LAW, epoch=3)
     after, changed = recover(desired, [found(K.PAUSE, P.STOPPING, 5), rollout], 9.0)
     assert (after.epoch, after.pauses, len(changed)) == (desired.epoch + 1, (), 2)
 
 
 def test_a_record_without_its_parameters_does_not_keep_the_coordinator_from_starting() -> None:
-    (one,) = recover(Desired(1), [Operation("op", K.ADAPTER_ROLLOUT, epoch=1)], 9.0)[1]
+    (one,) = recover(Desired(1), [ControlOperation("op", K.ADAPTER_ROLLOUT, epoch=1)], 9.0)[1]
     assert one.state is S.UNDONE
 
 
 @settings(deadline=None, max_examples=150)
 @given(desires, st.lists(operations, max_size=4, unique_by=lambda one: one.id), st.floats(0, 1e10))
 def test_whatever_is_found_nothing_half_done_is_left_and_twice_is_once(
-    desired: Desired, these: list[Operation], now_s: float
+    desired: Desired, these: list[ControlOperation], now_s: float
 ) -> None:
     after, changed = recover(desired, these, now_s)
     known = {one.id: one for one in (*these, *changed)}
@@ -202,7 +202,7 @@ def test_of_pauses_those_stay_that_were_acknowledged(
     for maker in makers:
         desired = held(desired, maker)
     these = [
-        Operation(name, kind, state=state, params=LAW, epoch=1)
+        ControlOperation(name, kind, state=state, params=LAW, epoch=1)
         for name, (kind, state) in known.items()
     ]
     after, _ = recover(desired, these, 0.0)

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from rkserve.control import state_changes
 from rkserve.control.canary import CanaryAssessment, CanaryVerdict
 from rkserve.control.operations import (
-    Operation,
-    OperationError,
+    ControlError,
+    ControlOperation,
     OperationKind,
     OperationState,
     Phase,
@@ -45,8 +45,8 @@ from rkserve.core.errors import AdapterExists, OperationConflict, RequestError, 
 from tests.support.values.control_values import version
 
 V1, V2, V3 = (version("law", f"v{n}") for n in range(1, 4))
-BROKEN = OperationError(503, "stage_failed", "the disk is full")
-LATE = OperationError(504, "operation_timeout", "its time is up")
+BROKEN = ControlError(503, "stage_failed", "the disk is full")
+LATE = ControlError(504, "operation_timeout", "its time is up")
 GOOD, BAD, WAIT = (
     CanaryAssessment(verdict, "because")
     for verdict in (
@@ -82,8 +82,8 @@ class Performer:
     refuse: Move | None = None
     joined: set[str] = field(default_factory=set)
     joined_late: set[str] = field(default_factory=set)
-    operation: Operation = field(
-        default_factory=lambda: Operation(
+    operation: ControlOperation = field(
+        default_factory=lambda: ControlOperation(
             "op",
             OperationKind.ADAPTER_ROLLOUT,
             params={"model": "m", "name": "law", "version": "v3"},
@@ -122,12 +122,12 @@ class Performer:
     def change(self, ask: MoveRequest) -> bool:
         if ask.move is self.refuse:
             self.refuse = None
-            self.tell(ChangeRefused(ask.move, OperationError(503, "ledger_failed", "no room")))
+            self.tell(ChangeRefused(ask.move, ControlError(503, "ledger_failed", "no room")))
             return False
         try:
             after = self.plan.apply(ask, self.desired, self.now_s)
         except RkserveError as error:
-            self.tell(ChangeRefused(ask.move, OperationError.of(error)))
+            self.tell(ChangeRefused(ask.move, ControlError.of(error)))
             return False
         assert after is self.desired or after.epoch == self.desired.epoch + 1
         epoch = self.operation.epoch if after is self.desired else after.epoch
@@ -151,7 +151,7 @@ class Performer:
         self.pending = [one for one in self.pending if one[1] != board]
         self.pending.append((self.rollout.at, board))
 
-    def answer(self, move: Move, *boards: str, error: OperationError | None = None) -> None:
+    def answer(self, move: Move, *boards: str, error: ControlError | None = None) -> None:
         for board in boards or self.rollout.boards:
             self.pending.remove((move, board))
             self.tell(BoardAnswered(move, board, error))

@@ -15,7 +15,7 @@ from rkserve.control import state_changes
 from rkserve.control.codec import SCHEMA, read_desired, read_operation, write_desired
 from rkserve.control.operations import (
     ROLLOUTS,
-    Operation,
+    ControlOperation,
     OperationKind,
     OperationState,
     Phase,
@@ -249,8 +249,8 @@ HERE: Params = {"models": ["m"]}
 THERE: Params = {"models": ["n"]}
 
 
-def going(kind: K, params: Params, phase: Phase = Phase.ACCEPTED) -> Operation:
-    return Operation("op-1", kind, phase=phase, params=params)
+def going(kind: K, params: Params, phase: Phase = Phase.ACCEPTED) -> ControlOperation:
+    return ControlOperation("op-1", kind, phase=phase, params=params)
 
 
 @pytest.mark.parametrize(
@@ -276,7 +276,9 @@ def going(kind: K, params: Params, phase: Phase = Phase.ACCEPTED) -> Operation:
         (going(K.SLEEP, {}), K.ABORT, {}, True),
     ],
 )
-def test_who_may_go_on_beside_a_sleep(one: Operation, kind: K, params: Params, meet: bool) -> None:
+def test_who_may_go_on_beside_a_sleep(
+    one: ControlOperation, kind: K, params: Params, meet: bool
+) -> None:
     why = conflict([one], kind, params)
     assert (why is None) is meet, why
 
@@ -309,7 +311,7 @@ def test_levels_are_read() -> None:
 def test_a_coordinator_that_starts_takes_a_sleep_back_and_finishes_a_wake_up(
     kind: K, desired: Desired, state: S, asleep: bool
 ) -> None:
-    one = Operation("op", kind, phase=Phase.SLEEPING, params={}, epoch=desired.epoch)
+    one = ControlOperation("op", kind, phase=Phase.SLEEPING, params={}, epoch=desired.epoch)
     after, (ended,) = recover(desired, [one], 1.0)
     assert ended.state is state
     assert (after.target("b1", "m").level is not None) is asleep
@@ -317,7 +319,7 @@ def test_a_coordinator_that_starts_takes_a_sleep_back_and_finishes_a_wake_up(
 
 
 def test_a_sleep_that_was_acknowledged_outlives_the_coordinator() -> None:
-    done = Operation("op", K.SLEEP, state=S.SUCCEEDED, epoch=1)
+    done = ControlOperation("op", K.SLEEP, state=S.SUCCEEDED, epoch=1)
     assert recover(slept(), [done], 1.0) == (slept(), ())
 
 

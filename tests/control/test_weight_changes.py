@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from rkserve.control import state_changes, weight_changes
 from rkserve.control.operations import (
-    Operation,
-    OperationError,
+    ControlError,
+    ControlOperation,
     OperationKind,
     OperationState,
     Phase,
@@ -40,8 +40,8 @@ from rkserve.core.errors import OperationConflict, RequestError, RkserveError, S
 K, S = OperationKind, OperationState
 OLD, NEW, OTHER = (BaseVersion("m", name, name[0] * 64, 100) for name in ("a-old", "b-new", "c"))
 THREE = ("b1", "b2", "b3")
-BROKEN = OperationError(503, "rebase_failed", "it cannot be loaded")
-LATE = OperationError(504, "operation_timeout", "its time is up")
+BROKEN = ControlError(503, "rebase_failed", "it cannot be loaded")
+LATE = ControlError(504, "operation_timeout", "its time is up")
 DONE = (S.SUCCEEDED, S.PARTIAL)
 
 
@@ -167,7 +167,7 @@ class World:
         self.before = self.desired
         kind = K.WEIGHT_UPDATE if self.plan.at_once else K.REBASE
         params = {"model": "m", "digest": NEW.digest}
-        self.operation = Operation("op", kind, params=params)
+        self.operation = ControlOperation("op", kind, params=params)
         self.there = set(self.plan.boards)
         self.rollout, steps = start(self.plan, self.now_s)
         self.perform(steps)
@@ -200,7 +200,7 @@ class World:
                 raise OperationConflict("no room in the ledger")
             after = self.plan.apply(ask, self.desired, self.now_s)
         except RkserveError as error:
-            self.tell(ChangeRefused(ask.move, OperationError.of(error)))
+            self.tell(ChangeRefused(ask.move, ControlError.of(error)))
             return False
         assert after is self.desired or after.epoch == self.desired.epoch + 1
         if not self.rollout.ended:
@@ -218,7 +218,7 @@ class World:
         if self.plan.at_once and len(emitting) > 1:
             self.mixed.append(f"{emitting} at epoch {self.desired.epoch}")
 
-    def answer(self, move: Move, *boards: str, error: OperationError | None = None) -> None:
+    def answer(self, move: Move, *boards: str, error: ControlError | None = None) -> None:
         for board in boards or tuple(self.rollout.boards):
             self.pending.remove((move, board))
             self.tell(BoardAnswered(move, board, error))
@@ -484,10 +484,10 @@ def test_its_values_cross_processes() -> None:
 
 # -- who excludes whom -------------------------------------------------------------------------
 
-UPDATE = Operation("op-1", K.WEIGHT_UPDATE, params={"model": "m", "name": "law"})
+UPDATE = ControlOperation("op-1", K.WEIGHT_UPDATE, params={"model": "m", "name": "law"})
 PINNED = replace(UPDATE, params={**UPDATE.params, "in_flight": "pin"})
-BASE = Operation("op-2", K.WEIGHT_UPDATE, params={"model": "m"})
-TURNS = Operation("op-3", K.REBASE, params={"model": "m"})
+BASE = ControlOperation("op-2", K.WEIGHT_UPDATE, params={"model": "m"})
+TURNS = ControlOperation("op-3", K.REBASE, params={"model": "m"})
 
 
 @pytest.mark.parametrize(
@@ -516,6 +516,6 @@ TURNS = Operation("op-3", K.REBASE, params={"model": "m"})
     ],
 )
 def test_what_must_not_meet_an_update_is_refused(
-    running: Operation, kind: OperationKind, params: dict[str, object], meet: bool
+    running: ControlOperation, kind: OperationKind, params: dict[str, object], meet: bool
 ) -> None:
     assert (conflict([running], kind, params) is None) is meet  # type: ignore[arg-type]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rkserve.control.operations import Operation, OperationKind, OperationState, ResultStatus
+from rkserve.control.operations import ControlOperation, OperationKind, OperationState, ResultStatus
 from rkserve.core.desired_state import PauseMode, Scope
 from rkserve.core.errors import (
     BoardFailed,
@@ -606,10 +606,14 @@ def test_what_went_on_is_ended_however_many_operations_came_after_it(tmp_path: P
     async def main() -> None:
         async with controlled(tmp_path, max_operations=100) as it:
             await it.it.stop()
-            old = Operation("op-old", K.ADAPTER_ROLLOUT, params={"model": MODEL, "name": "tone"})
+            old = ControlOperation(
+                "op-old", K.ADAPTER_ROLLOUT, params={"model": MODEL, "name": "tone"}
+            )
             it.ledger.write(operations=[old])
             it.ledger.write(
-                operations=[Operation(f"op-{n}", K.LABEL, state=S.SUCCEEDED) for n in range(101)]
+                operations=[
+                    ControlOperation(f"op-{n}", K.LABEL, state=S.SUCCEEDED) for n in range(101)
+                ]
             )
             it.ledger.close()
             await it.open()

@@ -14,8 +14,8 @@ from rkserve.config.router import RouterConfig
 from rkserve.control.artifact_metadata import DeclaredArtifact
 from rkserve.control.calls import OperationOutcome, OperationRequest
 from rkserve.control.operations import (
-    BoardResult,
-    OperationError,
+    BoardOutcome,
+    ControlError,
     OperationKind,
     OperationState,
     ResultStatus,
@@ -100,8 +100,8 @@ def test_what_every_changing_call_may_say_reaches_the_coordinator() -> None:
 
 def test_an_answer_has_the_peer_s_body_and_what_became_of_each_board() -> None:
     results = {
-        "a": BoardResult(ResultStatus.OK, 12.34567, details={"stopped": 3}),
-        "b": BoardResult(ResultStatus.GONE),
+        "a": BoardOutcome(ResultStatus.OK, 12.34567, details={"stopped": 3}),
+        "b": BoardOutcome(ResultStatus.GONE),
     }
     of = house("a", "b", results=results, desired=Desired(epoch=7))
     told = send(of, "POST", "/pause").json()
@@ -125,13 +125,13 @@ def test_an_answer_has_the_peer_s_body_and_what_became_of_each_board() -> None:
 
 
 def partly(call: OperationRequest) -> OperationOutcome:
-    failed = BoardResult(ResultStatus.SILENT, 9.0, "board_silent", "nothing came")
-    head = FakeHead(results={"a": BoardResult(ResultStatus.OK), "b": failed})
+    failed = BoardOutcome(ResultStatus.SILENT, 9.0, "board_silent", "nothing came")
+    head = FakeHead(results={"a": BoardOutcome(ResultStatus.OK), "b": failed})
     return head.outcome(call, 207, state=OperationState.PARTIAL)
 
 
 def undone(call: OperationRequest) -> OperationOutcome:
-    error = OperationError(504, "operation_timeout", "Board b is silent; the pause was undone.")
+    error = ControlError(504, "operation_timeout", "Board b is silent; the pause was undone.")
     return FakeHead().outcome(call, 504, state=OperationState.UNDONE, error=error)
 
 
@@ -226,7 +226,7 @@ def test_an_asynchronous_call_is_a_202_with_its_operation() -> None:
 )
 def test_other_changes(path: str, body: Any, kind: K, params: Any, told: dict[str, Any]) -> None:
     details = {"aborted": 4}
-    of = house(results={"a": BoardResult(ResultStatus.OK, details=details)})
+    of = house(results={"a": BoardOutcome(ResultStatus.OK, details=details)})
     response = send(of, "POST", path, json=body)
     assert response.status_code == 200, response.text
     (call,) = of.head.calls

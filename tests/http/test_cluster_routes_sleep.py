@@ -14,8 +14,8 @@ from rkserve.config.router import RouterConfig
 from rkserve.control import sleep as sleep_changes
 from rkserve.control.calls import OperationOutcome, OperationRequest
 from rkserve.control.operations import (
-    BoardResult,
-    OperationError,
+    BoardOutcome,
+    ControlError,
     OperationKind,
     OperationState,
     ResultStatus,
@@ -179,8 +179,8 @@ def test_what_goes_on_is_not_called_done(path: str, said: dict[str, str]) -> Non
 
 def test_a_model_that_some_boards_did_not_load_is_loading() -> None:
     results = {
-        "a": BoardResult(ResultStatus.OK, 5.0),
-        "b": BoardResult(ResultStatus.FAILED, 5.0, "board_failed", "It cannot be loaded."),
+        "a": BoardOutcome(ResultStatus.OK, 5.0),
+        "b": BoardOutcome(ResultStatus.FAILED, 5.0, "board_failed", "It cannot be loaded."),
     }
     of = house("a", "b")
     of.head.says["perform"] = lambda call: of.head.outcome(
@@ -195,7 +195,7 @@ def test_a_model_that_some_boards_did_not_load_is_loading() -> None:
 
 def test_a_sleep_that_was_undone_is_an_error_that_says_so() -> None:
     of = house()
-    error = OperationError(504, "operation_timeout", "Board a did not answer.")
+    error = ControlError(504, "operation_timeout", "Board a did not answer.")
     of.head.says["perform"] = lambda call: of.head.outcome(
         call, 504, state=OperationState.UNDONE, error=error
     )

@@ -14,9 +14,9 @@ from rkserve.config.router import RouterConfig
 from rkserve.control.artifact_metadata import DeclaredArtifact, StoredArtifact
 from rkserve.control.calls import OperationOutcome, OperationRequest
 from rkserve.control.operations import (
-    BoardResult,
-    Operation,
-    OperationError,
+    BoardOutcome,
+    ControlError,
+    ControlOperation,
     OperationKind,
     OperationState,
     ResultStatus,
@@ -161,7 +161,7 @@ def test_what_comes_too_late_or_in_between_is_a_409(error: Exception, code: str)
 
 
 def test_a_repeat_with_the_same_key_asks_for_the_same_and_looks_at_no_file() -> None:
-    earlier = Operation("op-1", K.REBASE, params={"digest": BASE.digest, "size_bytes": 5678})
+    earlier = ControlOperation("op-1", K.REBASE, params={"digest": BASE.digest, "size_bytes": 5678})
     of = house(says={"operation_by_key": earlier, "register_model": AssertionError("looked")})
     body = {"model_path": "/srv/new.rkllm"}
     response = send(of, "POST", DISK, json=body, headers={"idempotency-key": "k"})
@@ -177,11 +177,11 @@ def answered(**changes: Any) -> Any:
 
     def perform(call: OperationRequest) -> OperationOutcome:
         results = {
-            "a": BoardResult(ResultStatus.OK, 5.0, details={"stopped": 2}),
-            "b": BoardResult(ResultStatus.OK, 5.0, details={"stopped": 3}),
+            "a": BoardOutcome(ResultStatus.OK, 5.0, details={"stopped": 2}),
+            "b": BoardOutcome(ResultStatus.OK, 5.0, details={"stopped": 3}),
         }
         known = {"state": OperationState.SUCCEEDED, "params": call.params, "results": results}
-        operation = Operation("op-1", call.kind, **{**known, **changes})
+        operation = ControlOperation("op-1", call.kind, **{**known, **changes})
         return OperationOutcome(operation.status, operation)
 
     return perform
@@ -233,7 +233,7 @@ def test_what_is_in_the_folder_already_is_the_folders_own() -> None:
 
 
 def test_an_update_that_was_undone_says_so_in_sglang_s_words_too() -> None:
-    error = OperationError(503, "rebase_failed", "Board b did not take the weights.")
+    error = ControlError(503, "rebase_failed", "Board b did not take the weights.")
     of = house(says={"perform": answered(state=OperationState.UNDONE, error=error)})
     response = send(of, "POST", DISK, json={"model_path": "/srv/new.rkllm"})
     told = response.json()

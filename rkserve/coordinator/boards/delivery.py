@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from rkserve.control.artifact_metadata import ArtifactMetadata
-from rkserve.control.operations import BoardResult, ResultStatus
+from rkserve.control.operations import BoardOutcome, ResultStatus
 from rkserve.coordinator.boards.roster import Roster, result_of
 from rkserve.coordinator.boards.transfer import LockOf, TransferLimits, stage
 from rkserve.core.desired_state import Artifact, BaseVersion
@@ -96,19 +96,19 @@ class Stager:
 
     async def spread(
         self, version: Artifact, board_ids: Iterable[str], timeout_s: float | None = None
-    ) -> dict[str, BoardResult]:
+    ) -> dict[str, BoardOutcome]:
         """Deliver a version to boards, to each as soon as its lock is free; return the results."""
         boards = sorted(set(board_ids))
         began_s = time.monotonic()
         ended = await self._stage(version, boards, self.at, timeout_s)
-        results: dict[str, BoardResult] = {}
+        results: dict[str, BoardOutcome] = {}
         for board in boards:
             said = ended[board]
             took_ms = (time.monotonic() - began_s) * 1e3
             if isinstance(said, RkserveError):
                 results[board] = result_of(said, took_ms)
             else:
-                results[board] = BoardResult(ResultStatus.OK, said["stage_ms"], details=said)
+                results[board] = BoardOutcome(ResultStatus.OK, said["stage_ms"], details=said)
         return results
 
     async def _stage(

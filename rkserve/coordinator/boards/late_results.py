@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from rkserve.control.operations import (
     UPDATES,
-    BoardResult,
-    Operation,
+    BoardOutcome,
+    ControlOperation,
     OperationKind,
     OperationState,
     ResultStatus,
@@ -31,9 +31,11 @@ class LateResults:
         self._state = state
         self._roster = roster
         self._now_s = now_s
-        self._partial: dict[str, tuple[Operation, int]] = {}  # with the epoch that they wait for
+        self._partial: dict[
+            str, tuple[ControlOperation, int]
+        ] = {}  # with the epoch that they wait for
 
-    def add(self, operation: Operation) -> None:
+    def add(self, operation: ControlOperation) -> None:
         """Watch a partial operation that boards can still follow."""
         if operation.state is OperationState.PARTIAL and operation.kind not in _ERRANDS:
             # An operation that changed nothing is complete with the current epoch.
@@ -58,7 +60,7 @@ class LateResults:
                 self._state.write(None, done.end(OperationState.SUCCEEDED, self._now_s()))
                 del self._partial[one.id]
 
-    def _has_followed(self, one: Operation, epoch: int, report: BoardReport | None) -> bool:
+    def _has_followed(self, one: ControlOperation, epoch: int, report: BoardReport | None) -> bool:
         if report is None or (report.epoch or 0) < epoch or report.missing:
             return False
         if one.kind in _LOADING and not self._is_up(report):
@@ -76,7 +78,7 @@ class LateResults:
         return report.state is BoardState.READY and report.base == base
 
 
-def _is_left(key: str, retirement: Operation, desired: Desired) -> bool:
+def _is_left(key: str, retirement: ControlOperation, desired: Desired) -> bool:
     """Return whether an adapter in an engine's memory, by its key, belongs to the retired
     version.
     """
@@ -86,10 +88,10 @@ def _is_left(key: str, retirement: Operation, desired: Desired) -> bool:
     return key.startswith(begins) and key not in named
 
 
-def _settled(one: Operation, behind: list[str], there: set[str]) -> dict[str, BoardResult]:
+def _settled(one: ControlOperation, behind: list[str], there: set[str]) -> dict[str, BoardOutcome]:
     results = dict(one.results)
     for board in behind:
         status = ResultStatus.OK if board in there else ResultStatus.GONE
-        before = results.get(board, BoardResult(status))
+        before = results.get(board, BoardOutcome(status))
         results[board] = replace(before, status=status, error="", message="")
     return results

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from rkserve.control.operations import BoardResult, ResultStatus
+from rkserve.control.operations import BoardOutcome, ResultStatus
 from rkserve.core.board_report import BoardReport
 from rkserve.core.desired_state import Adoption, Probe, Scope
 from rkserve.core.errors import (
@@ -45,10 +45,10 @@ class Replies:
     """The boards' answers: values of those that succeeded, and a result for each board."""
 
     said: dict[str, Any] = field(default_factory=dict)
-    results: dict[str, BoardResult] = field(default_factory=dict)
+    results: dict[str, BoardOutcome] = field(default_factory=dict)
 
     @property
-    def behind(self) -> dict[str, BoardResult]:
+    def behind(self) -> dict[str, BoardOutcome]:
         """The boards that did not succeed, and are not gone."""
         return {board: result for board, result in self.results.items() if not result.good}
 
@@ -256,9 +256,9 @@ class BoardRetryLimits:
         return final or late or self.tries <= 0 or self.refusals <= 0
 
 
-def good(said: Any, took_ms: float) -> BoardResult:
+def good(said: Any, took_ms: float) -> BoardOutcome:
     """Return the result of a board that succeeded."""
-    return BoardResult(ResultStatus.OK, took_ms, details=_details_of(said))
+    return BoardOutcome(ResultStatus.OK, took_ms, details=_details_of(said))
 
 
 def is_own(exc: RkserveError) -> bool:
@@ -266,13 +266,13 @@ def is_own(exc: RkserveError) -> bool:
     return type(exc) is not BoardFailed and not isinstance(exc, BoardSilent | BoardGone)
 
 
-def result_of(exc: RkserveError, took_ms: float) -> BoardResult:
+def result_of(exc: RkserveError, took_ms: float) -> BoardOutcome:
     """Return a board's failure as a result."""
     if isinstance(exc, BoardGone):
-        return BoardResult(ResultStatus.GONE, took_ms, message=exc.message)
+        return BoardOutcome(ResultStatus.GONE, took_ms, message=exc.message)
     silent = isinstance(exc, BoardSilent) or type(exc) is BoardFailed
     status = ResultStatus.SILENT if silent else ResultStatus.FAILED
-    return BoardResult(status, took_ms, exc.code or "internal_error", exc.message)
+    return BoardOutcome(status, took_ms, exc.code or "internal_error", exc.message)
 
 
 def _details_of(said: Any) -> dict[str, Any]:

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from rkserve.control import params as read
 from rkserve.control import state_changes
 from rkserve.control.operations import (
-    BoardResult,
-    Operation,
-    OperationError,
+    BoardOutcome,
+    ControlError,
+    ControlOperation,
     OperationKind,
     OperationState,
     Phase,
@@ -83,7 +83,7 @@ class AdapterOperations:
 
     async def _spread(
         self, run: OperationRun, scope: Scope, version: AdapterVersion
-    ) -> dict[str, BoardResult]:
+    ) -> dict[str, BoardOutcome]:
         with run.timed(Phase.STAGING.value):
             await asyncio.to_thread(self._store.check, version)
             boards = [seat.board_id for seat in self._context.roster.seats(scope)]
@@ -144,7 +144,12 @@ class AdapterOperations:
         raise OperationConflict(f"No canary of adapter '{name}' is being observed now.")
 
     async def _decide(
-        self, context: OperationContext, run: OperationRun, observed: Operation, *, promote: bool
+        self,
+        context: OperationContext,
+        run: OperationRun,
+        observed: ControlOperation,
+        *,
+        promote: bool,
     ) -> None:
         """Pass the decision to the rollout that observes the canary; it ends with that rollout."""
         if observed.id not in self._rolling:
@@ -164,7 +169,7 @@ class AdapterOperations:
         why = "it was rolled back" if promote else "it was promoted before"
         run.end(
             OperationState.FAILED,
-            OperationError(409, "operation_conflict", f"Rollout '{observed.id}': {why}."),
+            ControlError(409, "operation_conflict", f"Rollout '{observed.id}': {why}."),
         )
 
     # -- retirement ----------------------------------------------------------------------------

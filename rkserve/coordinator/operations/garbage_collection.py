@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterable
 
 from rkserve.control import params as read
-from rkserve.control.operations import UPDATES, BoardResult, Operation, OperationKind
+from rkserve.control.operations import UPDATES, BoardOutcome, ControlOperation, OperationKind
 from rkserve.coordinator.boards.delivery import FileStore
 from rkserve.coordinator.operations.operation_run import OperationContext
 from rkserve.core.board_report import BoardState
@@ -50,7 +50,7 @@ class GarbageCollector:
         self._known: dict[str, Artifact] = {}
         self._unnamed_s: dict[str, float] = {}  # the time since which it is not desired
 
-    def remember(self, operations: Iterable[Operation]) -> None:
+    def remember(self, operations: Iterable[ControlOperation]) -> None:
         """Learn the staged versions: boards report them by key only."""
         for one in operations:
             version = brought_by(one)
@@ -139,14 +139,14 @@ class GarbageCollector:
 
     async def _unstage(
         self, version: Artifact, boards: Iterable[str], but: str = ""
-    ) -> dict[str, BoardResult]:
+    ) -> dict[str, BoardOutcome]:
         """Remove it from boards, unless it is needed again once the boards' locks are free."""
         results = await asyncio.gather(*(self._unstage_at(version, one, but) for one in boards))
         return {board: result for one in results for board, result in one.items()}
 
     async def _unstage_at(
         self, version: Artifact, board_id: str, but: str
-    ) -> dict[str, BoardResult]:
+    ) -> dict[str, BoardOutcome]:
         async with self._context.stager.at(board_id):
             seat = self._context.roster.seat(board_id)
             if seat is None or version.key in self._wanted(but):
@@ -164,11 +164,11 @@ class GarbageCollector:
 
     async def retired(
         self, scope: Scope, before: Desired, after: Desired
-    ) -> dict[str, BoardResult]:
+    ) -> dict[str, BoardOutcome]:
         """Renew the engines that have retired versions in their memory, one after the other."""
         kept = {version.key for version in _named(after)}
         dropped = {version.key for version in _named(before)} - kept
-        results: dict[str, BoardResult] = {}
+        results: dict[str, BoardOutcome] = {}
         for report in self._context.roster.reports():
             seat = self._context.roster.seat(report.board_id)
             if seat is None or not scope.covers(report.board_id, report.model):
@@ -187,7 +187,7 @@ class GarbageCollector:
         return results
 
 
-def version_of(operation: Operation) -> AdapterVersion:
+def version_of(operation: ControlOperation) -> AdapterVersion:
     """Return the version that an operation stages. Raises ``RequestError``."""
     asked = operation.params
     ref = AdapterRef(
@@ -199,7 +199,7 @@ def version_of(operation: Operation) -> AdapterVersion:
     return AdapterVersion(ref, read.whole(asked, "size_bytes"))
 
 
-def base_of(operation: Operation) -> BaseVersion | None:
+def base_of(operation: ControlOperation) -> BaseVersion | None:
     """Return the base weights that an operation brings, by its checked parameters; None where it
     brings none, or those of the model folder.
     """
@@ -212,7 +212,7 @@ def base_of(operation: Operation) -> BaseVersion | None:
     return BaseVersion(str(asked.get("model")), str(label), digest, size_bytes)
 
 
-def brought_by(operation: Operation) -> Artifact | None:
+def brought_by(operation: ControlOperation) -> Artifact | None:
     """Return the artifact that an operation delivers to boards, if any."""
     if operation.kind is OperationKind.ADAPTER_STAGE:
         return version_of(operation)
@@ -232,5 +232,5 @@ def _named(desired: Desired) -> list[Artifact]:
     ]
 
 
-def _coming(running: Iterable[Operation]) -> list[Artifact]:
+def _coming(running: Iterable[ControlOperation]) -> list[Artifact]:
     return [version for one in running if (version := brought_by(one)) is not None]

@@ -13,9 +13,9 @@ from typing import Protocol
 from rkserve.config.serve_config import CoordinatorConfig
 from rkserve.control.calls import OperationOutcome, OperationRequest
 from rkserve.control.operations import (
-    BoardResult,
-    Operation,
-    OperationError,
+    BoardOutcome,
+    ControlError,
+    ControlOperation,
     OperationState,
     Phase,
     ResultStatus,
@@ -80,7 +80,7 @@ class OperationRun:
     """The record of one operation. Nothing is stored before ``begin``."""
 
     def __init__(
-        self, context: OperationContext, operation: Operation, call: OperationRequest
+        self, context: OperationContext, operation: ControlOperation, call: OperationRequest
     ) -> None:
         self._context = context
         self.operation = operation
@@ -89,7 +89,7 @@ class OperationRun:
         self.applied = True
         self.emitted: dict[str, int] = {}  # tokens of stopped generations, by request ID
         # Its end, if that could not be stored.
-        self.unwritten: tuple[OperationState, OperationError | None] | None = None
+        self.unwritten: tuple[OperationState, ControlError | None] | None = None
         limit_s = context.config.operation_timeout_s if call.timeout_s is None else call.timeout_s
         self._limit_s = limit_s
         self._began_s = time.monotonic()
@@ -133,14 +133,14 @@ class OperationRun:
         self._context.state.write(desired, operation)
         self.operation = operation
 
-    def heard(self, results: Mapping[str, BoardResult]) -> None:
+    def heard(self, results: Mapping[str, BoardOutcome]) -> None:
         """Add the boards' latest answers, with all figures; they are stored with the next step."""
         for board, result in results.items():
             before = self.operation.results.get(board)
             details = {**({} if before is None else before.details), **result.details}
             self.operation = self.operation.heard(board, replace(result, details=details))
 
-    def show(self, results: Mapping[str, BoardResult]) -> None:
+    def show(self, results: Mapping[str, BoardOutcome]) -> None:
         """Show the boards' progress to readers; the boards' answers replace it."""
         self.operation = replace(self.operation, results=results)
         self._context.state.show(self.operation)
@@ -171,7 +171,7 @@ class OperationRun:
     def end(
         self,
         state: OperationState,
-        error: OperationError | None = None,
+        error: ControlError | None = None,
         desired: Desired | None = None,
     ) -> None:
         """Store the end. Raises ``LedgerFailed``."""
@@ -205,7 +205,7 @@ class OperationRun:
         """The answer now."""
         return OperationOutcome(self.operation.status, self.operation, self.applied, self.emitted)
 
-    def _audit(self, ended: Operation) -> AuditEntry:
+    def _audit(self, ended: ControlOperation) -> AuditEntry:
         return AuditEntry(
             at_s=self._context.now_s(),
             who=ended.who,
@@ -221,13 +221,13 @@ class OperationRun:
 Handler = Callable[[OperationContext, OperationRun], Awaitable[None]]
 
 
-def shortfall(results: Mapping[str, BoardResult], done: str, limit_s: float) -> OperationError:
+def shortfall(results: Mapping[str, BoardOutcome], done: str, limit_s: float) -> ControlError:
     """Return the error for boards that failed: 504 if the time ran out, 503 if one refused."""
     bad = {board: result for board, result in sorted(results.items()) if not result.good}
     silent = [board for board, one in bad.items() if one.status is ResultStatus.SILENT]
     if silent:
         said = f"{', '.join(silent)} did not answer within {limit_s:g} s; {done}."
         said = f"Board {said}" if len(silent) == 1 else f"Boards {said}"
-        return OperationError.of(OperationTimeout(said))
+        return ControlError.of(OperationTimeout(said))
     board, worst = next(iter(bad.items()))
-    return OperationError(503, worst.error, f"Board {board}: {worst.message} So {done}.")
+    return ControlError(503, worst.error, f"Board {board}: {worst.message} So {done}.")

@@ -14,8 +14,8 @@ from dataclasses import replace
 from rkserve.control import params as read
 from rkserve.control import state_changes
 from rkserve.control.operations import (
-    BoardResult,
-    OperationError,
+    BoardOutcome,
+    ControlError,
     OperationKind,
     OperationState,
     Phase,
@@ -62,7 +62,7 @@ async def pause(context: OperationContext, run: OperationRun) -> None:
     await end_hold(context, run, scope, replies, done)
 
 
-LEASE_OVER = OperationError(
+LEASE_OVER = ControlError(
     409, "operation_conflict", "Its lease ended before all boards had stopped; nothing is paused."
 )
 
@@ -104,7 +104,7 @@ async def end_hold(
 
 
 async def undo(
-    context: OperationContext, run: OperationRun, scope: Scope, error: OperationError
+    context: OperationContext, run: OperationRun, scope: Scope, error: ControlError
 ) -> None:
     """Remove the pause, and answer once the stopped boards have been released."""
     run.note(Phase.UNDOING, state_changes.withdraw(context.state.desired, run.operation.id))
@@ -207,7 +207,7 @@ async def abort(context: OperationContext, run: OperationRun) -> None:
 
 async def _abort_waiting(
     context: OperationContext, run: OperationRun, scope: Scope, ids: Collection[str] | None
-) -> dict[str, BoardResult]:
+) -> dict[str, BoardOutcome]:
     """Abort the requests without a board, and return the Routers' result, if any."""
     if context.routers is None:
         return {}
@@ -218,7 +218,7 @@ async def _abort_waiting(
     except RkserveError as exc:
         return {ROUTERS: result_of(exc, (time.monotonic() - began_s) * 1e3)}
     took_ms = (time.monotonic() - began_s) * 1e3
-    done = BoardResult(ResultStatus.OK, took_ms, details={"aborted": ended})
+    done = BoardOutcome(ResultStatus.OK, took_ms, details={"aborted": ended})
     return {QUEUE: done} if ended else {}
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from rkserve.control import rollout
 from rkserve.control.canary import CanaryLimits, CanaryWatch
-from rkserve.control.operations import BoardResult, OperationError, Phase, ResultStatus
+from rkserve.control.operations import BoardOutcome, ControlError, Phase, ResultStatus
 from rkserve.control.rollout import (
     EVERYWHERE,
     BoardAnswered,
@@ -55,14 +55,14 @@ PROBE_TOKENS = 8
 LOAD_S = 300.0
 # A sleeping board has no engine to load it into: it loads it for the first request.
 _LATER = {"loaded": "asleep"}
-ASLEEP = BoardResult(ResultStatus.OK, details=_LATER)
+ASLEEP = BoardOutcome(ResultStatus.OK, details=_LATER)
 AGAIN_S = 1.0  # between tries to store an undo
 MARGIN = 0.95
 # Effects of moves on a board's requests, which the record sums up for the whole rollout.
 ADDED = ("stopped", "kept", "aborted", "switched")
 
 
-def _untried(replies: Replies) -> dict[str, BoardResult]:
+def _untried(replies: Replies) -> dict[str, BoardOutcome]:
     """Return the results of sleeping boards: they load and try the weights when they wake."""
     return {
         board: replace(replies.results[board], details={**replies.results[board].details, **_LATER})
@@ -71,7 +71,7 @@ def _untried(replies: Replies) -> dict[str, BoardResult]:
     }
 
 
-def _no(board: str, said: Adoption) -> BoardResult | None:
+def _no(board: str, said: Adoption) -> BoardOutcome | None:
     """Return the result of a board that refuses these base weights after a failed trial."""
     return result_of(RebaseFailed(board, said.refused), 0.0) if said.refused else None
 
@@ -148,7 +148,7 @@ class RolloutRunner:
             return await asyncio.wait_for(self._events.get(), left_s)
         except (TimeoutError, asyncio.TimeoutError):  # two classes before Python 3.11
             late = OperationTimeout(f"It was not done within {self._run.limit_s:g} s.")
-            return RolloutCancelled(OperationError.of(late))
+            return RolloutCancelled(ControlError.of(late))
 
     # -- steps ---------------------------------------------------------------------------------
 
@@ -190,7 +190,7 @@ class RolloutRunner:
                 self._run.note(self._rollout.phase, desired)
             except RkserveError as exc:
                 if step.move is not Move.UNDO:
-                    return ChangeRefused(step.move, OperationError.of(exc))
+                    return ChangeRefused(step.move, ControlError.of(exc))
                 await asyncio.sleep(AGAIN_S)  # boards stay as they are until it can be undone
             else:
                 break
@@ -207,7 +207,7 @@ class RolloutRunner:
             scope = Scope(models=(self._plan.model,))
         deadline_s = time.monotonic() + self._tell_s(step.move)
         told: set[str] = set()
-        results: dict[str, BoardResult] = {}
+        results: dict[str, BoardOutcome] = {}
         while fresh := [s for s in self._context.roster.seats(scope) if s.replica not in told]:
             left_s = deadline_s - time.monotonic()
             if told and left_s <= 0:
@@ -239,7 +239,7 @@ class RolloutRunner:
 
     async def _equip(
         self, scope: Scope, boards: list[str], deadline_s: float
-    ) -> dict[str, BoardResult]:
+    ) -> dict[str, BoardOutcome]:
         """Deliver base weights to boards that joined after the staging, and tell these again."""
         version = self._plan.version
         assert version is not None  # the file in the model folder is on every board
@@ -303,19 +303,19 @@ class RolloutRunner:
         level = self._context.state.desired.target(board, self._plan.model).level
         return level is not None and level > SleepLevel.PAUSED
 
-    def _answer(self, move: Move, boards: Iterable[str], results: dict[str, BoardResult]) -> None:
+    def _answer(self, move: Move, boards: Iterable[str], results: dict[str, BoardOutcome]) -> None:
         self._run.heard({board: self._summed(board, one) for board, one in results.items()})
         for board in boards:
-            result = results.get(board, BoardResult(ResultStatus.GONE))
+            result = results.get(board, BoardOutcome(ResultStatus.GONE))
             if result.status is ResultStatus.GONE:
                 self._events.put_nowait(BoardLeft(board))
             elif result.good:
                 self._events.put_nowait(BoardAnswered(move, board))
             else:
-                error = OperationError(503, result.error, f"Board {board}: {result.message}")
+                error = ControlError(503, result.error, f"Board {board}: {result.message}")
                 self._events.put_nowait(BoardAnswered(move, board, error))
 
-    def _summed(self, board: str, result: BoardResult) -> BoardResult:
+    def _summed(self, board: str, result: BoardOutcome) -> BoardOutcome:
         """Return a board's answer with the effects of earlier moves on its requests added."""
         before = self._run.operation.results.get(board)
         if before is None or result.details.get("switched") is None:
@@ -350,5 +350,5 @@ class RolloutRunner:
         self._tasks.discard(task)
         if not task.cancelled() and (exc := task.exception()) is not None:
             log.error("rollout %s broke down", self._plan.operation, exc_info=exc)
-            error = OperationError(500, "internal_error", f"{type(exc).__name__}: {exc}")
+            error = ControlError(500, "internal_error", f"{type(exc).__name__}: {exc}")
             self._events.put_nowait(RolloutCancelled(error))

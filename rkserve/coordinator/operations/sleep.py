@@ -15,8 +15,8 @@ from rkserve.control import params as read
 from rkserve.control import sleep as sleep_changes
 from rkserve.control.operations import (
     ROLLOUTS,
-    BoardResult,
-    Operation,
+    BoardOutcome,
+    ControlOperation,
     OperationKind,
     OperationState,
     Phase,
@@ -100,7 +100,7 @@ class SleepOperations:
             state = run.operation.state.value
             context.metrics.requested_wakes.labels(scope.models[0], state).inc()
 
-    def renews(self, context: OperationContext, operation: Operation) -> bool:
+    def renews(self, context: OperationContext, operation: ControlOperation) -> bool:
         """Return whether it renews an existing sleep: only its end may change."""
         if operation.kind is not OperationKind.SLEEP:
             return False
@@ -113,7 +113,9 @@ class SleepOperations:
             context.roster.models,
         )
 
-    def in_the_way(self, context: OperationContext, kind: OperationKind) -> tuple[Operation, ...]:
+    def in_the_way(
+        self, context: OperationContext, kind: OperationKind
+    ) -> tuple[ControlOperation, ...]:
         """Return the running operations that may have to end before one of a kind begins.
 
         During the renewal of a lease the sleeping part may be changed: neither waits for the other.
@@ -143,7 +145,7 @@ class SleepOperations:
     def _note(self, run: OperationRun, replies: Replies) -> None:
         """Record each board's depth of sleep and the fate of its KV cache."""
         for board, said in replies.said.items():
-            result: BoardResult = replies.results[board]
+            result: BoardOutcome = replies.results[board]
             if isinstance(said, Adoption) and said.level is not None:
                 run.heard({board: replace(result, details=asleep(said, said.level))})
 
@@ -168,7 +170,7 @@ async def _watch(context: OperationContext, run: OperationRun, scope: Scope) -> 
         await asyncio.sleep(context.config.report_s)
 
 
-_ARRIVED, _ON_ITS_WAY = BoardResult(ResultStatus.OK), BoardResult(ResultStatus.WAITING)
+_ARRIVED, _ON_ITS_WAY = BoardOutcome(ResultStatus.OK), BoardOutcome(ResultStatus.WAITING)
 
 
 def _is_there(desired: Desired, report: BoardReport | None) -> bool:

@@ -14,7 +14,7 @@ from rkserve.api.admin.weights import own_digest
 from rkserve.control import params as read
 from rkserve.control import weight_changes
 from rkserve.control.artifact_metadata import StoredArtifact
-from rkserve.control.operations import Operation, OperationKind, OperationState, Phase
+from rkserve.control.operations import ControlOperation, OperationKind, OperationState, Phase
 from rkserve.control.params import Params
 from rkserve.control.rollout_plan import AdapterRolloutPlan, RolloutPlan, Strategy
 from rkserve.control.weight_changes import FOLDER_LABEL, WeightsRolloutPlan
@@ -79,7 +79,7 @@ class WeightOperations:
         except OSError as exc:
             log.warning("the file of model %s cannot be read on the head: %s", model, exc)
 
-    async def prepare(self, desired: Desired, operation: Operation) -> None:
+    async def prepare(self, desired: Desired, operation: ControlOperation) -> None:
         """Compute the digest that a rollout's ``require_fit`` compares, if needed: a handler reads
         no file.
         """

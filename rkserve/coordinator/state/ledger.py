@@ -29,7 +29,7 @@ from rkserve.control.codec import (
     write_desired,
     write_operation,
 )
-from rkserve.control.operations import Operation, OperationKind, OperationState
+from rkserve.control.operations import ControlOperation, OperationKind, OperationState
 from rkserve.core.desired_state import Desired, DesiredCache
 from rkserve.core.durable_files import FULL, free_bytes, open_private, private_folder
 from rkserve.core.errors import LedgerFailed
@@ -152,7 +152,7 @@ class Ledger:
         self,
         *,
         desired: Desired | None = None,
-        operations: Iterable[Operation] = (),
+        operations: Iterable[ControlOperation] = (),
         audit: Iterable[AuditEntry] = (),
     ) -> None:
         """Write all of it in one transaction.
@@ -211,11 +211,11 @@ class Ledger:
 
     # -- what was asked of it ------------------------------------------------------------------
 
-    def operations(self, limit: int = 100) -> list[Operation]:
+    def operations(self, limit: int = 100) -> list[ControlOperation]:
         """Return the latest operations, the last one first. Call it in any thread."""
         return self._many("ORDER BY number DESC LIMIT ?", limit)
 
-    def of_kind(self, kind: OperationKind) -> list[Operation]:
+    def of_kind(self, kind: OperationKind) -> list[ControlOperation]:
         """Return all operations of a kind, in the order of their beginning. Call it in any
         thread.
         """
@@ -223,21 +223,21 @@ class Ledger:
             "WHERE json_extract(value, '$.operation.kind') = ? ORDER BY number", kind.value
         )
 
-    def running(self) -> list[Operation]:
+    def running(self) -> list[ControlOperation]:
         """Return the operations that are not over, in the order of their beginning."""
         return self._operations("WHERE state = ? ORDER BY number", OperationState.RUNNING.value)
 
-    def partial(self) -> list[Operation]:
+    def partial(self) -> list[ControlOperation]:
         """Return the operations that some boards have yet to follow, in the order of their
         beginning.
         """
         return self._operations("WHERE state = ? ORDER BY number", OperationState.PARTIAL.value)
 
-    def operation(self, name: str) -> Operation | None:
+    def operation(self, name: str) -> ControlOperation | None:
         """Return the operation of that ID."""
         return next(iter(self._operations("WHERE id = ?", name)), None)
 
-    def by_key(self, key: str) -> Operation | None:
+    def by_key(self, key: str) -> ControlOperation | None:
         """Return the operation with that idempotency key."""
         return next(iter(self._operations("WHERE key = ?", key)), None)
 
@@ -246,11 +246,11 @@ class Ledger:
         rows = self._read("SELECT value FROM audit ORDER BY number DESC LIMIT ?", limit)
         return [AuditEntry(**json.loads(value)) for (value,) in rows]
 
-    def _operations(self, which: str, *values: Any) -> list[Operation]:
+    def _operations(self, which: str, *values: Any) -> list[ControlOperation]:
         rows = self._rows(f"SELECT value FROM operations {which}", *values)
         return [read_operation(value) for (value,) in rows]
 
-    def _many(self, which: str, *values: Any) -> list[Operation]:
+    def _many(self, which: str, *values: Any) -> list[ControlOperation]:
         rows = self._read(f"SELECT value FROM operations {which}", *values)
         return [read_operation(value) for (value,) in rows]
 

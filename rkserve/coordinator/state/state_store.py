@@ -11,7 +11,7 @@ import logging
 from collections.abc import Iterable
 from dataclasses import replace
 
-from rkserve.control.operations import UPDATES, Operation, OperationKind
+from rkserve.control.operations import UPDATES, ControlOperation, OperationKind
 from rkserve.coordinator.state.ledger import AuditEntry, Ledger
 from rkserve.core.desired_state import Desired
 from rkserve.core.errors import LedgerFailed
@@ -37,7 +37,9 @@ class StateStore:
         self._turned = asyncio.Event()
         self._owes = False  # the desired state is not in the ledger yet
         self._owed: list[AuditEntry] = []
-        self._unwritten: dict[str, Operation] = {}  # ended operations that could not be stored
+        self._unwritten: dict[
+            str, ControlOperation
+        ] = {}  # ended operations that could not be stored
 
     @property
     def desired(self) -> Desired:
@@ -45,14 +47,14 @@ class StateStore:
         return self._desired
 
     @property
-    def running(self) -> tuple[Operation, ...]:
+    def running(self) -> tuple[ControlOperation, ...]:
         """The running operations, in the order of their beginning."""
         return tuple(self._going_on.values())
 
     def write(
         self,
         desired: Desired | None = None,
-        *operations: Operation,
+        *operations: ControlOperation,
         audit: Iterable[AuditEntry] = (),
     ) -> None:
         """Store a change; then it is in effect.
@@ -75,7 +77,9 @@ class StateStore:
                 self._going_on[one.id] = one
         self._turn(now)
 
-    def derive(self, desired: Desired, *ended: Operation, audit: Iterable[AuditEntry] = ()) -> None:
+    def derive(
+        self, desired: Desired, *ended: ControlOperation, audit: Iterable[AuditEntry] = ()
+    ) -> None:
         """Put a consequence of the ledger and the time into effect, even if it cannot be stored: a
         full disk must not keep requests paused. It is stored with the next successful write.
         """
@@ -102,7 +106,7 @@ class StateStore:
             self._turned.set()
             self._turned = asyncio.Event()
 
-    def show(self, operation: Operation) -> None:
+    def show(self, operation: ControlOperation) -> None:
         """Update a running operation in memory, for readers only."""
         if operation.id in self._going_on:
             self._going_on[operation.id] = operation
@@ -131,7 +135,7 @@ class StateStore:
                 return self._desired
         return self._desired
 
-    def unsettled(self) -> list[Operation]:
+    def unsettled(self) -> list[ControlOperation]:
         """Return the operations for recovery: those that are not over, and those with a current
         pause.
         """
@@ -139,24 +143,24 @@ class StateStore:
         known = {one.id: one for one in (*made, *self._going_on.values()) if one is not None}
         return list(known.values())
 
-    def stagings(self) -> list[Operation]:
+    def stagings(self) -> list[ControlOperation]:
         """Return all recorded stagings. Call it in any thread: they may be many."""
         return [one for kind in _BRINGING for one in self._ledger.of_kind(kind)]
 
-    def partial(self) -> list[Operation]:
+    def partial(self) -> list[ControlOperation]:
         """Return the operations that some boards have yet to follow."""
         return self._ledger.partial()
 
-    def operation(self, name: str) -> Operation | None:
+    def operation(self, name: str) -> ControlOperation | None:
         """Return the operation of that ID, also one that is over."""
         unwritten = self._going_on.get(name) or self._unwritten.get(name)
         return unwritten or self._ledger.operation(name)
 
-    def operations(self, limit: int) -> list[Operation]:
+    def operations(self, limit: int) -> list[ControlOperation]:
         """Return the latest ones, the last one first. Call it in any thread."""
         return self._ledger.operations(limit)
 
-    def by_key(self, key: str) -> Operation | None:
+    def by_key(self, key: str) -> ControlOperation | None:
         """Return the operation with that idempotency key."""
         return self._ledger.by_key(key)
 

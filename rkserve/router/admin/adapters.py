@@ -23,7 +23,7 @@ from rkserve.api.admin.query import ControlRequest, ParameterKind
 from rkserve.api.json.body import JsonObject
 from rkserve.control.artifact_metadata import DeclaredArtifact
 from rkserve.control.calls import OperationOutcome
-from rkserve.control.operations import Operation, OperationKind, OperationState
+from rkserve.control.operations import ControlOperation, OperationKind, OperationState
 from rkserve.core.desired_state import AdapterVersion
 from rkserve.core.errors import AdapterExists, AdapterNotFound, RequestError
 from rkserve.router.admin.operations import OK, AdminAnswer, Operations, made
@@ -237,7 +237,7 @@ class Adapters:
             )
         return known[0]
 
-    async def _earlier(self, key: str | None) -> Operation | None:
+    async def _earlier(self, key: str | None) -> ControlOperation | None:
         """Return the operation of an earlier call with the same idempotency key, if any."""
         return None if key is None else await self._cluster.operation_by_key(key)
 

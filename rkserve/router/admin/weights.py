@@ -23,7 +23,7 @@ from rkserve.api.admin.weights import (
 from rkserve.api.json.body import JsonObject
 from rkserve.control.artifact_metadata import DeclaredArtifact
 from rkserve.control.calls import OperationOutcome
-from rkserve.control.operations import Operation, OperationKind
+from rkserve.control.operations import ControlOperation, OperationKind
 from rkserve.core.desired_state import BaseVersion, Scope
 from rkserve.core.errors import ArtifactNotFound, RequestError
 from rkserve.router.admin.operations import OK, AdminAnswer, Operations, made
@@ -163,7 +163,7 @@ class WeightsControl:
 
     # -- what all of them share ---------------------------------------------------------------
 
-    async def _earlier(self, asked: ControlRequest, kind: OperationKind) -> Operation | None:
+    async def _earlier(self, asked: ControlRequest, kind: OperationKind) -> ControlOperation | None:
         """Return the operation of an earlier call with the same key, if any.
 
         Its file is not read again, and may be gone.
@@ -178,7 +178,7 @@ class WeightsControl:
         self._service.fleet.forget_prompts(Scope(models=(model,)).covers)
 
 
-def _content(earlier: Operation) -> JsonObject:
+def _content(earlier: ControlOperation) -> JsonObject:
     return {name: earlier.params.get(name) for name in ("digest", "size_bytes")}
 
 

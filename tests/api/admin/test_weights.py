@@ -20,9 +20,9 @@ from rkserve.api.admin.weights import (
     weights_entry,
 )
 from rkserve.control.operations import (
-    BoardResult,
-    Operation,
-    OperationError,
+    BoardOutcome,
+    ControlError,
+    ControlOperation,
     OperationKind,
     OperationState,
     ResultStatus,
@@ -304,13 +304,13 @@ def test_what_may_not_be_said_of_them_is_refused(body: dict[str, Any], from_body
 
 # -- answers -----------------------------------------------------------------------------------
 
-DONE = Operation(
+DONE = ControlOperation(
     "op-1",
     OperationKind.WEIGHT_UPDATE,
     OperationState.SUCCEEDED,
     created_s=100.0,
     finished_s=100.25,
-    results={"a": BoardResult(ResultStatus.OK)},
+    results={"a": BoardOutcome(ResultStatus.OK)},
     phases=(
         ("locking", 1.0),
         ("staging", 20.0),
@@ -349,10 +349,10 @@ def test_an_update_tells_where_no_board_has_tried_it(
     loaded: dict[str, str | None], untried: bool
 ) -> None:
     results = {
-        board: BoardResult(ResultStatus.OK, details={} if said is None else {"loaded": said})
+        board: BoardOutcome(ResultStatus.OK, details={} if said is None else {"loaded": said})
         for board, said in loaded.items()
     }
-    one = Operation("op-2", OperationKind.REBASE, OperationState.SUCCEEDED, results=results)
+    one = ControlOperation("op-2", OperationKind.REBASE, OperationState.SUCCEEDED, results=results)
     assert update_body(one)["untried"] is untried
     body = disk_body(one, 200, 0)
     assert (body["success"], body["untried"]) == (True, untried)
@@ -373,7 +373,7 @@ def test_base_weights_are_verified_while_boards_load_them() -> None:
         pytest.param(
             OperationState.UNDONE,
             503,
-            OperationError(503, "rebase_failed", "Board a did not."),
+            ControlError(503, "rebase_failed", "Board a did not."),
             False,
             "Board a did not.",
             id="undone",
@@ -381,9 +381,9 @@ def test_base_weights_are_verified_while_boards_load_them() -> None:
     ],
 )
 def test_sglang_hears_whether_it_succeeded(
-    state: OperationState, status: int, error: OperationError | None, success: bool, words: str
+    state: OperationState, status: int, error: ControlError | None, success: bool, words: str
 ) -> None:
-    one = Operation("op-2", OperationKind.REBASE, state, error=error)
+    one = ControlOperation("op-2", OperationKind.REBASE, state, error=error)
     body = disk_body(one, status, 3)
     assert (body["success"], body["num_paused_requests"]) == (success, 3)
     assert words in body["message"]

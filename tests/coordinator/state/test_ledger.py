@@ -17,8 +17,8 @@ import pytest
 from rkserve.control import state_changes
 from rkserve.control.codec import write_operation
 from rkserve.control.operations import (
-    BoardResult,
-    Operation,
+    BoardOutcome,
+    ControlOperation,
     OperationKind,
     OperationState,
     ResultStatus,
@@ -37,14 +37,14 @@ from rkserve.core.errors import LedgerFailed
 PAUSED = state_changes.pause(
     Desired(), "op-1", Scope(models=("m",)), PauseMode.KEEP, 5.0, lease_s=2.0
 )
-DONE = Operation(
+DONE = ControlOperation(
     "op-1",
     OperationKind.PAUSE,
     OperationState.SUCCEEDED,
     params={"models": ["m"]},
     key="k1",
     epoch=1,
-    results={"a": BoardResult(ResultStatus.OK, 1.5, details={"stopped": 2})},
+    results={"a": BoardOutcome(ResultStatus.OK, 1.5, details={"stopped": 2})},
 )
 
 
@@ -65,13 +65,13 @@ def test_what_was_written_is_there_after_it_is_opened_again(tmp_path: Path) -> N
 def test_what_is_long_to_read_is_read_in_other_threads_and_holds_up_no_write(
     tmp_path: Path,
 ) -> None:
-    stagings = [Operation(f"op-s{n}", OperationKind.ADAPTER_STAGE) for n in range(3)]
+    stagings = [ControlOperation(f"op-s{n}", OperationKind.ADAPTER_STAGE) for n in range(3)]
     line = AuditEntry(1.0, "trainer", "label")
     with closing(Ledger.open(tmp_path)) as ledger, ThreadPoolExecutor(4) as threads:
         ledger.write(operations=[DONE, *stagings], audit=[line])
         asked = [threads.submit(ledger.operations, 100) for _ in range(20)]
         for n in range(20):
-            ledger.write(operations=[Operation(f"op-l{n}", OperationKind.LABEL)])
+            ledger.write(operations=[ControlOperation(f"op-l{n}", OperationKind.LABEL)])
         assert all(DONE in one.result() for one in asked)
         assert len(threads.submit(ledger.operations, 100).result()) == 24
         assert threads.submit(ledger.of_kind, OperationKind.ADAPTER_STAGE).result() == stagings
@@ -79,7 +79,7 @@ def test_what_is_long_to_read_is_read_in_other_threads_and_holds_up_no_write(
 
 
 def test_an_operation_is_one_record_through_all_its_states(tmp_path: Path) -> None:
-    begun = Operation("op-1", OperationKind.LABEL)
+    begun = ControlOperation("op-1", OperationKind.LABEL)
     with closing(Ledger.open(tmp_path)) as ledger:
         ledger.write(operations=[begun])
         assert ledger.running() == [begun]
@@ -110,7 +110,7 @@ WRITER = """
 import sys
 from pathlib import Path
 from rkserve.control import state_changes as changes
-from rkserve.control.operations import Operation, OperationKind
+from rkserve.control.operations import ControlOperation, OperationKind
 from rkserve.coordinator.state.ledger import AuditEntry, Ledger
 ledger = Ledger.open(Path(sys.argv[1]))
 desired = ledger.desired()
@@ -119,7 +119,7 @@ while True:
     name = f"op-{desired.epoch}"
     ledger.write(
         desired=desired,
-        operations=[Operation(name, OperationKind.LABEL, epoch=desired.epoch)],
+        operations=[ControlOperation(name, OperationKind.LABEL, epoch=desired.epoch)],
         audit=[AuditEntry(0.0, "w", "label", operation=name, epoch=desired.epoch)],
     )
     print(desired.epoch, flush=True)
@@ -239,7 +239,7 @@ def test_a_folder_that_cannot_be_used_is_named(tmp_path: Path) -> None:
 
 def test_the_oldest_records_are_forgotten_but_never_what_goes_on(tmp_path: Path) -> None:
     with closing(Ledger.open(tmp_path, max_operations=3)) as ledger:
-        going_on = Operation("op-first", OperationKind.PAUSE, key="first")
+        going_on = ControlOperation("op-first", OperationKind.PAUSE, key="first")
         ledger.write(operations=[going_on])
         for number in range(6):
             one = replace(DONE, id=f"op-{number}", key=f"k{number}")

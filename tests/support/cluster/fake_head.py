@@ -12,8 +12,8 @@ from typing import Any
 from rkserve.control.artifact_metadata import DeclaredArtifact
 from rkserve.control.calls import OperationOutcome, OperationRequest
 from rkserve.control.operations import (
-    BoardResult,
-    Operation,
+    BoardOutcome,
+    ControlOperation,
     OperationKind,
     OperationState,
     ResultStatus,
@@ -43,8 +43,8 @@ class FakeHead:
 
     desired: Desired = field(default_factory=Desired)
     says: dict[str, Any] = field(default_factory=dict)
-    results: Mapping[str, BoardResult] = field(
-        default_factory=lambda: {"a": BoardResult(ResultStatus.OK, 12.5)}
+    results: Mapping[str, BoardOutcome] = field(
+        default_factory=lambda: {"a": BoardOutcome(ResultStatus.OK, 12.5)}
     )
     away: bool = False
     asked: list[tuple[str, tuple[Any, ...]]] = field(default_factory=list)
@@ -81,7 +81,7 @@ class FakeHead:
             "results": self.results,
             "phases": (("stopping", 12.0), ("stopping", 0.5)),
         }
-        operation = Operation(f"op-{len(self.calls)}", call.kind, **{**known, **changes})
+        operation = ControlOperation(f"op-{len(self.calls)}", call.kind, **{**known, **changes})
         return OperationOutcome(status, operation)
 
     async def _desired(self, after_epoch: int, wait_s: float) -> Desired:
@@ -94,13 +94,13 @@ class FakeHead:
             return self.outcome(call, 202, state=OperationState.RUNNING, results={})
         return self.outcome(call)
 
-    def _operations(self, limit: int) -> list[Operation]:
-        return [Operation(f"op-{n}", OperationKind.PAUSE) for n in range(min(limit, 2))]
+    def _operations(self, limit: int) -> list[ControlOperation]:
+        return [ControlOperation(f"op-{n}", OperationKind.PAUSE) for n in range(min(limit, 2))]
 
-    def _operation(self, name: str) -> Operation:
+    def _operation(self, name: str) -> ControlOperation:
         raise OperationNotFound(name)
 
-    def _operation_by_key(self, _key: str) -> Operation | None:
+    def _operation_by_key(self, _key: str) -> ControlOperation | None:
         return None
 
     def _keep_cache(self, _cache: DesiredCache) -> None:

@@ -17,7 +17,7 @@ from rkserve.api import gradio
 from rkserve.api.responses.stored import StoredResponse
 from rkserve.config.router import RouterConfig
 from rkserve.control.artifact_metadata import StoredArtifact
-from rkserve.control.operations import Operation, OperationKind
+from rkserve.control.operations import ControlOperation, OperationKind
 from rkserve.core.board_report import CacheEntry, GenerationInfo, GenerationState, KvReport
 from rkserve.core.desired_state import BaseVersion, Desired
 from rkserve.core.errors import ArtifactNotFound, GenerationNotFound, OperationNotFound
@@ -91,9 +91,9 @@ def found_weights(_model: str, artifact: str) -> StoredArtifact:
     raise ArtifactNotFound("There are no such weights.", "artifact")
 
 
-def found_operation(name: str) -> Operation:
+def found_operation(name: str) -> ControlOperation:
     if name == OPERATION:
-        return Operation(name, OperationKind.PAUSE)
+        return ControlOperation(name, OperationKind.PAUSE)
     raise OperationNotFound(name)
 
 

@@ -7,9 +7,9 @@ import hashlib
 from hypothesis import strategies as st
 
 from rkserve.control.operations import (
-    BoardResult,
-    Operation,
-    OperationError,
+    BoardOutcome,
+    ControlError,
+    ControlOperation,
     OperationKind,
     OperationState,
     Phase,
@@ -112,7 +112,7 @@ json_values: st.SearchStrategy[Json] = st.recursive(
 )
 objects = st.dictionaries(st.text(max_size=5), json_values, max_size=3)
 results = st.builds(
-    BoardResult,
+    BoardOutcome,
     st.sampled_from(ResultStatus),
     st.floats(0, 1e9),
     st.text(max_size=5),
@@ -120,7 +120,7 @@ results = st.builds(
     objects,
 )
 operations = st.builds(
-    Operation,
+    ControlOperation,
     id=st.text(min_size=1, max_size=8),
     kind=st.sampled_from(OperationKind),
     state=st.sampled_from(OperationState),
@@ -135,5 +135,5 @@ operations = st.builds(
     results=st.dictionaries(st.sampled_from(BOARDS), results),
     phases=st.lists(st.tuples(st.text(max_size=5), st.floats(0, 1e9)), max_size=3).map(tuple),
     error=st.none()
-    | st.builds(OperationError, st.integers(400, 599), st.text(max_size=5), st.text(max_size=9)),
+    | st.builds(ControlError, st.integers(400, 599), st.text(max_size=5), st.text(max_size=9)),
 )
