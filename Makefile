@@ -8,11 +8,12 @@ READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip -q --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test unit cluster page-test fuzz compat compat-lock check format bench bench-control bench-scale bench-kills bench-multi-turn bench-overload docs docs-serve lock sim sanitize clean
+.PHONY: help demo test test-quick unit cluster page-test fuzz compat compat-lock check format bench bench-control bench-scale bench-kills bench-multi-turn bench-overload docs docs-serve lock sim sanitize clean
 
 help:
 	@echo "make demo    a chat model on three simulated boards, an embedding model on a fourth, until Ctrl-C"
 	@echo "make test    checks and all tests (what CI runs)"
+	@echo "make test-quick  tests without Ray and engine processes, in a minute and a half"
 	@echo "make unit    tests that need no Ray"
 	@echo "make cluster tests on a local Ray cluster"
 	@echo "make page-test  the chat page in a real Chromium, with axe"
@@ -44,6 +45,10 @@ PYTEST := $(BIN)/python -m pytest --dist loadfile
 
 unit: $(READY) sim
 	$(PYTEST) -n 2 -m "not ray"
+
+# Without Ray, engine processes, compilers and whatever else takes long.
+test-quick: $(READY) sim
+	$(PYTEST) -n 2 -m "not ray and not engine"
 
 # To collect the tests of all files takes longer than some of them.
 RAY := $(shell grep -rl 'mark\.ray' --include='test_*.py' tests)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import random
 from collections.abc import Callable, Iterator
+from types import ModuleType
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -50,7 +52,30 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         group.addoption(option, type=int, default=default, help=f"{text} (%(default)s)")
 
 
+# Support modules that load the simulated library, most of them in an engine process.
+ENGINE_SUPPORT = (
+    "tests.support.sim.",
+    "tests.support.boards.engine_bench",
+    "tests.support.boards.holding",
+    "tests.support.boards.interrupt_bench",
+    "tests.support.boards.rebased",
+    "tests.support.boards.sleeping",
+    "tests.support.http.tool_talk",
+)
+
+
+@functools.cache
+def uses_engine(module: ModuleType) -> bool:
+    """Return whether a test module imports something that needs the simulated library."""
+    names = (getattr(value, "__module__", None) or "" for value in vars(module).values())
+    plugins = getattr(module, "pytest_plugins", ())
+    return any(name.startswith(ENGINE_SUPPORT) for name in (*names, *plugins))
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if isinstance(item, pytest.Function) and uses_engine(item.module):
+            item.add_marker(pytest.mark.engine)
     if not config.getoption("--page"):
         for item in items:
             if item.get_closest_marker("page"):
