@@ -92,7 +92,7 @@ def main() -> None:
     try:
         serve_commands(lambda command, _: steps[command["do"]](command))
     except Exception:
-        # Now, for tidying up may take longer than whoever reads this waits.
+        # At once: the parent does not wait for the whole clean-up.
         traceback.print_exc()
         raise
     finally:
