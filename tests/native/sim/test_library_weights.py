@@ -56,7 +56,7 @@ def test_a_broken_file_fails_the_load_and_the_library_says_why(
 
 def test_only_a_simulated_model_can_be_reseeded() -> None:
     for content in (b"", b"NOMODEL!" * 100, CONTENT[:100]):
-        with pytest.raises(ValueError, match="no model of the simulated"):
+        with pytest.raises(ValueError, match="not a model of the simulated"):
             reseed(content, 1)
     with pytest.raises(ValueError, match="takes 1 to 15 bytes"):
         reseed(CONTENT, 1, platform="x" * 16)
