@@ -1,6 +1,6 @@
 """The report of the control benchmark as Markdown: bars, verdicts and the figures behind. Pure.
 
-It says nothing of when and where it was made: no date, no host's name, no path.
+It contains no date, no host name and no path, so that two reports differ in figures only.
 """
 
 from __future__ import annotations

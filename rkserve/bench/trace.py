@@ -1,8 +1,8 @@
 """Traces: sessions with start times, messages and think times. Pure.
 
 A trace is a file of JSON lines: one that says what it is and how it was made, then one for each
-session. It knows nothing of servers; their answers are not part of it, unless
-a recorded answer replaces the server's.
+session. Servers and their answers are not part of it, unless a recorded answer replaces the
+server's.
 """
 
 from __future__ import annotations

@@ -79,6 +79,7 @@ class HostAllowList:
             try:
                 self._known = _with_suffixes(await asyncio.to_thread(self._names))
             except Exception:
+                # A failed lookup must not let an unknown host in: the names known so far decide.
                 log.exception("the names of the cluster's machines cannot be looked up")
             if self._allows(name):
                 return

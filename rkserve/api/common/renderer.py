@@ -137,7 +137,7 @@ class Renderer:
         """Render a conversation. Markers inside messages and tools stay text.
 
         Raises:
-            RequestError: the template refuses the messages, or shows nothing of a prefill.
+            RequestError: the template refuses the messages, or leaves a prefill out.
             ContextOverflow: the text is hopelessly long.
         """
         header = header or PromptHeader()

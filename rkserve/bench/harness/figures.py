@@ -187,8 +187,8 @@ def freed_ms(hang_up: HangUp) -> float:
     """From a hang-up to the board being free for the next run, and a little more.
 
     The next answer's first text is preceded by its prefill, whose time the runtime itself reports.
-    What remains is the end of the run that nobody wanted, and also the start of the next one and
-    the way of its first text to the client, so that it is never less than what is asked for.
+    The rest is the end of the cancelled run, the start of the next one and the way of its first
+    text to the client, so that the figure is never below the time in question.
     """
     return (hang_up.next.content_s[0] - hang_up.closed_s) * 1e3 - hang_up.next.prefill_ms
 

@@ -228,6 +228,7 @@ class PromptCacheKeeper:
             self._rest(known)
             return
         except Exception:
+            # No caller awaits this task: the error is logged, and the next round tries again.
             log.exception("board %s: its prompt caches could not be compared", seat.board_id)
             self._rest(known)
             return
