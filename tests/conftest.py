@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import inspect
 import os
 import random
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ from hypothesis import HealthCheck, settings
 from rkserve.core.errors import RkserveError
 from rkserve.native.binding.library import detect
 from rkserve.native.sim.build import RELEASES, ensure_built
+from tests.support.boards import fakes, own_time
 from tests.support.cluster.local_cluster import App, LocalCluster, running_cluster
 
 # Each option with the environment variable that stands in for it.
@@ -94,6 +96,27 @@ def pytest_collection_finish() -> None:
     """Keep the collector away from thousands of collected tests: loops collect after each test."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run an ``async def`` test in a loop of its own, with ``virtual_time`` in a time of its own.
+
+    An error that nothing awaited fails the test, too.
+    """
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    run = own_time.run_loop if pyfuncitem.get_closest_marker("virtual_time") else fakes.run_loop
+    names = pyfuncitem._fixtureinfo.argnames
+    run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
+    return True
+
+
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Keep the collector away from what earlier test files left behind, such as modules."""
+    if nextitem is None or nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -36,7 +36,8 @@ from tests.support.boards.board_bench import (
     until,
 )
 from tests.support.boards.fakes import EOS, Script, tokens_of
-from tests.support.boards.own_time import run_loop
+
+pytestmark = pytest.mark.virtual_time
 
 # -- an answer --------------------------------------------------------------------------------
 
@@ -54,31 +55,25 @@ async def test_an_answer_is_accepted_then_streamed_then_finished(bench: Bench) -
     assert (report.requests, report.completion_tokens, report.failed) == (1, 3, 0)
 
 
-def test_of_two_ends_of_a_request_the_first_counts() -> None:
-    async def main() -> None:
-        generation = Generation(request(), frozenset(), runtime_counts=True)
-        job = Job(1, generation, arrived_s=0.0)
-        job.end(EngineHung("b", "silent"))
-        job.end(EngineDied("b", "killed for it"))
-        job.token(100, b"late, but before the end was read", waiting=False)
-        assert await job.next_event() == Delta("late, but before the end was read", (100,))
-        with pytest.raises(EngineHung):
-            await job.next_event()
-
-    run_loop(main())
+async def test_of_two_ends_of_a_request_the_first_counts() -> None:
+    generation = Generation(request(), frozenset(), runtime_counts=True)
+    job = Job(1, generation, arrived_s=0.0)
+    job.end(EngineHung("b", "silent"))
+    job.end(EngineDied("b", "killed for it"))
+    job.token(100, b"late, but before the end was read", waiting=False)
+    assert await job.next_event() == Delta("late, but before the end was read", (100,))
+    with pytest.raises(EngineHung):
+        await job.next_event()
 
 
 @pytest.mark.parametrize("per_run", [True, False], ids=["1.3.0", "1.2.3"])
-def test_a_token_limit_is_kept_by_the_runtime_or_by_an_abort(per_run: bool) -> None:
-    async def main() -> None:
-        script = Script(tokens_of(*"abcdef"), late=1)
-        async with Bench(script, per_run=per_run).running() as bench:
-            limited = await answer(bench.board, max_tokens=3)
-            assert limited == ("abc", FinishReason.LENGTH)
-            assert bench.engine.commands[0].max_new_tokens == (3 if per_run else None)
-            assert bench.engine.aborts == ([] if per_run else [1])
-
-    run_loop(main())
+async def test_a_token_limit_is_kept_by_the_runtime_or_by_an_abort(per_run: bool) -> None:
+    script = Script(tokens_of(*"abcdef"), late=1)
+    async with Bench(script, per_run=per_run).running() as bench:
+        limited = await answer(bench.board, max_tokens=3)
+        assert limited == ("abc", FinishReason.LENGTH)
+        assert bench.engine.commands[0].max_new_tokens == (3 if per_run else None)
+        assert bench.engine.aborts == ([] if per_run else [1])
 
 
 @board_test(lambda: Bench(Script(tokens_of("a", "bS", "TO", "Pc", "d"))))
@@ -93,20 +88,17 @@ async def test_a_runtime_that_goes_on_after_the_eos_is_aborted(bench: Bench) -> 
     assert bench.engine.aborts == [1]
 
 
-def test_text_mode_sends_the_text_and_says_when_the_context_was_full() -> None:
-    async def main() -> None:
-        settings = replace(SETTINGS, context_len=15)
-        async with Bench(Script(tokens_of(*"abcdefgh")), settings=settings).running() as bench:
-            asked = replace(request(), prompt_ids=(), prompt_text="Say it.", max_tokens=15)
-            events = await collect(bench.board.generate(asked))
-            assert isinstance(events[-1], Finished)
-            assert events[-1].reason is FinishReason.LENGTH
-            assert events[-1].usage == Usage(prompt_tokens=7, completion_tokens=8)
-            command = bench.engine.commands[0]
-            assert command.entries == (EntryCommand(prompt_text="Say it."),)
-            assert (command.clear, command.keep_history) == (True, False)
-
-    run_loop(main())
+async def test_text_mode_sends_the_text_and_says_when_the_context_was_full() -> None:
+    settings = replace(SETTINGS, context_len=15)
+    async with Bench(Script(tokens_of(*"abcdefgh")), settings=settings).running() as bench:
+        asked = replace(request(), prompt_ids=(), prompt_text="Say it.", max_tokens=15)
+        events = await collect(bench.board.generate(asked))
+        assert isinstance(events[-1], Finished)
+        assert events[-1].reason is FinishReason.LENGTH
+        assert events[-1].usage == Usage(prompt_tokens=7, completion_tokens=8)
+        command = bench.engine.commands[0]
+        assert command.entries == (EntryCommand(prompt_text="Say it."),)
+        assert (command.clear, command.keep_history) == (True, False)
 
 
 # -- KV reuse ---------------------------------------------------------------------------------
@@ -134,30 +126,24 @@ async def test_the_next_turn_of_a_conversation_sends_only_what_is_new(bench: Ben
         pytest.param(replace(PLAIN, end=RunEnd.FAILED), {}, id="after a failed run"),
     ],
 )
-def test_the_context_is_cleared_after_a_run_that_did_not_end_by_itself(
+async def test_the_context_is_cleared_after_a_run_that_did_not_end_by_itself(
     script: Script, extra: dict[str, Any]
 ) -> None:
-    async def main() -> None:
-        async with Bench(script).running() as bench:
-            await asyncio.gather(answer(bench.board, **extra), return_exceptions=True)
-            await answer(bench.board, *TURN_2)
-            assert bench.engine.commands[1].clear
-            assert bench.engine.commands[1].entries[0].ids == TURN_2
-
-    run_loop(main())
+    async with Bench(script).running() as bench:
+        await asyncio.gather(answer(bench.board, **extra), return_exceptions=True)
+        await answer(bench.board, *TURN_2)
+        assert bench.engine.commands[1].clear
+        assert bench.engine.commands[1].entries[0].ids == TURN_2
 
 
 @pytest.mark.parametrize("kv_off", [2, -3], ids=["too many", "too few"])
-def test_kv_reuse_ends_where_the_runtime_counts_otherwise(kv_off: int) -> None:
-    async def main() -> None:
-        async with Bench(replace(PLAIN, kv_off=kv_off)).running() as bench:
-            assert await answer(bench.board, 1, 2, 3) == ("Hello", FinishReason.STOP)
-            await answer(bench.board, *TURN_2)
-            await answer(bench.board, *TURN_2, 100, 101, EOS, 9)
-            histories = [(c.clear, c.keep_history) for c in bench.engine.commands]
-            assert histories == [(False, True), (True, False), (False, False)]
-
-    run_loop(main())
+async def test_kv_reuse_ends_where_the_runtime_counts_otherwise(kv_off: int) -> None:
+    async with Bench(replace(PLAIN, kv_off=kv_off)).running() as bench:
+        assert await answer(bench.board, 1, 2, 3) == ("Hello", FinishReason.STOP)
+        await answer(bench.board, *TURN_2)
+        await answer(bench.board, *TURN_2, 100, 101, EOS, 9)
+        histories = [(c.clear, c.keep_history) for c in bench.engine.commands]
+        assert histories == [(False, True), (True, False), (False, False)]
 
 
 # -- who is turned away -----------------------------------------------------------------------
@@ -179,29 +165,23 @@ def test_kv_reuse_ends_where_the_runtime_counts_otherwise(kv_off: int) -> None:
         pytest.param(request(stop=("",)), HookFailed, id="a bug of the caller"),
     ],
 )
-def test_a_request_that_cannot_be_served_leaves_no_trace(
+async def test_a_request_that_cannot_be_served_leaves_no_trace(
     asked: GenerateRequest, error: type[Exception]
 ) -> None:
-    async def main() -> None:
-        async with Bench(per_run=False).running() as bench:
-            with pytest.raises(error):
-                await collect(bench.board.generate(asked))
-            assert bench.board.report().requests == 0
-
-    run_loop(main())
+    async with Bench(per_run=False).running() as bench:
+        with pytest.raises(error):
+            await collect(bench.board.generate(asked))
+        assert bench.board.report().requests == 0
 
 
-def test_sampling_that_the_release_cannot_change_is_named() -> None:
-    async def main() -> None:
-        async with Bench(per_run=False).running() as bench:
-            sampling = Sampling(temperature=0.1, top_k=40)
-            asked = request(sampling=sampling, sampling_asked=("temperature", "top_k"))
-            events = await collect(bench.board.generate(asked))
-            assert isinstance(events[0], Accepted)
-            assert events[0].sampling_ignored == ("temperature",)
-            assert bench.engine.commands[0].sampling is None
-
-    run_loop(main())
+async def test_sampling_that_the_release_cannot_change_is_named() -> None:
+    async with Bench(per_run=False).running() as bench:
+        sampling = Sampling(temperature=0.1, top_k=40)
+        asked = request(sampling=sampling, sampling_asked=("temperature", "top_k"))
+        events = await collect(bench.board.generate(asked))
+        assert isinstance(events[0], Accepted)
+        assert events[0].sampling_ignored == ("temperature",)
+        assert bench.engine.commands[0].sampling is None
 
 
 def held() -> Script:
@@ -209,74 +189,62 @@ def held() -> Script:
     return Script([*tokens_of("x"), (EOS, b"")], prefill=asyncio.Event())
 
 
-def test_a_full_queue_turns_away_and_a_request_id_may_come_twice() -> None:
-    async def main() -> None:
-        first = held()
-        async with Bench(first, settings=replace(SETTINGS, queue_limit=2)).running() as bench:
-            waiting = [asyncio.create_task(answer(bench.board)) for _ in range(3)]
-            await until(lambda: bench.board.report().queued == 2)
-            with pytest.raises(QueueFull):
-                await answer(bench.board)
-            assert first.prefill is not None
-            first.prefill.set()
-            stop = FinishReason.STOP
-            assert await asyncio.gather(*waiting) == [("x", stop), ("Hello", stop), ("Hello", stop)]
-
-    run_loop(main())
+async def test_a_full_queue_turns_away_and_a_request_id_may_come_twice() -> None:
+    first = held()
+    async with Bench(first, settings=replace(SETTINGS, queue_limit=2)).running() as bench:
+        waiting = [asyncio.create_task(answer(bench.board)) for _ in range(3)]
+        await until(lambda: bench.board.report().queued == 2)
+        with pytest.raises(QueueFull):
+            await answer(bench.board)
+        assert first.prefill is not None
+        first.prefill.set()
+        stop = FinishReason.STOP
+        assert await asyncio.gather(*waiting) == [("x", stop), ("Hello", stop), ("Hello", stop)]
 
 
-def test_one_who_waits_too_long_is_told_and_the_running_one_is_not_touched() -> None:
-    async def main() -> None:
-        first = held()
-        async with Bench(first, settings=replace(SETTINGS, queue_timeout_s=0.05)).running() as b:
-            running = asyncio.create_task(answer(b.board))
-            await asyncio.sleep(0)
-            with pytest.raises(QueueTimeout):
-                await answer(b.board)
-            assert first.prefill is not None
-            first.prefill.set()
-            assert await running == ("x", FinishReason.STOP)
-
-    run_loop(main())
+async def test_one_who_waits_too_long_is_told_and_the_running_one_is_not_touched() -> None:
+    first = held()
+    async with Bench(first, settings=replace(SETTINGS, queue_timeout_s=0.05)).running() as b:
+        running = asyncio.create_task(answer(b.board))
+        await asyncio.sleep(0)
+        with pytest.raises(QueueTimeout):
+            await answer(b.board)
+        assert first.prefill is not None
+        first.prefill.set()
+        assert await running == ("x", FinishReason.STOP)
 
 
 # -- hang-ups ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("after", range(5))
-def test_a_client_may_hang_up_at_every_event(after: int) -> None:
-    async def main() -> None:
-        async with Bench(Script([*tokens_of("H", "el", "lo"), (EOS, b"")])).running() as bench:
-            events = bench.board.generate(request())
-            for _ in range(after):
-                await anext(events)
-            await events.aclose()
-            await until(lambda: bench.board.report().running == 0)
-            assert bench.board.report().failed == 0
-            assert bench.board.report().aborted == (1 if after else 0)
-
-    run_loop(main())
+async def test_a_client_may_hang_up_at_every_event(after: int) -> None:
+    async with Bench(Script([*tokens_of("H", "el", "lo"), (EOS, b"")])).running() as bench:
+        events = bench.board.generate(request())
+        for _ in range(after):
+            await anext(events)
+        await events.aclose()
+        await until(lambda: bench.board.report().running == 0)
+        assert bench.board.report().failed == 0
+        assert bench.board.report().aborted == (1 if after else 0)
 
 
-def test_a_client_may_hang_up_while_it_waits() -> None:
-    async def main() -> None:
-        first = held()
-        async with Bench(first).running() as bench:
-            running = bench.board.generate(request())
-            await anext(running)
-            await asyncio.sleep(0)
-            waiting = bench.board.generate(request())
-            assert isinstance(await anext(waiting), Accepted)
-            await waiting.aclose()
-            assert bench.board.report().queued == 0
-            await running.aclose()
-            assert bench.engine.aborts == [1]
-            assert first.prefill is not None
-            first.prefill.set()
-            await until(lambda: bench.board.report().running == 0)
-            assert len(bench.engine.commands) == 1
-
-    run_loop(main())
+async def test_a_client_may_hang_up_while_it_waits() -> None:
+    first = held()
+    async with Bench(first).running() as bench:
+        running = bench.board.generate(request())
+        await anext(running)
+        await asyncio.sleep(0)
+        waiting = bench.board.generate(request())
+        assert isinstance(await anext(waiting), Accepted)
+        await waiting.aclose()
+        assert bench.board.report().queued == 0
+        await running.aclose()
+        assert bench.engine.aborts == [1]
+        assert first.prefill is not None
+        first.prefill.set()
+        await until(lambda: bench.board.report().running == 0)
+        assert len(bench.engine.commands) == 1
 
 
 @board_test(Bench)

@@ -125,78 +125,66 @@ def test_an_answer_tells_what_is_on_the_pictures(sim: Sim, release: str) -> None
     run_loop(main())
 
 
-def test_the_same_words_with_another_picture_are_another_prompt(sim: Sim) -> None:
-    async def main() -> None:
-        async with board(sim) as seer:
-            for seed in (1, 2, 1):
-                said, end = await told(seer, asked("<image>What is this?", seed))
-                assert said.startswith(shows(seed))
-                assert end.usage.cached_tokens == 0
-            assert seer.report().kv_positions == 0  # nothing of it is taken for anybody's context
-
-    run_loop(main())
+async def test_the_same_words_with_another_picture_are_another_prompt(sim: Sim) -> None:
+    async with board(sim) as seer:
+        for seed in (1, 2, 1):
+            said, end = await told(seer, asked("<image>What is this?", seed))
+            assert said.startswith(shows(seed))
+            assert end.usage.cached_tokens == 0
+        assert seer.report().kv_positions == 0  # nothing of it is taken for anybody's context
 
 
-def test_conversations_in_ids_and_with_pictures_never_share_a_context(sim: Sim) -> None:
-    async def main() -> None:
-        async with board(sim) as seer:
-            first, _ = await told(seer, asked("<image>What is this?", 1))
-            plain = await ask(seer, chat("Repeat after me: tea"), sampling=GREEDY)
-            said = "".join(one.text for one in plain if isinstance(one, Delta))
-            assert said == "tea"
-            second, _ = await told(seer, asked("<image>What is this?", 2))
-            assert (first[: len(shows(1))], second[: len(shows(2))]) == (shows(1), shows(2))
-            more = await ask(seer, chat("Repeat after me: tea", said, "Count to 3"))
-            assert "".join(one.text for one in more if isinstance(one, Delta)) == "1, 2, 3."
-            assert isinstance(more[-1], Finished)
-            assert more[-1].usage.cached_tokens == 0
-
-    run_loop(main())
+async def test_conversations_in_ids_and_with_pictures_never_share_a_context(sim: Sim) -> None:
+    async with board(sim) as seer:
+        first, _ = await told(seer, asked("<image>What is this?", 1))
+        plain = await ask(seer, chat("Repeat after me: tea"), sampling=GREEDY)
+        said = "".join(one.text for one in plain if isinstance(one, Delta))
+        assert said == "tea"
+        second, _ = await told(seer, asked("<image>What is this?", 2))
+        assert (first[: len(shows(1))], second[: len(shows(2))]) == (shows(1), shows(2))
+        more = await ask(seer, chat("Repeat after me: tea", said, "Count to 3"))
+        assert "".join(one.text for one in more if isinstance(one, Delta)) == "1, 2, 3."
+        assert isinstance(more[-1], Finished)
+        assert more[-1].usage.cached_tokens == 0
 
 
-def test_equal_pictures_are_encoded_once(sim: Sim) -> None:
-    async def main() -> None:
-        engine = await EngineProcess.start("b", seeing(sim))
-        live = _Live(engine)
-        try:
-            assert [await live.run(*seeds) for seeds in ((1,), (1,), (2, 1, 2), (1, 2))] == [
-                1,
-                0,
-                1,
-                0,
-            ]
-        finally:
-            assert await engine.kill()
-
-    run_loop(main())
+async def test_equal_pictures_are_encoded_once(sim: Sim) -> None:
+    engine = await EngineProcess.start("b", seeing(sim))
+    live = _Live(engine)
+    try:
+        assert [await live.run(*seeds) for seeds in ((1,), (1,), (2, 1, 2), (1, 2))] == [
+            1,
+            0,
+            1,
+            0,
+        ]
+    finally:
+        assert await engine.kill()
 
 
-def test_a_generation_goes_on_with_its_pictures_on_another_board(sim: Sim) -> None:
-    async def main() -> None:
-        async with board(sim) as seer:
-            whole, _ = await told(seer, asked("<image>What is this?", 4))
-            events = await collect(seer.generate(asked("<image>What is this?", 4)))
-            ids = [i for one in events if isinstance(one, Delta) for i in one.token_ids]
-            half = len(ids) // 2
-            deltas = [one for one in events if isinstance(one, Delta)]
-            slots: list[TranscriptToken] = []
-            text = ""
-            for delta in deltas:
-                parts, at = delta.parts, 0
-                for token_id, size in zip(delta.token_ids, parts, strict=True):
-                    if len(slots) < half:
-                        piece = delta.text[at : at + size]
-                        slots.append(TranscriptToken(token_id, piece.encode()))
-                        text += piece
-                    at += size
-            rest = replace(
-                asked("<image>What is this?", 4), continued=FailoverState(tuple(slots), text)
-            )
-            said, end = await told(seer, rest)
-            assert text + said == whole
-            assert end.usage.completion_tokens >= half
-
-    run_loop(main())
+async def test_a_generation_goes_on_with_its_pictures_on_another_board(sim: Sim) -> None:
+    async with board(sim) as seer:
+        whole, _ = await told(seer, asked("<image>What is this?", 4))
+        events = await collect(seer.generate(asked("<image>What is this?", 4)))
+        ids = [i for one in events if isinstance(one, Delta) for i in one.token_ids]
+        half = len(ids) // 2
+        deltas = [one for one in events if isinstance(one, Delta)]
+        slots: list[TranscriptToken] = []
+        text = ""
+        for delta in deltas:
+            parts, at = delta.parts, 0
+            for token_id, size in zip(delta.token_ids, parts, strict=True):
+                if len(slots) < half:
+                    piece = delta.text[at : at + size]
+                    slots.append(TranscriptToken(token_id, piece.encode()))
+                    text += piece
+                at += size
+        rest = replace(
+            asked("<image>What is this?", 4), continued=FailoverState(tuple(slots), text)
+        )
+        said, end = await told(seer, rest)
+        assert text + said == whole
+        assert end.usage.completion_tokens >= half
 
 
 def test_an_encoder_that_fails_costs_one_answer(sim: Sim) -> None:
@@ -232,14 +220,11 @@ def test_an_encoder_that_crashes_is_replaced_with_its_engine(sim: Sim) -> None:
         pytest.param({"model": Path("/nowhere.rknn")}, "does not exist", id="no file"),
     ],
 )
-def test_an_encoder_that_is_not_the_folders_is_refused_at_load(
+async def test_an_encoder_that_is_not_the_folders_is_refused_at_load(
     sim: Sim, changes: dict[str, Any], words: str
 ) -> None:
-    async def main() -> None:
-        with pytest.raises(LoadFailed, match=words):
-            await EngineProcess.start("b", seeing(sim, **changes))
-
-    run_loop(main())
+    with pytest.raises(LoadFailed, match=words):
+        await EngineProcess.start("b", seeing(sim, **changes))
 
 
 @pytest.mark.parametrize(
@@ -250,16 +235,13 @@ def test_an_encoder_that_is_not_the_folders_is_refused_at_load(
         pytest.param(True, {"use_cache": "x"}, "prompt cache", id="a prompt cache"),
     ],
 )
-def test_a_board_refuses_what_it_cannot_see(
+async def test_a_board_refuses_what_it_cannot_see(
     sim: Sim, vision: bool, changes: dict[str, Any], words: str
 ) -> None:
-    async def main() -> None:
-        async with board(sim, vision=vision) as one:
-            with pytest.raises(RequestError, match=words):
-                await told(one, asked("<image>?", 1, **changes))
-            assert one.report().running == 0
-
-    run_loop(main())
+    async with board(sim, vision=vision) as one:
+        with pytest.raises(RequestError, match=words):
+            await told(one, asked("<image>?", 1, **changes))
+        assert one.report().running == 0
 
 
 def test_each_image_is_given_its_time() -> None:
@@ -269,16 +251,13 @@ def test_each_image_is_given_its_time() -> None:
     assert patience_for(RunSpec((EntryCommand((1,)),)), patience) == patience
 
 
-def test_the_limit_holds_and_leaves_the_board_clean(sim: Sim) -> None:
-    async def main() -> None:
-        async with board(sim) as seer:
-            said, end = await told(seer, asked("<image>What is this?", 1, max_tokens=3))
-            assert (end.reason, end.usage.completion_tokens) == (FinishReason.LENGTH, 3)
-            assert shows(1).startswith(said)
-            whole, _ = await told(seer, asked("<image>What is this?", 1))
-            assert whole.startswith(shows(1))
-
-    run_loop(main())
+async def test_the_limit_holds_and_leaves_the_board_clean(sim: Sim) -> None:
+    async with board(sim) as seer:
+        said, end = await told(seer, asked("<image>What is this?", 1, max_tokens=3))
+        assert (end.reason, end.usage.completion_tokens) == (FinishReason.LENGTH, 3)
+        assert shows(1).startswith(said)
+        whole, _ = await told(seer, asked("<image>What is this?", 1))
+        assert whole.startswith(shows(1))
 
 
 class _Live:

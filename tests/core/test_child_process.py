@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from rkserve.core.child_process import ChildProcess
-from tests.support.boards.fakes import run_loop
 
 ECHO = "import sys\nfor line in sys.stdin: print(line.upper(), end='', flush=True)"
 
@@ -26,63 +25,48 @@ async def started(
     return await ChildProcess.start((sys.executable, "-c", code), out=out, err=err), said
 
 
-def test_it_is_told_and_tells_until_its_stdin_closes() -> None:
-    async def main() -> None:
-        child, said = await started(ECHO)
-        child.write(b"hello\n")
-        assert await said.readline() == b"HELLO\n"
-        child.close_stdin()
-        assert await child.wait() == 0
-        assert await said.read() == b""
-        child.write(b"into the void\n")
-        child.kill()  # nobody there any more
-        child.close()
-
-    run_loop(main())
+async def test_it_is_told_and_tells_until_its_stdin_closes() -> None:
+    child, said = await started(ECHO)
+    child.write(b"hello\n")
+    assert await said.readline() == b"HELLO\n"
+    child.close_stdin()
+    assert await child.wait() == 0
+    assert await said.read() == b""
+    child.write(b"into the void\n")
+    child.kill()  # nobody there any more
+    child.close()
 
 
-def test_what_it_writes_to_stderr_comes_apart() -> None:
-    async def main() -> None:
-        words = asyncio.StreamReader()
-        code = "import sys; sys.stderr.write('oh'); sys.stdout.write('ah'); sys.exit(3)"
-        child, said = await started(code, err=asyncio.StreamReaderProtocol(words))
-        assert (await said.read(), await words.read()) == (b"ah", b"oh")
-        assert await child.wait() == 3
-        child.close()
-
-    run_loop(main())
+async def test_what_it_writes_to_stderr_comes_apart() -> None:
+    words = asyncio.StreamReader()
+    code = "import sys; sys.stderr.write('oh'); sys.stdout.write('ah'); sys.exit(3)"
+    child, said = await started(code, err=asyncio.StreamReaderProtocol(words))
+    assert (await said.read(), await words.read()) == (b"ah", b"oh")
+    assert await child.wait() == 3
+    child.close()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_a_signal_that_ends_it_is_told(number: signal.Signals) -> None:
-    async def main() -> None:
-        child, _ = await started("import time; time.sleep(600)")
-        child.send_signal(number)
-        assert await child.wait() == -number
+async def test_a_signal_that_ends_it_is_told(number: signal.Signals) -> None:
+    child, _ = await started("import time; time.sleep(600)")
+    child.send_signal(number)
+    assert await child.wait() == -number
+    child.close()
+
+
+async def test_nothing_that_is_open_here_is_handed_down(tmp_path: Path) -> None:
+    with (tmp_path / "held").open("wb") as held:
+        os.set_inheritable(held.fileno(), True)
+        child, said = await started("import os; print(os.listdir('/proc/self/fd'))")
+        # Its own pipes, and the folder that it lists.
+        assert await said.read() == b"['0', '1', '2', '3']\n"
+        await child.wait()
         child.close()
 
-    run_loop(main())
 
-
-def test_nothing_that_is_open_here_is_handed_down(tmp_path: Path) -> None:
-    async def main() -> None:
-        with (tmp_path / "held").open("wb") as held:
-            os.set_inheritable(held.fileno(), True)
-            child, said = await started("import os; print(os.listdir('/proc/self/fd'))")
-            # Its own pipes, and the folder that it lists.
-            assert await said.read() == b"['0', '1', '2', '3']\n"
-            await child.wait()
-            child.close()
-
-    run_loop(main())
-
-
-def test_what_cannot_be_started_says_so() -> None:
-    async def main() -> None:
-        with pytest.raises(FileNotFoundError):
-            await ChildProcess.start(("/nonexistent/program",), out=asyncio.Protocol())
-
-    run_loop(main())
+async def test_what_cannot_be_started_says_so() -> None:
+    with pytest.raises(FileNotFoundError):
+        await ChildProcess.start(("/nonexistent/program",), out=asyncio.Protocol())
 
 
 STUCK = """

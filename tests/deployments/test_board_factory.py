@@ -15,7 +15,6 @@ from rkserve.core.messages import GenerateRequest
 from rkserve.deployments.board_factory import BoardLocation, assemble, vision_params
 from rkserve.models.adapters import adapters
 from rkserve.models.folder import open_model_folder
-from tests.support.boards.fakes import run_loop
 from tests.support.paths import PROJECT
 
 MODEL = PROJECT / "models" / "sim-chat"
@@ -58,7 +57,7 @@ def test_a_model_that_sees_is_served_without_batches(tmp_path: Path) -> None:
         assemble(group(MODEL.parent / "sim-vision", 2), place(tmp_path), "rk3588")
 
 
-def test_the_memory_of_adapters_is_the_model_folders_to_limit(tmp_path: Path) -> None:
+async def test_the_memory_of_adapters_is_the_model_folders_to_limit(tmp_path: Path) -> None:
     folder = tmp_path / "small"
     folder.mkdir()
     shutil.copy(MODEL / "model.rkllm", folder)
@@ -67,17 +66,13 @@ def test_the_memory_of_adapters_is_the_model_folders_to_limit(tmp_path: Path) ->
     (folder / "adapters/a/1/adapter.rkllm").write_bytes(b"123456")
     board = assemble(group(folder, 1), place(tmp_path), "rk3588")
     (found,) = adapters(folder)
-
-    async def main() -> None:
-        await board.start()
-        await board.adopt(Desired())
-        asked = GenerateRequest("r", "small", (), 4, prompt_text="Hi", adapter=found.ref())
-        with pytest.raises(AdapterBroken, match=r"6 bytes.* 5 bytes"):
-            async for _ in board.generate(asked):
-                pass
-        await board.stop()
-
-    run_loop(main(), 60.0)
+    await board.start()
+    await board.adopt(Desired())
+    asked = GenerateRequest("r", "small", (), 4, prompt_text="Hi", adapter=found.ref())
+    with pytest.raises(AdapterBroken, match=r"6 bytes.* 5 bytes"):
+        async for _ in board.generate(asked):
+            pass
+    await board.stop()
 
 
 def test_the_groups_limits_are_the_boards(tmp_path: Path) -> None:

@@ -20,7 +20,8 @@ from rkserve.core.messages import Delta, Embedded, EmbedRequest, Event, Generate
 from rkserve.deployments.board_link import RayLink
 from rkserve.deployments.request_router import ReplicaGone
 from tests.support.boards.fake_boards import accepted, finished, report
-from tests.support.boards.own_time import run_loop
+
+pytestmark = pytest.mark.virtual_time
 
 REQUEST = GenerateRequest("r", "m", (1,), 4)
 UNAVAILABLE = DeploymentUnavailableError(DeploymentID(name="Board-x"))
@@ -97,38 +98,29 @@ def link(handle: Handle) -> RayLink:
     return RayLink(handle, "sim", report_timeout_s=1.0)
 
 
-def test_events_come_through_and_the_chosen_replica_is_asked() -> None:
-    async def main() -> None:
-        events: list[Event] = [accepted("sim-0"), Delta("x", (1,)), finished(1)]
-        handle = Handle(*events)
-        assert [e async for e in link(handle).open(REQUEST, "abc")] == events
-        assert handle.asked_for == ["abc"]
-
-    run_loop(main())
+async def test_events_come_through_and_the_chosen_replica_is_asked() -> None:
+    events: list[Event] = [accepted("sim-0"), Delta("x", (1,)), finished(1)]
+    handle = Handle(*events)
+    assert [e async for e in link(handle).open(REQUEST, "abc")] == events
+    assert handle.asked_for == ["abc"]
 
 
-def test_a_request_for_vectors_is_a_call_of_its_own() -> None:
-    async def main() -> None:
-        events: list[Event] = [accepted("sim-0"), Embedded((b"1234",)), finished(0)]
-        handle = Handle(*events)
-        handle.embed, handle.generate = handle.generate, SimpleNamespace()
-        asked = EmbedRequest("e/0", "m", (), 0, inputs=((1, 2),))
-        assert [e async for e in link(handle).open(asked, "abc")] == events
-        assert handle.asked_for == ["abc"]
-
-    run_loop(main())
+async def test_a_request_for_vectors_is_a_call_of_its_own() -> None:
+    events: list[Event] = [accepted("sim-0"), Embedded((b"1234",)), finished(0)]
+    handle = Handle(*events)
+    handle.embed, handle.generate = handle.generate, SimpleNamespace()
+    asked = EmbedRequest("e/0", "m", (), 0, inputs=((1, 2),))
+    assert [e async for e in link(handle).open(asked, "abc")] == events
+    assert handle.asked_for == ["abc"]
 
 
-def test_closing_a_stream_cancels_it() -> None:
-    async def main() -> None:
-        handle = Handle(accepted("sim-0"), Delta("x", (1,)))
-        events = link(handle).open(REQUEST, "abc")
-        await anext(events)
-        assert not handle.response.cancelled
-        await events.aclose()
-        assert handle.response.cancelled
-
-    run_loop(main())
+async def test_closing_a_stream_cancels_it() -> None:
+    handle = Handle(accepted("sim-0"), Delta("x", (1,)))
+    events = link(handle).open(REQUEST, "abc")
+    await anext(events)
+    assert not handle.response.cancelled
+    await events.aclose()
+    assert handle.response.cancelled
 
 
 @pytest.mark.parametrize(
@@ -151,26 +143,20 @@ def test_closing_a_stream_cancels_it() -> None:
         ),
     ],
 )
-def test_every_error_of_ray_s_becomes_one_of_ours(
+async def test_every_error_of_ray_s_becomes_one_of_ours(
     raised: Exception, expected: type[Exception], words: str
 ) -> None:
-    async def main() -> None:
-        handle = Handle(raised)
-        with pytest.raises(expected, match=words):
-            await anext(link(handle).open(REQUEST, "abc"))
-        assert handle.response.cancelled
-
-    run_loop(main())
+    handle = Handle(raised)
+    with pytest.raises(expected, match=words):
+        await anext(link(handle).open(REQUEST, "abc"))
+    assert handle.response.cancelled
 
 
-def test_a_board_that_dies_in_mid_answer_is_called_by_its_name() -> None:
-    async def main() -> None:
-        events = link(Handle(accepted("sim-7"), ActorDiedError())).open(REQUEST, "abc")
+async def test_a_board_that_dies_in_mid_answer_is_called_by_its_name() -> None:
+    events = link(Handle(accepted("sim-7"), ActorDiedError())).open(REQUEST, "abc")
+    await anext(events)
+    with pytest.raises(BoardFailed, match="Board sim-7 failed"):
         await anext(events)
-        with pytest.raises(BoardFailed, match="Board sim-7 failed"):
-            await anext(events)
-
-    run_loop(main())
 
 
 @pytest.mark.parametrize(
@@ -182,20 +168,16 @@ def test_a_board_that_dies_in_mid_answer_is_called_by_its_name() -> None:
         pytest.param(UNAVAILABLE, [], id="no deployment"),
     ],
 )
-def test_reports_are_those_that_came(answers: list[Any] | Exception, boards: list[str]) -> None:
-    async def main() -> None:
-        found = await link(Handle(answers=answers)).reports()
-        assert [r.board_id for r in found] == boards
+async def test_reports_are_those_that_came(
+    answers: list[Any] | Exception, boards: list[str]
+) -> None:
+    found = await link(Handle(answers=answers)).reports()
+    assert [r.board_id for r in found] == boards
 
-    run_loop(main())
 
-
-def test_no_report_in_time_is_said_of_the_group() -> None:
-    async def main() -> None:
-        with pytest.raises(BoardFailed, match=r"Board sim failed.*time limit"):
-            await link(Handle(answers=TimeoutError())).reports()
-
-    run_loop(main())
+async def test_no_report_in_time_is_said_of_the_group() -> None:
+    with pytest.raises(BoardFailed, match=r"Board sim failed.*time limit"):
+        await link(Handle(answers=TimeoutError())).reports()
 
 
 class Listed:
@@ -274,64 +256,52 @@ class Group:
         return self._reports[replica]
 
 
-def test_a_silent_replica_does_not_silence_the_others() -> None:
-    async def main() -> None:
-        group = Group("a", "b", "c")
-        found = RayLink(group, "sim", 0.05)
-        assert len(await found.reports()) == 3
-        group.silent.add("replica of b")
-        for _ in range(2):
-            assert [r.board_id for r in await found.reports()] == ["a", "c"]
-        assert "replica of b" in group.cancelled
-        group.silent.clear()
-        assert len(await found.reports()) == 3
-
-    run_loop(main())
-
-
-def test_all_are_asked_by_one_call_and_who_fails_or_is_silent_hides_nobody() -> None:
-    async def main() -> None:
-        group = Group("a", "b", "c", "d")
-        heard: list[BoardReport] = []
-        found = RayLink(group, "sim", 0.05)
-        await found.ask_all("emitted", timeout_s=60.0, heard=heard.append)
-        assert [said.board_id for said in heard] == ["a", "b", "c", "d"]
-        heard.clear()
-        group.silent.add("replica of a")
-        group.errors["replica of c"] = ActorDiedError()
-        group.errors["replica of d"] = task_error(BoardFailed("d", "SIGSEGV"))
-        await found.ask_all("emitted", timeout_s=0.05, heard=heard.append)
-        assert [said.board_id for said in heard] == ["b"]
-        group.listed.clear()
-        await found.ask_all("emitted", timeout_s=60.0, heard=heard.append)
-        assert len(heard) == 1
-
-    run_loop(main())
-
-
-def test_replicas_that_were_never_heard_are_asked_beside_a_silent_one() -> None:
-    async def main() -> None:
-        group = Group("a", "b", "c")
-        found = RayLink(group, "sim", 0.05)
-        group.silent.add("replica of b")
+async def test_a_silent_replica_does_not_silence_the_others() -> None:
+    group = Group("a", "b", "c")
+    found = RayLink(group, "sim", 0.05)
+    assert len(await found.reports()) == 3
+    group.silent.add("replica of b")
+    for _ in range(2):
         assert [r.board_id for r in await found.reports()] == ["a", "c"]
-        assert not found.complete
-        group.silent.clear()
-        assert len(await found.reports()) == 3
-        assert found.complete
-
-    run_loop(main())
+    assert "replica of b" in group.cancelled
+    group.silent.clear()
+    assert len(await found.reports()) == 3
 
 
-def test_a_group_whose_only_replica_is_silent_is_not_complete() -> None:
-    async def main() -> None:
-        group = Group("a")
-        group.silent.add("replica of a")
-        found = RayLink(group, "sim", 0.05)
-        assert await found.reports() == []
-        assert not found.complete
+async def test_all_are_asked_by_one_call_and_who_fails_or_is_silent_hides_nobody() -> None:
+    group = Group("a", "b", "c", "d")
+    heard: list[BoardReport] = []
+    found = RayLink(group, "sim", 0.05)
+    await found.ask_all("emitted", timeout_s=60.0, heard=heard.append)
+    assert [said.board_id for said in heard] == ["a", "b", "c", "d"]
+    heard.clear()
+    group.silent.add("replica of a")
+    group.errors["replica of c"] = ActorDiedError()
+    group.errors["replica of d"] = task_error(BoardFailed("d", "SIGSEGV"))
+    await found.ask_all("emitted", timeout_s=0.05, heard=heard.append)
+    assert [said.board_id for said in heard] == ["b"]
+    group.listed.clear()
+    await found.ask_all("emitted", timeout_s=60.0, heard=heard.append)
+    assert len(heard) == 1
 
-    run_loop(main())
+
+async def test_replicas_that_were_never_heard_are_asked_beside_a_silent_one() -> None:
+    group = Group("a", "b", "c")
+    found = RayLink(group, "sim", 0.05)
+    group.silent.add("replica of b")
+    assert [r.board_id for r in await found.reports()] == ["a", "c"]
+    assert not found.complete
+    group.silent.clear()
+    assert len(await found.reports()) == 3
+    assert found.complete
+
+
+async def test_a_group_whose_only_replica_is_silent_is_not_complete() -> None:
+    group = Group("a")
+    group.silent.add("replica of a")
+    found = RayLink(group, "sim", 0.05)
+    assert await found.reports() == []
+    assert not found.complete
 
 
 @pytest.mark.parametrize(
@@ -341,61 +311,49 @@ def test_a_group_whose_only_replica_is_silent_is_not_complete() -> None:
         pytest.param([report("a")], True, id="all there are"),
     ],
 )
-def test_a_round_that_left_nobody_out_is_complete(
+async def test_a_round_that_left_nobody_out_is_complete(
     answers: list[Any] | Exception, complete: bool
 ) -> None:
-    async def main() -> None:
-        found = link(Handle(answers=answers))
-        assert not found.complete
-        await found.reports()
-        assert found.complete is complete
-
-    run_loop(main())
+    found = link(Handle(answers=answers))
+    assert not found.complete
+    await found.reports()
+    assert found.complete is complete
 
 
-def test_a_replica_that_died_does_not_keep_a_round_from_being_complete() -> None:
-    async def main() -> None:
-        group = Group("a", "b")
-        group.errors["replica of b"] = ActorDiedError()
-        found = RayLink(group, "sim", 0.05)
+async def test_a_replica_that_died_does_not_keep_a_round_from_being_complete() -> None:
+    group = Group("a", "b")
+    group.errors["replica of b"] = ActorDiedError()
+    found = RayLink(group, "sim", 0.05)
+    assert [r.board_id for r in await found.reports()] == ["a"]
+    assert found.complete
+
+
+async def test_a_replica_that_left_the_table_is_gone_only_once_it_has_died() -> None:
+    group = Group("a", "b")
+    found = RayLink(group, "sim", 1.0)
+    await found.reports()
+    draining = group.listed.pop("replica of b")
+    for _ in range(2):
         assert [r.board_id for r in await found.reports()] == ["a"]
-        assert found.complete
-
-    run_loop(main())
-
-
-def test_a_replica_that_left_the_table_is_gone_only_once_it_has_died() -> None:
-    async def main() -> None:
-        group = Group("a", "b")
-        found = RayLink(group, "sim", 1.0)
-        await found.reports()
-        draining = group.listed.pop("replica of b")
-        for _ in range(2):
-            assert [r.board_id for r in await found.reports()] == ["a"]
-            with pytest.raises(BoardFailed, match="being ended") as caught:
-                await found.ask("replica of b", "report", timeout_s=1.0)
-            assert type(caught.value) is BoardFailed, "its fate is not known"
-        draining.ends = GetTimeoutError("Ray is slow")
-        with pytest.raises(BoardFailed) as caught:
+        with pytest.raises(BoardFailed, match="being ended") as caught:
             await found.ask("replica of b", "report", timeout_s=1.0)
         assert type(caught.value) is BoardFailed, "its fate is not known"
-        draining.ends = ActorDiedError()
-        with pytest.raises(BoardGone, match="has ended"):
-            await found.ask("replica of b", "report", timeout_s=1.0)
-        await found.reports()
-        with pytest.raises(BoardGone, match="has ended"):
-            await found.ask("replica of b", "report", timeout_s=1.0)
+    draining.ends = GetTimeoutError("Ray is slow")
+    with pytest.raises(BoardFailed) as caught:
+        await found.ask("replica of b", "report", timeout_s=1.0)
+    assert type(caught.value) is BoardFailed, "its fate is not known"
+    draining.ends = ActorDiedError()
+    with pytest.raises(BoardGone, match="has ended"):
+        await found.ask("replica of b", "report", timeout_s=1.0)
+    await found.reports()
+    with pytest.raises(BoardGone, match="has ended"):
+        await found.ask("replica of b", "report", timeout_s=1.0)
 
-    run_loop(main())
 
-
-def test_a_question_goes_to_its_replica_with_its_arguments() -> None:
-    async def main() -> None:
-        found = RayLink(Group("a", "b"), "sim", 1.0)
-        answered = await found.ask("replica of b", "delete_cache", "doc", timeout_s=1.0)
-        assert answered == ("replica of b", "doc")
-
-    run_loop(main())
+async def test_a_question_goes_to_its_replica_with_its_arguments() -> None:
+    found = RayLink(Group("a", "b"), "sim", 1.0)
+    answered = await found.ask("replica of b", "delete_cache", "doc", timeout_s=1.0)
+    assert answered == ("replica of b", "doc")
 
 
 @pytest.mark.parametrize(
@@ -408,24 +366,18 @@ def test_a_question_goes_to_its_replica_with_its_arguments() -> None:
         pytest.param(ActorDiedError(), BoardFailed, "its replica died", id="SIGKILL"),
     ],
 )
-def test_a_question_that_fails_fails_in_our_words(
+async def test_a_question_that_fails_fails_in_our_words(
     raised: Exception, expected: type[Exception], words: str
 ) -> None:
-    async def main() -> None:
-        group = Group("a")
-        group.errors["replica of a"] = raised
-        with pytest.raises(expected, match=words):
-            await RayLink(group, "sim", 1.0).ask("replica of a", "report", timeout_s=1.0)
-
-    run_loop(main())
+    group = Group("a")
+    group.errors["replica of a"] = raised
+    with pytest.raises(expected, match=words):
+        await RayLink(group, "sim", 1.0).ask("replica of a", "report", timeout_s=1.0)
 
 
-def test_a_question_has_a_time_limit_and_is_taken_back_then() -> None:
-    async def main() -> None:
-        group = Group("a")
-        group.silent.add("replica of a")
-        with pytest.raises(BoardFailed, match=r"did not answer: nothing came within 0\.02 s"):
-            await RayLink(group, "sim", 1.0).ask("replica of a", "report", timeout_s=0.02)
-        assert group.cancelled == ["replica of a"]
-
-    run_loop(main())
+async def test_a_question_has_a_time_limit_and_is_taken_back_then() -> None:
+    group = Group("a")
+    group.silent.add("replica of a")
+    with pytest.raises(BoardFailed, match=r"did not answer: nothing came within 0\.02 s"):
+        await RayLink(group, "sim", 1.0).ask("replica of a", "report", timeout_s=0.02)
+    assert group.cancelled == ["replica of a"]

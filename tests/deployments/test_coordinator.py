@@ -12,28 +12,27 @@ from rkserve.config.serve_config import CoordinatorConfig
 from rkserve.coordinator.state.ledger import Ledger
 from rkserve.core.errors import LedgerFailed
 from rkserve.deployments import coordinator
-from tests.support.boards.own_time import run_loop
+
+pytestmark = pytest.mark.virtual_time
 
 
-def test_a_successor_waits_until_its_predecessor_lets_go_of_the_ledger(tmp_path: Path) -> None:
-    async def main() -> None:
-        predecessor = Ledger.open(tmp_path)
-        opening = asyncio.create_task(
-            coordinator.open_ledger(tmp_path, CoordinatorConfig(), claim_s=20.0)
-        )
-        await asyncio.sleep(0.3)
-        assert not opening.done()
-        predecessor.close()
-        with closing(await opening) as ledger:
-            assert ledger.desired().epoch == 0
+async def test_a_successor_waits_until_its_predecessor_lets_go_of_the_ledger(
+    tmp_path: Path,
+) -> None:
+    predecessor = Ledger.open(tmp_path)
+    opening = asyncio.create_task(
+        coordinator.open_ledger(tmp_path, CoordinatorConfig(), claim_s=20.0)
+    )
+    await asyncio.sleep(0.3)
+    assert not opening.done()
+    predecessor.close()
+    with closing(await opening) as ledger:
+        assert ledger.desired().epoch == 0
 
-    run_loop(main())
 
-
-def test_a_second_application_on_the_same_folder_fails_with_a_sentence(tmp_path: Path) -> None:
-    async def main() -> None:
-        refused = pytest.raises(LedgerFailed, match=r"needs a coordinator\.data_dir of its own")
-        with closing(Ledger.open(tmp_path)), refused:
-            await coordinator.open_ledger(tmp_path, CoordinatorConfig(), claim_s=0.3)
-
-    run_loop(main())
+async def test_a_second_application_on_the_same_folder_fails_with_a_sentence(
+    tmp_path: Path,
+) -> None:
+    refused = pytest.raises(LedgerFailed, match=r"needs a coordinator\.data_dir of its own")
+    with closing(Ledger.open(tmp_path)), refused:
+        await coordinator.open_ledger(tmp_path, CoordinatorConfig(), claim_s=0.3)

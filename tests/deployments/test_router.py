@@ -9,7 +9,8 @@ from ray.exceptions import TaskCancelledError
 from starlette.types import Message
 
 from rkserve.deployments.router import _until_gone
-from tests.support.boards.own_time import run_loop
+
+pytestmark = pytest.mark.virtual_time
 
 
 class Client:
@@ -28,24 +29,18 @@ class Client:
         raise AssertionError("it never comes back")
 
 
-def test_a_hang_up_is_said_as_asgi_does_and_as_often_as_it_is_asked() -> None:
-    async def main() -> None:
-        client = Client()
-        receive = _until_gone(client)
-        assert (await receive())["body"] == b"x"
-        for _ in range(3):
-            assert await asyncio.wait_for(receive(), 5) == {"type": "http.disconnect"}
-        assert client.asked == 2
-
-    run_loop(main())
+async def test_a_hang_up_is_said_as_asgi_does_and_as_often_as_it_is_asked() -> None:
+    client = Client()
+    receive = _until_gone(client)
+    assert (await receive())["body"] == b"x"
+    for _ in range(3):
+        assert await asyncio.wait_for(receive(), 5) == {"type": "http.disconnect"}
+    assert client.asked == 2
 
 
-def test_what_is_no_hang_up_is_raised() -> None:
+async def test_what_is_no_hang_up_is_raised() -> None:
     async def broken() -> Message:
         raise ZeroDivisionError
 
-    async def main() -> None:
-        with pytest.raises(ZeroDivisionError):
-            await _until_gone(broken)()
-
-    run_loop(main())
+    with pytest.raises(ZeroDivisionError):
+        await _until_gone(broken)()

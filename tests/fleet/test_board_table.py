@@ -39,7 +39,6 @@ from rkserve.router.dispatch.dispatch import Dispatch, FailoverLimits
 from rkserve.router.policies.prefix import PrefixPolicy
 from rkserve.router.queue.queues import ModelQueues, QueueRules
 from tests.support.boards.fake_boards import FakeBoards, Step, accepted, answer, report
-from tests.support.boards.fakes import run_loop
 
 MODEL = "sim-chat"
 TALK = tuple(range(1000))
@@ -77,73 +76,63 @@ class House:
         return self.boards.opened[-1][0]
 
 
-def test_a_conversation_keeps_its_board_although_its_calls_end_before_their_streams() -> None:
-    async def main() -> None:
-        house = House(lambda b: [*answer(b, "hello"), asyncio.Event()])
+async def test_a_conversation_keeps_its_board_although_its_calls_end_before_their_streams() -> None:
+    house = House(lambda b: [*answer(b, "hello"), asyncio.Event()])
+    await house.fleet.refresh()
+    said = (100,)  # the token of the answer, of which the board has yet to compute
+    prompt = TALK[:50]
+    where = set()
+    for turn in range(8):
+        where.add(await house.talk(prompt))
+        prompt = (*prompt, *said, 7000 + turn)
+    assert len(where) == 1
+
+
+async def test_an_adapter_goes_where_its_conversation_is() -> None:
+    refs = [AdapterRef("kind", version, version * 64) for version in ("1", "2")]
+    where: dict[str, set[str]] = {ref.version: set() for ref in refs}
+
+    def script(board: str) -> list[Step]:
+        return answer(board, "hello")
+
+    house = House(script)
+    for ref in refs:  # a board says which version it has bound
+        for b in "abc":
+            house.boards.scripts[f"replica of {b}"] = [
+                [replace(accepted(b), adapter=ref), *script(b)[1:]]
+            ]
         await house.fleet.refresh()
-        said = (100,)  # the token of the answer, of which the board has yet to compute
-        prompt = TALK[:50]
-        where = set()
-        for turn in range(8):
-            where.add(await house.talk(prompt))
-            prompt = (*prompt, *said, 7000 + turn)
-        assert len(where) == 1
-
-    run_loop(main())
+        for length in range(50, 56):
+            where[ref.version].add(await house.talk(TALK[:length], ref))
+    assert [len(boards) for boards in where.values()] == [1, 1]
 
 
-def test_an_adapter_goes_where_its_conversation_is() -> None:
-    async def main() -> None:
-        refs = [AdapterRef("kind", version, version * 64) for version in ("1", "2")]
-        where: dict[str, set[str]] = {ref.version: set() for ref in refs}
-
-        def script(board: str) -> list[Step]:
-            return answer(board, "hello")
-
-        house = House(script)
-        for ref in refs:  # a board says which version it has bound
-            for b in "abc":
-                house.boards.scripts[f"replica of {b}"] = [
-                    [replace(accepted(b), adapter=ref), *script(b)[1:]]
-                ]
-            await house.fleet.refresh()
-            for length in range(50, 56):
-                where[ref.version].add(await house.talk(TALK[:length], ref))
-        assert [len(boards) for boards in where.values()] == [1, 1]
-
-    run_loop(main())
+async def test_a_new_router_finds_conversations_by_reports_alone() -> None:
+    chain = BlockHashes(TALK[:600], seed_of(None))
+    files = (FilePrefix(len(chain), chain.marks),)
+    house = House()
+    house.hold(b=pack(CachedPrefixes(True, 256, None, files)))
+    await house.fleet.refresh()
+    assert await house.talk(TALK) == "replica of b"
 
 
-def test_a_new_router_finds_conversations_by_reports_alone() -> None:
-    async def main() -> None:
-        chain = BlockHashes(TALK[:600], seed_of(None))
-        files = (FilePrefix(len(chain), chain.marks),)
-        house = House()
-        house.hold(b=pack(CachedPrefixes(True, 256, None, files)))
-        await house.fleet.refresh()
-        assert await house.talk(TALK) == "replica of b"
-
-    run_loop(main())
-
-
-def test_what_is_cleared_is_forgotten_at_once_and_believed_again_when_it_is_reported() -> None:
-    async def main() -> None:
-        chain = BlockHashes(TALK[:600], seed_of(None))
-        held = pack(CachedPrefixes(True, 256, None, (FilePrefix(len(chain), chain.marks),)))
-        house = House()
-        house.hold(b=held)
-        await house.fleet.refresh()
-        index = house.fleet.listing.boards[MODEL].index
-        assert index is not None
-        assert len(index) == 1
-        house.fleet.forget_prompts(lambda board, _: board == "a")
-        assert len(index) == 1
-        house.fleet.forget_prompts(lambda board, model: (board, model) == ("b", MODEL))
-        assert len(index) == 0
-        await house.fleet.refresh()
-        assert len(index) == 1
-
-    run_loop(main())
+async def test_what_is_cleared_is_forgotten_at_once_and_believed_again_when_it_is_reported() -> (
+    None
+):
+    chain = BlockHashes(TALK[:600], seed_of(None))
+    held = pack(CachedPrefixes(True, 256, None, (FilePrefix(len(chain), chain.marks),)))
+    house = House()
+    house.hold(b=held)
+    await house.fleet.refresh()
+    index = house.fleet.listing.boards[MODEL].index
+    assert index is not None
+    assert len(index) == 1
+    house.fleet.forget_prompts(lambda board, _: board == "a")
+    assert len(index) == 1
+    house.fleet.forget_prompts(lambda board, model: (board, model) == ("b", MODEL))
+    assert len(index) == 0
+    await house.fleet.refresh()
+    assert len(index) == 1
 
 
 ELSEWHERE = BaseVersion(MODEL, "2", "2" * 64, 1)
@@ -196,40 +185,36 @@ ELSEWHERE = BaseVersion(MODEL, "2", "2" * 64, 1)
         pytest.param(Desired(weights=(Weights(MODEL, label="new"),)), 4, id="another label only"),
     ],
 )
-def test_what_boards_shall_lose_is_forgotten_in_the_same_step(desired: Desired, left: int) -> None:
-    async def main() -> None:
-        live, filed = (BlockHashes(ids, seed_of(None)) for ids in (TALK[:300], TALK[:600]))
-        files = (FilePrefix(len(filed), filed.marks),)
-        house = House()
-        held = pack(CachedPrefixes(True, 256, LivePrefix.of(live), files))
-        house.hold(a=held, b=held)
-        await house.fleet.refresh()
-        index = house.fleet.listing.boards[MODEL].index
-        assert index is not None
-        house.fleet.obey(desired)
-        assert len(index) == left
-        await house.fleet.refresh()  # the boards have not done it yet, or have computed anew
-        house.fleet.obey(replace(desired, epoch=2))
-        asleep = any((pause.level or 0) > SleepLevel.PAUSED for pause in desired.pauses)
-        assert len(index) == (left if asleep else 4), "what holds on is not lost again"
+async def test_what_boards_shall_lose_is_forgotten_in_the_same_step(
+    desired: Desired, left: int
+) -> None:
+    live, filed = (BlockHashes(ids, seed_of(None)) for ids in (TALK[:300], TALK[:600]))
+    files = (FilePrefix(len(filed), filed.marks),)
+    house = House()
+    held = pack(CachedPrefixes(True, 256, LivePrefix.of(live), files))
+    house.hold(a=held, b=held)
+    await house.fleet.refresh()
+    index = house.fleet.listing.boards[MODEL].index
+    assert index is not None
+    house.fleet.obey(desired)
+    assert len(index) == left
+    await house.fleet.refresh()  # the boards have not done it yet, or have computed anew
+    house.fleet.obey(replace(desired, epoch=2))
+    asleep = any((pause.level or 0) > SleepLevel.PAUSED for pause in desired.pauses)
+    assert len(index) == (left if asleep else 4), "what holds on is not lost again"
 
-    run_loop(main())
 
-
-def test_a_board_that_falls_silent_holds_nothing() -> None:
-    async def main() -> None:
-        chain = BlockHashes(TALK[:600], seed_of(None))
-        house = House()
-        house.hold(b=pack(CachedPrefixes(True, 256, None, (FilePrefix(len(chain), chain.marks),))))
-        await house.fleet.refresh()
-        house.boards.reported = [report("a", holdings=EMPTY)]
-        await house.fleet.refresh()
-        boards = house.fleet.listing.boards[MODEL]
-        assert [board.board_id for board in boards] == ["a"]
-        assert boards.index is not None
-        assert boards.index.links == 0
-
-    run_loop(main())
+async def test_a_board_that_falls_silent_holds_nothing() -> None:
+    chain = BlockHashes(TALK[:600], seed_of(None))
+    house = House()
+    house.hold(b=pack(CachedPrefixes(True, 256, None, (FilePrefix(len(chain), chain.marks),))))
+    await house.fleet.refresh()
+    house.boards.reported = [report("a", holdings=EMPTY)]
+    await house.fleet.refresh()
+    boards = house.fleet.listing.boards[MODEL]
+    assert [board.board_id for board in boards] == ["a"]
+    assert boards.index is not None
+    assert boards.index.links == 0
 
 
 def test_a_line_is_asked_for_under_the_version_that_is_served() -> None:

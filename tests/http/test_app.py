@@ -28,24 +28,23 @@ from tests.support.boards.fake_boards import (
 from tests.support.boards.own_time import run_loop
 from tests.support.http.router_house import CHAT, House, chat, events, scripted
 
+pytestmark = pytest.mark.virtual_time
+
 # -- answers --------------------------------------------------------------------------------------
 
 
-def test_a_whole_answer_carries_text_usage_and_who_gave_it() -> None:
-    async def main() -> None:
-        house = House(FakeBoards.answering("a", text="Hel|lo"))
-        response = await house("POST", CHAT, json=chat())
-        body = response.json()
-        assert body["choices"][0]["message"]["content"] == "Hello"
-        assert body["usage"]["completion_tokens"] == 2
-        assert response.headers["x-rkserve-board"] == "a"
-        house.expect_nothing_left()
-        assert house.metric("rkserve_ttft_seconds_count", model="sim-chat") == 1
-        name = "rkserve_request_decode_tokens_per_second_count"
-        assert house.metric(name, model="sim-chat") == 1
-        assert house.metric("rkserve_requests_total", route=CHAT, status="200") == 1
-
-    run_loop(main())
+async def test_a_whole_answer_carries_text_usage_and_who_gave_it() -> None:
+    house = House(FakeBoards.answering("a", text="Hel|lo"))
+    response = await house("POST", CHAT, json=chat())
+    body = response.json()
+    assert body["choices"][0]["message"]["content"] == "Hello"
+    assert body["usage"]["completion_tokens"] == 2
+    assert response.headers["x-rkserve-board"] == "a"
+    house.expect_nothing_left()
+    assert house.metric("rkserve_ttft_seconds_count", model="sim-chat") == 1
+    name = "rkserve_request_decode_tokens_per_second_count"
+    assert house.metric(name, model="sim-chat") == 1
+    assert house.metric("rkserve_requests_total", route=CHAT, status="200") == 1
 
 
 @pytest.mark.parametrize(
@@ -60,61 +59,49 @@ def test_an_id_tells_what_it_is_the_id_of(path: str, body: dict[str, Any], prefi
     assert answered["id"].startswith(prefix)
 
 
-def test_a_stream_is_the_same_answer_in_pieces() -> None:
-    async def main() -> None:
-        house = House(FakeBoards.answering("a", text="Hel|lo"))
-        options: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
-        response = await house("POST", CHAT, json=chat(**options))
-        assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
-        *chunks, usage, done = events(response.text)
-        deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
-        assert [d.get("content") for d in deltas] == ["", "Hel", "lo", None]
-        assert usage["usage"]["completion_tokens"] == 2
-        assert done == "data: [DONE]"
-        house.expect_nothing_left()
-        name = "rkserve_request_decode_tokens_per_second_count"
-        assert house.metric(name, model="sim-chat") == 1
-
-    run_loop(main())
+async def test_a_stream_is_the_same_answer_in_pieces() -> None:
+    house = House(FakeBoards.answering("a", text="Hel|lo"))
+    options: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
+    response = await house("POST", CHAT, json=chat(**options))
+    assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
+    *chunks, usage, done = events(response.text)
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    assert [d.get("content") for d in deltas] == ["", "Hel", "lo", None]
+    assert usage["usage"]["completion_tokens"] == 2
+    assert done == "data: [DONE]"
+    house.expect_nothing_left()
+    name = "rkserve_request_decode_tokens_per_second_count"
+    assert house.metric(name, model="sim-chat") == 1
 
 
-def test_a_silent_board_is_bridged_with_pings() -> None:
-    async def main() -> None:
-        gate = asyncio.Event()
-        house = scripted(accepted("a"), gate, Delta("late", (1,)), finished(1), ping_s=0.005)
-        request = asyncio.create_task(house("POST", CHAT, json=chat(stream=True)))
-        await eventually(lambda: house.boards.running)
-        await asyncio.sleep(0.05)
-        gate.set()
-        found = events((await request).text)
-        assert found.count(": ping") >= 2
-        assert found.index(": ping") > 0  # after the role: the headers came at once
-        assert found[-1] == "data: [DONE]"
-
-    run_loop(main())
+async def test_a_silent_board_is_bridged_with_pings() -> None:
+    gate = asyncio.Event()
+    house = scripted(accepted("a"), gate, Delta("late", (1,)), finished(1), ping_s=0.005)
+    request = asyncio.create_task(house("POST", CHAT, json=chat(stream=True)))
+    await eventually(lambda: house.boards.running)
+    await asyncio.sleep(0.05)
+    gate.set()
+    found = events((await request).text)
+    assert found.count(": ping") >= 2
+    assert found.index(": ping") > 0  # after the role: the headers came at once
+    assert found[-1] == "data: [DONE]"
 
 
-def test_a_long_body_is_read_like_a_short_one() -> None:
-    async def main() -> None:
-        house = House(FakeBoards.answering("a"))
-        text = "word " * (INLINE_BODY_BYTES // 4)
-        response = await house("POST", CHAT, json=chat(text))
-        assert response.status_code == 200
-        (_, request) = house.boards.opened[0]
-        assert len(request.prompt_ids) > INLINE_BODY_BYTES // 4
-
-    run_loop(main())
+async def test_a_long_body_is_read_like_a_short_one() -> None:
+    house = House(FakeBoards.answering("a"))
+    text = "word " * (INLINE_BODY_BYTES // 4)
+    response = await house("POST", CHAT, json=chat(text))
+    assert response.status_code == 200
+    (_, request) = house.boards.opened[0]
+    assert len(request.prompt_ids) > INLINE_BODY_BYTES // 4
 
 
-def test_every_choice_has_a_request_of_its_own() -> None:
-    async def main() -> None:
-        house = House(FakeBoards.answering("a", "b", text="x"))
-        response = await house("POST", CHAT, json=chat(n=3))
-        assert [c["index"] for c in response.json()["choices"]] == [0, 1, 2]
-        ids = sorted(request.request_id for _, request in house.boards.opened)
-        assert ids == [f"{response.json()['id']}/{k}" for k in range(3)]
-
-    run_loop(main())
+async def test_every_choice_has_a_request_of_its_own() -> None:
+    house = House(FakeBoards.answering("a", "b", text="x"))
+    response = await house("POST", CHAT, json=chat(n=3))
+    assert [c["index"] for c in response.json()["choices"]] == [0, 1, 2]
+    ids = sorted(request.request_id for _, request in house.boards.opened)
+    assert ids == [f"{response.json()['id']}/{k}" for k in range(3)]
 
 
 # -- refusals and failures ------------------------------------------------------------------------
@@ -130,19 +117,16 @@ def test_every_choice_has_a_request_of_its_own() -> None:
         pytest.param(ZeroDivisionError("secret"), 500, "internal_error", id="a bug"),
     ],
 )
-def test_what_fails_before_the_answer_begins_has_its_own_status(
+async def test_what_fails_before_the_answer_begins_has_its_own_status(
     stream: bool, error: Exception, status: int, code: str
 ) -> None:
-    async def main() -> None:
-        house = scripted(error)
-        response = await house("POST", CHAT, json=chat(stream=stream))
-        assert response.status_code == status
-        assert response.json()["error"]["code"] == code
-        assert ("retry-after" in response.headers) == (status in {429, 503})
-        assert "secret" not in response.text
-        house.expect_nothing_left()
-
-    run_loop(main())
+    house = scripted(error)
+    response = await house("POST", CHAT, json=chat(stream=stream))
+    assert response.status_code == status
+    assert response.json()["error"]["code"] == code
+    assert ("retry-after" in response.headers) == (status in {429, 503})
+    assert "secret" not in response.text
+    house.expect_nothing_left()
 
 
 @pytest.mark.parametrize(
@@ -152,32 +136,28 @@ def test_what_fails_before_the_answer_begins_has_its_own_status(
         pytest.param(ZeroDivisionError("secret"), "internal_error", id="a bug"),
     ],
 )
-def test_what_fails_in_mid_stream_ends_it_with_an_error_event(error: Exception, code: str) -> None:
-    async def main() -> None:
-        house = scripted(accepted("a"), Delta("half", (1,)), error)
-        response = await house("POST", CHAT, json=chat(stream=True))
-        assert response.status_code == 200
-        *_, last, done = events(response.text)
-        assert last["error"]["code"] == code
-        assert "half" in response.text
-        assert "secret" not in response.text
-        assert done == "data: [DONE]"
-        house.expect_nothing_left()
-        assert house.metric("rkserve_generation_errors_total", code=code) == 1
-        assert house.metric("rkserve_hang_ups_total") == 0
+async def test_what_fails_in_mid_stream_ends_it_with_an_error_event(
+    error: Exception, code: str
+) -> None:
+    house = scripted(accepted("a"), Delta("half", (1,)), error)
+    response = await house("POST", CHAT, json=chat(stream=True))
+    assert response.status_code == 200
+    *_, last, done = events(response.text)
+    assert last["error"]["code"] == code
+    assert "half" in response.text
+    assert "secret" not in response.text
+    assert done == "data: [DONE]"
+    house.expect_nothing_left()
+    assert house.metric("rkserve_generation_errors_total", code=code) == 1
+    assert house.metric("rkserve_hang_ups_total") == 0
 
-    run_loop(main())
 
-
-def test_what_fails_before_a_whole_answer_is_complete_is_a_status() -> None:
-    async def main() -> None:
-        house = scripted(accepted("a"), Delta("half", (1,)), EngineDied("a", "SIGSEGV"))
-        response = await house("POST", CHAT, json=chat())
-        assert (response.status_code, response.headers["retry-after"]) == (503, "1")
-        assert "half" not in response.text
-        house.expect_nothing_left()
-
-    run_loop(main())
+async def test_what_fails_before_a_whole_answer_is_complete_is_a_status() -> None:
+    house = scripted(accepted("a"), Delta("half", (1,)), EngineDied("a", "SIGSEGV"))
+    response = await house("POST", CHAT, json=chat())
+    assert (response.status_code, response.headers["retry-after"]) == (503, "1")
+    assert "half" not in response.text
+    house.expect_nothing_left()
 
 
 @pytest.mark.parametrize(
@@ -197,46 +177,37 @@ def test_what_fails_before_a_whole_answer_is_complete_is_a_status() -> None:
         pytest.param({"content": b'{"a":' * 5000}, 413, "body_too_large", id="deep and long"),
     ],
 )
-def test_bodies_have_limits(kwargs: dict[str, Any], status: int, code: str | None) -> None:
-    async def main() -> None:
-        house = House(FakeBoards.answering("a"), RouterConfig(max_body_bytes=1024))
-        response = await house("POST", CHAT, **kwargs)
-        assert (response.status_code, response.json()["error"]["code"]) == (status, code)
-
-    run_loop(main())
+async def test_bodies_have_limits(kwargs: dict[str, Any], status: int, code: str | None) -> None:
+    house = House(FakeBoards.answering("a"), RouterConfig(max_body_bytes=1024))
+    response = await house("POST", CHAT, **kwargs)
+    assert (response.status_code, response.json()["error"]["code"]) == (status, code)
 
 
-def test_a_body_in_chunks_is_cut_off_as_soon_as_it_is_too_long() -> None:
-    async def main() -> None:
-        house = House(FakeBoards.answering("a"), RouterConfig(max_body_bytes=1024))
-        sent = 0
+async def test_a_body_in_chunks_is_cut_off_as_soon_as_it_is_too_long() -> None:
+    house = House(FakeBoards.answering("a"), RouterConfig(max_body_bytes=1024))
+    sent = 0
 
-        async def endless() -> AsyncIterator[bytes]:
-            nonlocal sent
-            while True:
-                sent += 1
-                yield b"x" * 100
+    async def endless() -> AsyncIterator[bytes]:
+        nonlocal sent
+        while True:
+            sent += 1
+            yield b"x" * 100
 
-        response = await asyncio.wait_for(house("POST", CHAT, content=endless()), 20)
-        assert response.status_code == 413
-        assert sent < 20
-
-    run_loop(main())
+    response = await asyncio.wait_for(house("POST", CHAT, content=endless()), 20)
+    assert response.status_code == 413
+    assert sent < 20
 
 
-def test_a_body_that_does_not_arrive_is_a_408() -> None:
-    async def main() -> None:
-        house = House(FakeBoards.answering("a"), RouterConfig(body_timeout_s=0.02))
+async def test_a_body_that_does_not_arrive_is_a_408() -> None:
+    house = House(FakeBoards.answering("a"), RouterConfig(body_timeout_s=0.02))
 
-        async def slow() -> AsyncIterator[bytes]:
-            yield b'{"model":'
-            await asyncio.Event().wait()
+    async def slow() -> AsyncIterator[bytes]:
+        yield b'{"model":'
+        await asyncio.Event().wait()
 
-        response = await house("POST", CHAT, content=slow())
-        assert response.status_code == 408
-        assert response.json()["error"]["code"] == "body_too_slow"
-
-    run_loop(main())
+    response = await house("POST", CHAT, content=slow())
+    assert response.status_code == 408
+    assert response.json()["error"]["code"] == "body_too_slow"
 
 
 @pytest.mark.parametrize(
@@ -251,79 +222,61 @@ def test_a_body_that_does_not_arrive_is_a_408() -> None:
         pytest.param("GET", "/v1/models/some/one's", 404, id="a model id with a slash"),
     ],
 )
-def test_the_framework_s_own_refusals_are_openai_s_object(
+async def test_the_framework_s_own_refusals_are_openai_s_object(
     method: str, path: str, status: int
 ) -> None:
-    async def main() -> None:
-        response = await House(FakeBoards.answering("a"))(method, path)
-        assert response.status_code == status
-        assert set(response.json()["error"]) == {"message", "type", "param", "code"}
-
-    run_loop(main())
+    response = await House(FakeBoards.answering("a"))(method, path)
+    assert response.status_code == status
+    assert set(response.json()["error"]) == {"message", "type", "param", "code"}
 
 
-def test_routes_are_counted_by_pattern_and_not_by_what_clients_type() -> None:
-    async def main() -> None:
-        house = House(FakeBoards.answering("a"))
-        for path in ("/v1/models/one", "/v1/models/two", "/x", "/y"):
-            await house("GET", path)
-        pattern = "/v1/models/{model_id:path}"
-        assert house.metric("rkserve_requests_total", route=pattern, status="404") == 2
-        assert house.metric("rkserve_requests_total", route="unknown", status="404") == 2
-
-    run_loop(main())
+async def test_routes_are_counted_by_pattern_and_not_by_what_clients_type() -> None:
+    house = House(FakeBoards.answering("a"))
+    for path in ("/v1/models/one", "/v1/models/two", "/x", "/y"):
+        await house("GET", path)
+    pattern = "/v1/models/{model_id:path}"
+    assert house.metric("rkserve_requests_total", route=pattern, status="404") == 2
+    assert house.metric("rkserve_requests_total", route="unknown", status="404") == 2
 
 
-def test_a_bug_of_ours_is_counted_as_the_500_that_it_is() -> None:
-    async def main() -> None:
-        house = scripted(ZeroDivisionError("secret"))
-        response = await house("POST", CHAT, json=chat())
-        assert (response.status_code, "secret" in response.text) == (500, False)
-        assert house.metric("rkserve_requests_total", route=CHAT, status="500") == 1
-        house.expect_nothing_left()
-
-    run_loop(main())
+async def test_a_bug_of_ours_is_counted_as_the_500_that_it_is() -> None:
+    house = scripted(ZeroDivisionError("secret"))
+    response = await house("POST", CHAT, json=chat())
+    assert (response.status_code, "secret" in response.text) == (500, False)
+    assert house.metric("rkserve_requests_total", route=CHAT, status="500") == 1
+    house.expect_nothing_left()
 
 
 # -- lookups --------------------------------------------------------------------------------------
 
 
-def test_readiness_follows_the_boards_and_health_does_not() -> None:
-    async def main() -> None:
-        house = House(FakeBoards([]))
-        assert (await house("GET", "/health")).status_code == 200
-        assert (await house("HEAD", "/health")).status_code == 200
-        waiting = await house("GET", "/ready")
-        assert (waiting.status_code, waiting.headers["retry-after"]) == (503, "5")
-        assert "no board has joined yet" in waiting.json()["error"]["message"]
-        house.boards.reported = [report("a", state=BoardState.FAILED, reason="no such library")]
-        assert "no such library" in (await house("GET", "/ready")).json()["error"]["message"]
-        house.boards.reported = [report("a")]
-        assert (await house("GET", "/ready")).json() == {"status": "ready"}
-
-    run_loop(main())
+async def test_readiness_follows_the_boards_and_health_does_not() -> None:
+    house = House(FakeBoards([]))
+    assert (await house("GET", "/health")).status_code == 200
+    assert (await house("HEAD", "/health")).status_code == 200
+    waiting = await house("GET", "/ready")
+    assert (waiting.status_code, waiting.headers["retry-after"]) == (503, "5")
+    assert "no board has joined yet" in waiting.json()["error"]["message"]
+    house.boards.reported = [report("a", state=BoardState.FAILED, reason="no such library")]
+    assert "no such library" in (await house("GET", "/ready")).json()["error"]["message"]
+    house.boards.reported = [report("a")]
+    assert (await house("GET", "/ready")).json() == {"status": "ready"}
 
 
-def test_models_list_their_boards_with_state_and_reason() -> None:
-    async def main() -> None:
-        house = House(FakeBoards([report("b"), report("a", state=BoardState.HUNG, reason="hm")]))
-        listed, adapter = (await house("GET", "/v1/models")).json()["data"]
-        assert adapter["id"] == "sim-chat:pirate"  # of the model folder
-        assert listed == (await house("GET", "/v1/models/sim-chat")).json()
-        states = [(b["id"], b["state"], b["reason"]) for b in listed["rkserve"]["boards"]]
-        assert states == [("a", "hung", "hm"), ("b", "ready", "")]
-
-    run_loop(main())
+async def test_models_list_their_boards_with_state_and_reason() -> None:
+    house = House(FakeBoards([report("b"), report("a", state=BoardState.HUNG, reason="hm")]))
+    listed, adapter = (await house("GET", "/v1/models")).json()["data"]
+    assert adapter["id"] == "sim-chat:pirate"  # of the model folder
+    assert listed == (await house("GET", "/v1/models/sim-chat")).json()
+    states = [(b["id"], b["state"], b["reason"]) for b in listed["rkserve"]["boards"]]
+    assert states == [("a", "hung", "hm"), ("b", "ready", "")]
 
 
-def test_metrics_hold_the_boards_figures() -> None:
-    async def main() -> None:
-        house = House(FakeBoards([report("a", running=1, completion_tokens=70)]))
-        text = (await house("GET", "/metrics")).text
-        assert 'rkserve_board_running{board="a",model="sim-chat"} 1.0' in text
-        assert 'rkserve_completion_tokens_total{board="a",model="sim-chat"} 70.0' in text
-
-    run_loop(main())
+async def test_metrics_hold_the_boards_figures() -> None:
+    house = House(FakeBoards([report("a", running=1, completion_tokens=70)]))
+    text = (await house("GET", "/metrics")).text
+    assert 'rkserve_board_running{board="a",model="sim-chat"} 1.0' in text
+    assert 'rkserve_completion_tokens_total{board="a",model="sim-chat"} 70.0' in text
 
 
 # -- hang-ups -------------------------------------------------------------------------------------
@@ -421,30 +374,26 @@ async def _leave_in_mid_stream(house: House, exchange: Exchange, leave: Leave) -
         pytest.param(_is_cancelled, "2.3", id="the request is cancelled"),
     ],
 )
-def test_a_client_that_leaves_a_stream_frees_the_board(leave: Leave, spec_version: str) -> None:
-    async def main() -> None:
-        house = scripted(*endless())
-        exchange = Exchange(json.dumps(chat(stream=True)).encode(), spec_version)
-        await _leave_in_mid_stream(house, exchange, leave)
-        house.expect_nothing_left()
-        assert house.boards.closed == ["replica of a"]
-        assert house.metric("rkserve_hang_ups_total") == 1
-        assert house.metric("rkserve_generation_errors_total", code="server_error") is None
-        house.boards.scripts["replica of a"] = [answer("a", "next")]
-        assert "next" in (await house("POST", CHAT, json=chat())).text
+async def test_a_client_that_leaves_a_stream_frees_the_board(
+    leave: Leave, spec_version: str
+) -> None:
+    house = scripted(*endless())
+    exchange = Exchange(json.dumps(chat(stream=True)).encode(), spec_version)
+    await _leave_in_mid_stream(house, exchange, leave)
+    house.expect_nothing_left()
+    assert house.boards.closed == ["replica of a"]
+    assert house.metric("rkserve_hang_ups_total") == 1
+    assert house.metric("rkserve_generation_errors_total", code="server_error") is None
+    house.boards.scripts["replica of a"] = [answer("a", "next")]
+    assert "next" in (await house("POST", CHAT, json=chat())).text
 
-    run_loop(main())
 
-
-def test_a_connection_that_breaks_before_the_first_byte_frees_the_board() -> None:
-    async def main() -> None:
-        house = scripted(*endless())
-        await house.service.fleet.refresh()
-        exchange = Exchange(json.dumps(chat(stream=True)).encode(), "2.4", broken=True)
-        await house.app(exchange.scope, exchange.receive, exchange.send)
-        house.expect_nothing_left()
-
-    run_loop(main())
+async def test_a_connection_that_breaks_before_the_first_byte_frees_the_board() -> None:
+    house = scripted(*endless())
+    await house.service.fleet.refresh()
+    exchange = Exchange(json.dumps(chat(stream=True)).encode(), "2.4", broken=True)
+    await house.app(exchange.scope, exchange.receive, exchange.send)
+    house.expect_nothing_left()
 
 
 def test_a_client_that_leaves_while_it_sends_is_no_error_of_ours(
@@ -476,18 +425,15 @@ def test_a_client_that_leaves_while_it_sends_is_no_error_of_ours(
     ],
 )
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-def test_a_cancelled_request_frees_the_board_wherever_it_was(
+async def test_a_cancelled_request_frees_the_board_wherever_it_was(
     steps: list[Step], stream: bool
 ) -> None:
-    async def main() -> None:
-        house = scripted(*steps, asyncio.Event())
-        task = asyncio.create_task(house("POST", CHAT, json=chat(stream=stream)))
-        await eventually(lambda: house.boards.running)
-        for _ in range(20):
-            await asyncio.sleep(0)
-        task.cancel()
-        await asyncio.wait({task})
-        await eventually(lambda: not house.boards.running)
-        house.expect_nothing_left()
-
-    run_loop(main())
+    house = scripted(*steps, asyncio.Event())
+    task = asyncio.create_task(house("POST", CHAT, json=chat(stream=stream)))
+    await eventually(lambda: house.boards.running)
+    for _ in range(20):
+        await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.wait({task})
+    await eventually(lambda: not house.boards.running)
+    house.expect_nothing_left()

@@ -16,6 +16,8 @@ from rkserve.http.auth import HostAllowList
 from tests.support.boards.own_time import run_loop
 from tests.support.http.router_house import CHAT, House, chat, house, send
 
+pytestmark = pytest.mark.virtual_time
+
 MACHINES = ("Rock5b.fritz.box", "board-2")
 
 
@@ -80,7 +82,7 @@ def test_a_malformed_host_is_refused_even_where_all_are_allowed(host: str) -> No
         allowed(host, "*")
 
 
-def test_machines_that_join_are_found_without_a_lookup_for_each_request() -> None:
+async def test_machines_that_join_are_found_without_a_lookup_for_each_request() -> None:
     asked = 0
 
     def names() -> Iterable[str]:
@@ -88,15 +90,12 @@ def test_machines_that_join_are_found_without_a_lookup_for_each_request() -> Non
         asked += 1
         return MACHINES
 
-    async def main() -> None:
-        hosts = HostAllowList((), names)
-        for _ in range(3):
-            await hosts.check("board-2:8000")
-            with pytest.raises(HostNotAllowed):
-                await hosts.check("evil.com")
-        assert asked == 1
-
-    run_loop(main())
+    hosts = HostAllowList((), names)
+    for _ in range(3):
+        await hosts.check("board-2:8000")
+        with pytest.raises(HostNotAllowed):
+            await hosts.check("evil.com")
+    assert asked == 1
 
 
 @pytest.mark.parametrize(

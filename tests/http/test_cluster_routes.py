@@ -34,9 +34,10 @@ from tests.support.boards.fake_boards import (
     finished,
     report,
 )
-from tests.support.boards.own_time import run_loop
 from tests.support.cluster.fake_head import FakeHead, line, version
 from tests.support.http.router_house import CHAT, MAX_ADAPTER_BYTES, House, chat, house, send
+
+pytestmark = pytest.mark.virtual_time
 
 ADAPTERS = "/v1/lora_adapters"
 OCTETS = {"content-type": "application/octet-stream"}
@@ -459,44 +460,38 @@ def paused(tokens: int) -> Paused:
         pytest.param([Delta("two", (2,)), finished(2)], id="the end"),
     ],
 )
-def test_a_pause_is_answered_when_the_last_token_has_reached_the_client(
+async def test_a_pause_is_answered_when_the_last_token_has_reached_the_client(
     earlier: list[Step], late: list[Step]
 ) -> None:
-    async def main() -> None:
-        gate = asyncio.Event()
-        script = [accepted("a"), *earlier, gate, *late, asyncio.Event()]
-        of = House(FakeBoards([report("a")], {"replica of a": [script]}))
-        stream = asyncio.create_task(of("POST", CHAT, json=chat(stream=True)))
-        await eventually(lambda: of.boards.opened and len(of.service.flows) == 1)
-        await asyncio.sleep(0.05)
-        ended = isinstance(late[-1], Finished)
-        of.boards.says["", "emitted"] = emitted(of, None if ended else 2)
-        pause = asyncio.create_task(of("POST", "/pause", json={"mode": "keep"}))
-        await eventually(lambda: of.head.calls)
-        await asyncio.sleep(0.1)
-        assert not pause.done(), "a token was still on its way"
-        gate.set()
-        assert (await pause).status_code == 200
-        stream.cancel()
-        await asyncio.gather(stream, return_exceptions=True)
-        assert len(of.service.flows) == 0
-
-    run_loop(main())
+    gate = asyncio.Event()
+    script = [accepted("a"), *earlier, gate, *late, asyncio.Event()]
+    of = House(FakeBoards([report("a")], {"replica of a": [script]}))
+    stream = asyncio.create_task(of("POST", CHAT, json=chat(stream=True)))
+    await eventually(lambda: of.boards.opened and len(of.service.flows) == 1)
+    await asyncio.sleep(0.05)
+    ended = isinstance(late[-1], Finished)
+    of.boards.says["", "emitted"] = emitted(of, None if ended else 2)
+    pause = asyncio.create_task(of("POST", "/pause", json={"mode": "keep"}))
+    await eventually(lambda: of.head.calls)
+    await asyncio.sleep(0.1)
+    assert not pause.done(), "a token was still on its way"
+    gate.set()
+    assert (await pause).status_code == 200
+    stream.cancel()
+    await asyncio.gather(stream, return_exceptions=True)
+    assert len(of.service.flows) == 0
 
 
-def test_a_client_that_reads_nothing_holds_a_pause_up_for_a_moment_only() -> None:
-    async def main() -> None:
-        boards = FakeBoards([report("a")], {"replica of a": [[accepted("a"), asyncio.Event()]]})
-        of = House(boards)
-        stream = asyncio.create_task(of("POST", CHAT, json=chat(stream=True)))
-        await eventually(lambda: len(of.service.flows) == 1)
-        boards.says["", "emitted"] = emitted(of, 7)
-        response = await asyncio.wait_for(of("POST", "/pause", json={"mode": "keep"}), 10)
-        assert response.status_code == 200
-        stream.cancel()
-        await asyncio.gather(stream, return_exceptions=True)
-
-    run_loop(main())
+async def test_a_client_that_reads_nothing_holds_a_pause_up_for_a_moment_only() -> None:
+    boards = FakeBoards([report("a")], {"replica of a": [[accepted("a"), asyncio.Event()]]})
+    of = House(boards)
+    stream = asyncio.create_task(of("POST", CHAT, json=chat(stream=True)))
+    await eventually(lambda: len(of.service.flows) == 1)
+    boards.says["", "emitted"] = emitted(of, 7)
+    response = await asyncio.wait_for(of("POST", "/pause", json={"mode": "keep"}), 10)
+    assert response.status_code == 200
+    stream.cancel()
+    await asyncio.gather(stream, return_exceptions=True)
 
 
 @pytest.mark.parametrize(
@@ -508,25 +503,22 @@ def test_a_client_that_reads_nothing_holds_a_pause_up_for_a_moment_only() -> Non
         pytest.param({}, BoardFailed("a", "it died"), id="of a board that died"),
     ],
 )
-def test_a_pause_waits_for_no_stream(scope: dict[str, Any], says: Any) -> None:
-    async def main() -> None:
-        boards = FakeBoards.answering("a", "b")
-        boards.scripts["replica of a"] = [[accepted("a"), asyncio.Event()]]
-        boards.reported = [report("a")]
-        of = House(boards, head=FakeHead(Desired(3, lines=(line(),))))
-        stream = asyncio.create_task(of("POST", CHAT, json=chat(stream=True)))
-        await eventually(lambda: len(of.service.flows) == 1)
-        boards.reported = [report("a"), report("b")]
-        known = says if isinstance(says, Exception) else emitted(of, says)
-        boards.says["", "emitted"] = known
-        began_s = asyncio.get_running_loop().time()
-        response = await of("POST", "/pause", json={"mode": "keep", **scope})
-        assert response.status_code == 200, response.text
-        assert asyncio.get_running_loop().time() - began_s < AT_REST_S, "it waited in vain"
-        stream.cancel()
-        await asyncio.gather(stream, return_exceptions=True)
-
-    run_loop(main())
+async def test_a_pause_waits_for_no_stream(scope: dict[str, Any], says: Any) -> None:
+    boards = FakeBoards.answering("a", "b")
+    boards.scripts["replica of a"] = [[accepted("a"), asyncio.Event()]]
+    boards.reported = [report("a")]
+    of = House(boards, head=FakeHead(Desired(3, lines=(line(),))))
+    stream = asyncio.create_task(of("POST", CHAT, json=chat(stream=True)))
+    await eventually(lambda: len(of.service.flows) == 1)
+    boards.reported = [report("a"), report("b")]
+    known = says if isinstance(says, Exception) else emitted(of, says)
+    boards.says["", "emitted"] = known
+    began_s = asyncio.get_running_loop().time()
+    response = await of("POST", "/pause", json={"mode": "keep", **scope})
+    assert response.status_code == 200, response.text
+    assert asyncio.get_running_loop().time() - began_s < AT_REST_S, "it waited in vain"
+    stream.cancel()
+    await asyncio.gather(stream, return_exceptions=True)
 
 
 # -- adapters -------------------------------------------------------------------------------------

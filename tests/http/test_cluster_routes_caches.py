@@ -40,6 +40,8 @@ from tests.support.cluster.fake_head import line
 from tests.support.http.router_house import CHAT, FOLDER, House, chat, model
 from tests.support.paths import PROJECT
 
+pytestmark = pytest.mark.virtual_time
+
 SIZE, CLEAR = "/v1/cache/kv/size", "/v1/cache/kv/clear"
 MODEL_CACHE = "/v1/cache/sim-chat"
 DOCS = PROJECT / "docs" / "reference" / "api.md"
@@ -68,17 +70,14 @@ def cache(board: str, name: str | None = "doc", adapter: str | None = None) -> C
 # -- the KV cache ---------------------------------------------------------------------------------
 
 
-def test_sizes_are_told_by_board_and_together() -> None:
-    async def main() -> None:
-        house = house_of("a", "b", "c", a__kv=kv("a", 12), b__kv=kv("b", 30, 8))
-        house.boards.says["replica of c", "kv"] = BoardFailed("c", "no answer")
-        response = await house("GET", SIZE, host="192.0.2.7")  # open to everybody
-        found = response.json()
-        assert [(one["board"], one["positions"]) for one in found["data"]] == [("a", 12), ("b", 38)]
-        assert found["total"] == {"positions": 50, "capacity": 3 * 4096, "bytes": 50_000}
-        assert [one["board"] for one in found["failed"]] == ["c"]
-
-    run_loop(main())
+async def test_sizes_are_told_by_board_and_together() -> None:
+    house = house_of("a", "b", "c", a__kv=kv("a", 12), b__kv=kv("b", 30, 8))
+    house.boards.says["replica of c", "kv"] = BoardFailed("c", "no answer")
+    response = await house("GET", SIZE, host="192.0.2.7")  # open to everybody
+    found = response.json()
+    assert [(one["board"], one["positions"]) for one in found["data"]] == [("a", 12), ("b", 38)]
+    assert found["total"] == {"positions": 50, "capacity": 3 * 4096, "bytes": 50_000}
+    assert [one["board"] for one in found["failed"]] == ["c"]
 
 
 @pytest.mark.parametrize(
@@ -95,60 +94,48 @@ def test_sizes_are_told_by_board_and_together() -> None:
         pytest.param("?board=%ff%00", 404, "", id="junk"),
     ],
 )
-def test_sizes_can_be_asked_of_some(query: str, status: int, asked: str) -> None:
-    async def main() -> None:
-        house = house_of("a", "b", kv=kv("x", 1))
-        response = await house("GET", SIZE + query)
-        assert response.status_code == status
-        assert sorted(replica[-1] for replica, _, _ in house.boards.asked) == list(asked)
-        if status != 200:
-            assert set(response.json()["error"]) == {"message", "type", "param", "code"}
-
-    run_loop(main())
+async def test_sizes_can_be_asked_of_some(query: str, status: int, asked: str) -> None:
+    house = house_of("a", "b", kv=kv("x", 1))
+    response = await house("GET", SIZE + query)
+    assert response.status_code == status
+    assert sorted(replica[-1] for replica, _, _ in house.boards.asked) == list(asked)
+    if status != 200:
+        assert set(response.json()["error"]) == {"message", "type", "param", "code"}
 
 
-def test_clearing_tells_what_became_of_every_board() -> None:
-    async def main() -> None:
-        house = house_of("a", "b")
-        house.boards.says = {
-            ("replica of a", "clear_kv"): kv("a", 0, status="cleared"),
-            ("replica of b", "clear_kv"): kv("b", 20, status="pending"),
-        }
-        response = await house("POST", CLEAR, json={"all": True})
-        found = response.json()
-        assert response.status_code == 200
-        assert [one["status"] for one in found["data"]] == ["cleared", "pending"]
-        assert {b: one["status"] for b, one in found["results"].items()} == {
-            "a": "cleared",
-            "b": "pending",
-        }
-        assert all(one["latency_ms"] >= 0 for one in found["results"].values())
-        assert found["failed"] == []
-        assert {args for _, _, args in house.boards.asked} == {(True,)}
-
-    run_loop(main())
+async def test_clearing_tells_what_became_of_every_board() -> None:
+    house = house_of("a", "b")
+    house.boards.says = {
+        ("replica of a", "clear_kv"): kv("a", 0, status="cleared"),
+        ("replica of b", "clear_kv"): kv("b", 20, status="pending"),
+    }
+    response = await house("POST", CLEAR, json={"all": True})
+    found = response.json()
+    assert response.status_code == 200
+    assert [one["status"] for one in found["data"]] == ["cleared", "pending"]
+    assert {b: one["status"] for b, one in found["results"].items()} == {
+        "a": "cleared",
+        "b": "pending",
+    }
+    assert all(one["latency_ms"] >= 0 for one in found["results"].values())
+    assert found["failed"] == []
+    assert {args for _, _, args in house.boards.asked} == {(True,)}
 
 
-def test_clearing_some_and_not_others_is_a_207() -> None:
-    async def main() -> None:
-        house = house_of("a", "b", clear_kv=kv("a", 0, status="cleared"))
-        house.boards.says["replica of b", "clear_kv"] = BoardFailed("b", "no answer")
-        response = await house("POST", CLEAR + "?all=true")
-        assert response.status_code == 207
-        assert list(response.json()["results"]) == ["a"]
-        assert [one["board"] for one in response.json()["failed"]] == ["b"]
-
-    run_loop(main())
+async def test_clearing_some_and_not_others_is_a_207() -> None:
+    house = house_of("a", "b", clear_kv=kv("a", 0, status="cleared"))
+    house.boards.says["replica of b", "clear_kv"] = BoardFailed("b", "no answer")
+    response = await house("POST", CLEAR + "?all=true")
+    assert response.status_code == 207
+    assert list(response.json()["results"]) == ["a"]
+    assert [one["board"] for one in response.json()["failed"]] == ["b"]
 
 
-def test_clearing_none_is_the_error_and_no_207() -> None:
-    async def main() -> None:
-        house = house_of("a", clear_kv=BoardFailed("a", "no answer"))
-        assert (await house("POST", CLEAR + "?all=1")).status_code == 503
-        empty = await house_of()("POST", CLEAR + "?all=1")
-        assert (empty.status_code, empty.json()["error"]["code"]) == (503, "no_board")
-
-    run_loop(main())
+async def test_clearing_none_is_the_error_and_no_207() -> None:
+    house = house_of("a", clear_kv=BoardFailed("a", "no answer"))
+    assert (await house("POST", CLEAR + "?all=1")).status_code == 503
+    empty = await house_of()("POST", CLEAR + "?all=1")
+    assert (empty.status_code, empty.json()["error"]["code"]) == (503, "no_board")
 
 
 @pytest.mark.parametrize(
@@ -162,14 +149,13 @@ def test_clearing_none_is_the_error_and_no_207() -> None:
         pytest.param({"keep_system": True}, 400, [], id="a typing error clears none"),
     ],
 )
-def test_clearing_can_be_asked_of_some(body: dict[str, Any], status: int, asked: list[str]) -> None:
-    async def main() -> None:
-        house = house_of("a", "b", clear_kv=kv("x", 0, status="cleared"))
-        response = await house("POST", CLEAR, json=body)
-        assert response.status_code == status
-        assert sorted(replica[-1] for replica, _, _ in house.boards.asked) == asked
-
-    run_loop(main())
+async def test_clearing_can_be_asked_of_some(
+    body: dict[str, Any], status: int, asked: list[str]
+) -> None:
+    house = house_of("a", "b", clear_kv=kv("x", 0, status="cleared"))
+    response = await house("POST", CLEAR, json=body)
+    assert response.status_code == status
+    assert sorted(replica[-1] for replica, _, _ in house.boards.asked) == asked
 
 
 @pytest.mark.parametrize(
@@ -184,19 +170,16 @@ def test_clearing_can_be_asked_of_some(body: dict[str, Any], status: int, asked:
         pytest.param("?board=b&keep_system_prompt=0", 200, [("b", False)], id="unless it is said"),
     ],
 )
-def test_a_clear_by_its_query_clears_what_it_names(
+async def test_a_clear_by_its_query_clears_what_it_names(
     query: str, status: int, asked: list[tuple[str, bool]]
 ) -> None:
-    async def main() -> None:
-        house = house_of("a", "b", clear_kv=kv("x", 0, status="cleared"))
-        response = await house("POST", CLEAR + query)
-        assert response.status_code == status, response.text
-        told = sorted((replica[-1], args[0]) for replica, _, args in house.boards.asked)
-        assert told == asked
-        if status != 200:
-            assert set(response.json()["error"]) == {"message", "type", "param", "code"}
-
-    run_loop(main())
+    house = house_of("a", "b", clear_kv=kv("x", 0, status="cleared"))
+    response = await house("POST", CLEAR + query)
+    assert response.status_code == status, response.text
+    told = sorted((replica[-1], args[0]) for replica, _, args in house.boards.asked)
+    assert told == asked
+    if status != 200:
+        assert set(response.json()["error"]) == {"message", "type", "param", "code"}
 
 
 @pytest.mark.parametrize(
@@ -209,31 +192,25 @@ def test_a_clear_by_its_query_clears_what_it_names(
         ("DELETE", f"{MODEL_CACHE}/doc?board=a"),
     ],
 )
-def test_an_unknown_name_in_a_query_does_nothing(method: str, path: str) -> None:
-    async def main() -> None:
-        house = house_of("a")
-        response = await house(method, path)
-        assert (response.status_code, response.json()["error"]["type"]) == (
-            400,
-            "invalid_request_error",
-        )
-        assert "Unknown parameter" in response.json()["error"]["message"]
-        assert house.boards.asked == []
-
-    run_loop(main())
+async def test_an_unknown_name_in_a_query_does_nothing(method: str, path: str) -> None:
+    house = house_of("a")
+    response = await house(method, path)
+    assert (response.status_code, response.json()["error"]["type"]) == (
+        400,
+        "invalid_request_error",
+    )
+    assert "Unknown parameter" in response.json()["error"]["message"]
+    assert house.boards.asked == []
 
 
-def test_ranges_of_a_paused_generation_are_cleared_as_an_edit() -> None:
-    async def main() -> None:
-        held = GenerationInfo("chatcmpl-1/0", "a", "sim-chat", GenerationState.PAUSED, 5, 3, 8, 7)
-        house = house_of("a", generations=[held], control=[held])
-        body = {"generation": "chatcmpl-1", "ranges": [[1, 3]]}
-        response = await house("POST", CLEAR, json=body)
-        assert (response.status_code, response.json()["status"]) == (200, "paused")
-        expected = ("chatcmpl-1", ControlAction.EDIT, Edit(clear=((1, 3),)), None)
-        assert house.boards.asked[-1] == ("replica of a", "control", expected)
-
-    run_loop(main())
+async def test_ranges_of_a_paused_generation_are_cleared_as_an_edit() -> None:
+    held = GenerationInfo("chatcmpl-1/0", "a", "sim-chat", GenerationState.PAUSED, 5, 3, 8, 7)
+    house = house_of("a", generations=[held], control=[held])
+    body = {"generation": "chatcmpl-1", "ranges": [[1, 3]]}
+    response = await house("POST", CLEAR, json=body)
+    assert (response.status_code, response.json()["status"]) == (200, "paused")
+    expected = ("chatcmpl-1", ControlAction.EDIT, Edit(clear=((1, 3),)), None)
+    assert house.boards.asked[-1] == ("replica of a", "control", expected)
 
 
 # -- prompt caches --------------------------------------------------------------------------------
@@ -244,39 +221,33 @@ def test_ranges_of_a_paused_generation_are_cleared_as_an_edit() -> None:
     [{"prompt": "A long document."}, {"messages": [{"role": "system", "content": "Be kind."}]}],
     ids=["a prompt", "messages"],
 )
-def test_a_cache_is_built_on_every_board(what: dict[str, Any]) -> None:
-    async def main() -> None:
-        house = house_of("a", "b", a__build_cache=cache("a"), b__build_cache=cache("b"))
-        response = await house("POST", MODEL_CACHE, json={"cache_name": "doc", **what})
-        found = response.json()
-        assert (response.status_code, found["cache_name"], found["kept"]) == (200, "doc", True)
-        (kept,) = [args[0] for method, args in house.head.asked if method == "keep_cache"]
-        assert (kept.model, kept.name, len(kept.ids)) == ("sim-chat", "doc", found["tokens"])
-        assert (kept.line, kept.version, kept.ref) == (None, None, None)
-        assert [(one["board"], one["bytes"]) for one in found["boards"]] == [
-            ("a", 3000),
-            ("b", 3000),
-        ]
-        ((_, _, (name, ids, adapter)), _) = house.boards.asked
-        assert (name, adapter, len(ids)) == ("doc", None, found["tokens"])
-        tokenizer = model().renderer.tokenizer
-        assert tokenizer is not None
-        shown = tokenizer.text(ids)
-        assert shown.rstrip().endswith(("document.", "Be kind."))  # no header of an answer
-
-    run_loop(main())
+async def test_a_cache_is_built_on_every_board(what: dict[str, Any]) -> None:
+    house = house_of("a", "b", a__build_cache=cache("a"), b__build_cache=cache("b"))
+    response = await house("POST", MODEL_CACHE, json={"cache_name": "doc", **what})
+    found = response.json()
+    assert (response.status_code, found["cache_name"], found["kept"]) == (200, "doc", True)
+    (kept,) = [args[0] for method, args in house.head.asked if method == "keep_cache"]
+    assert (kept.model, kept.name, len(kept.ids)) == ("sim-chat", "doc", found["tokens"])
+    assert (kept.line, kept.version, kept.ref) == (None, None, None)
+    assert [(one["board"], one["bytes"]) for one in found["boards"]] == [
+        ("a", 3000),
+        ("b", 3000),
+    ]
+    ((_, _, (name, ids, adapter)), _) = house.boards.asked
+    assert (name, adapter, len(ids)) == ("doc", None, found["tokens"])
+    tokenizer = model().renderer.tokenizer
+    assert tokenizer is not None
+    shown = tokenizer.text(ids)
+    assert shown.rstrip().endswith(("document.", "Be kind."))  # no header of an answer
 
 
-def test_a_cache_that_only_some_boards_could_build_is_a_207() -> None:
-    async def main() -> None:
-        house = house_of("a", "b", build_cache=cache("a"))
-        house.boards.says["replica of b", "build_cache"] = CacheUnsupported("The disk is full.")
-        response = await house("POST", MODEL_CACHE, json={"cache_name": "doc", "prompt": "x"})
-        assert response.status_code == 207
-        good, bad = response.json()["boards"]
-        assert (good["board"], bad["board"], bad["error"]) == ("a", "b", "cache_unsupported")
-
-    run_loop(main())
+async def test_a_cache_that_only_some_boards_could_build_is_a_207() -> None:
+    house = house_of("a", "b", build_cache=cache("a"))
+    house.boards.says["replica of b", "build_cache"] = CacheUnsupported("The disk is full.")
+    response = await house("POST", MODEL_CACHE, json={"cache_name": "doc", "prompt": "x"})
+    assert response.status_code == 207
+    good, bad = response.json()["boards"]
+    assert (good["board"], bad["board"], bad["error"]) == ("a", "b", "cache_unsupported")
 
 
 @pytest.mark.parametrize(
@@ -302,154 +273,121 @@ def test_a_cache_that_only_some_boards_could_build_is_a_207() -> None:
         "no way",
     ],
 )
-def test_a_cache_that_cannot_be_built_asks_no_board(
+async def test_a_cache_that_cannot_be_built_asks_no_board(
     path: str, body: dict[str, Any], status: int, param: str | None
 ) -> None:
-    async def main() -> None:
-        house = house_of("a")
-        response = await house("POST", path, json=body)
-        assert (response.status_code, response.json()["error"]["param"]) == (status, param)
-        assert house.boards.asked == []
-
-    run_loop(main())
+    house = house_of("a")
+    response = await house("POST", path, json=body)
+    assert (response.status_code, response.json()["error"]["param"]) == (status, param)
+    assert house.boards.asked == []
 
 
-def test_what_no_board_can_build_is_said_in_its_words() -> None:
-    async def main() -> None:
-        house = house_of("a", "b", build_cache=CacheUnsupported("No caches here."))
-        response = await house("POST", MODEL_CACHE, json={"cache_name": "doc", "prompt": "x"})
-        assert response.status_code == 400
-        assert response.json()["error"]["message"] == "No caches here."
-
-    run_loop(main())
+async def test_what_no_board_can_build_is_said_in_its_words() -> None:
+    house = house_of("a", "b", build_cache=CacheUnsupported("No caches here."))
+    response = await house("POST", MODEL_CACHE, json={"cache_name": "doc", "prompt": "x"})
+    assert response.status_code == 400
+    assert response.json()["error"]["message"] == "No caches here."
 
 
-def test_a_build_that_takes_too_long_is_said_to_be_withdrawn() -> None:
-    async def main() -> None:
-        late = BoardSilent("a", "nothing came within 60 s")
-        house = house_of("a", build_cache=late)
-        response = await house("POST", MODEL_CACHE, json={"cache_name": "doc", "prompt": "x"})
-        assert (response.status_code, response.json()["error"]["code"]) == (503, "board_failed")
-        message = response.json()["error"]["message"]
-        assert "nothing came within 60 s, and the build was withdrawn" in message
-
-    run_loop(main())
+async def test_a_build_that_takes_too_long_is_said_to_be_withdrawn() -> None:
+    late = BoardSilent("a", "nothing came within 60 s")
+    house = house_of("a", build_cache=late)
+    response = await house("POST", MODEL_CACHE, json={"cache_name": "doc", "prompt": "x"})
+    assert (response.status_code, response.json()["error"]["code"]) == (503, "board_failed")
+    message = response.json()["error"]["message"]
+    assert "nothing came within 60 s, and the build was withdrawn" in message
 
 
-def test_without_the_coordinator_a_cache_is_built_and_not_kept_and_none_is_deleted() -> None:
-    async def main() -> None:
-        house = house_of("a", build_cache=cache("a"), delete_cache=True, caches=[])
-        house.head.away = True
-        built = await house("POST", MODEL_CACHE, json={"cache_name": "doc", "prompt": "A text."})
-        assert (built.status_code, built.json()["kept"]) == (200, False)
-        assert (await house("GET", MODEL_CACHE)).json()["kept"] is None
-        refused = await house("DELETE", f"{MODEL_CACHE}/doc")
-        assert refused.json()["error"]["code"] == "coordinator_unavailable"
-        assert "delete_cache" not in {method for _, method, _ in house.boards.asked}
-
-    run_loop(main())
+async def test_without_the_coordinator_a_cache_is_built_and_not_kept_and_none_is_deleted() -> None:
+    house = house_of("a", build_cache=cache("a"), delete_cache=True, caches=[])
+    house.head.away = True
+    built = await house("POST", MODEL_CACHE, json={"cache_name": "doc", "prompt": "A text."})
+    assert (built.status_code, built.json()["kept"]) == (200, False)
+    assert (await house("GET", MODEL_CACHE)).json()["kept"] is None
+    refused = await house("DELETE", f"{MODEL_CACHE}/doc")
+    assert refused.json()["error"]["code"] == "coordinator_unavailable"
+    assert "delete_cache" not in {method for _, method, _ in house.boards.asked}
 
 
-def test_a_cache_that_must_not_be_kept_is_left_on_no_board() -> None:
-    async def main() -> None:
-        house = house_of("a", build_cache=cache("a"), delete_cache=True)
-        house.head.says["keep_cache"] = RequestError("the limit is 64", "cache_name")
-        refused = await house("POST", MODEL_CACHE, json={"cache_name": "doc", "prompt": "A text."})
-        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "cache_name")
-        assert house.boards.asked[-1] == ("replica of a", "delete_cache", ("doc",))
-
-    run_loop(main())
+async def test_a_cache_that_must_not_be_kept_is_left_on_no_board() -> None:
+    house = house_of("a", build_cache=cache("a"), delete_cache=True)
+    house.head.says["keep_cache"] = RequestError("the limit is 64", "cache_name")
+    refused = await house("POST", MODEL_CACHE, json={"cache_name": "doc", "prompt": "A text."})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "cache_name")
+    assert house.boards.asked[-1] == ("replica of a", "delete_cache", ("doc",))
 
 
 @pytest.mark.parametrize(("asked", "version"), [("tone", None), ("tone@v1", "v1")])
-def test_a_cache_of_an_adapter_is_kept_for_its_name_or_for_its_version(
+async def test_a_cache_of_an_adapter_is_kept_for_its_name_or_for_its_version(
     asked: str, version: str | None
 ) -> None:
-    async def main() -> None:
-        house = house_of("a", build_cache=cache("a"))
-        house.head.desired = Desired(1, lines=(line(),))
-        made = {"cache_name": "doc", "prompt": "A text."}
-        assert (await house("POST", f"/v1/cache/{asked}", json=made)).status_code == 200
-        (kept,) = [args[0] for method, args in house.head.asked if method == "keep_cache"]
-        assert (kept.model, kept.line, kept.version) == ("sim-chat", "tone", version)
-
-    run_loop(main())
+    house = house_of("a", build_cache=cache("a"))
+    house.head.desired = Desired(1, lines=(line(),))
+    made = {"cache_name": "doc", "prompt": "A text."}
+    assert (await house("POST", f"/v1/cache/{asked}", json=made)).status_code == 200
+    (kept,) = [args[0] for method, args in house.head.asked if method == "keep_cache"]
+    assert (kept.model, kept.line, kept.version) == ("sim-chat", "tone", version)
 
 
-def test_caches_are_listed_board_by_board() -> None:
-    async def main() -> None:
-        house = house_of("a", "b", a__caches=[cache("a"), cache("a", None)], b__caches=[])
-        response = await house("GET", MODEL_CACHE, host="192.0.2.7")
-        assert [(one["cache_name"], one["parked"]) for one in response.json()["data"]] == [
-            ("doc", False),
-            (None, True),
-        ]
-
-    run_loop(main())
+async def test_caches_are_listed_board_by_board() -> None:
+    house = house_of("a", "b", a__caches=[cache("a"), cache("a", None)], b__caches=[])
+    response = await house("GET", MODEL_CACHE, host="192.0.2.7")
+    assert [(one["cache_name"], one["parked"]) for one in response.json()["data"]] == [
+        ("doc", False),
+        (None, True),
+    ]
 
 
-def test_a_cache_is_deleted_wherever_it_is() -> None:
-    async def main() -> None:
-        house = house_of("a", "b", a__delete_cache=True, b__delete_cache=False)
-        response = await house("DELETE", f"{MODEL_CACHE}/doc")
-        assert response.json() == {
-            "cache_name": "doc",
-            "deleted": True,
-            "model": "sim-chat",
-            "boards": ["a"],
-            "failed": [],
-        }
-        house.boards.says = {("", "delete_cache"): False}
-        gone = await house("DELETE", f"{MODEL_CACHE}/doc")
-        assert (gone.status_code, gone.json()["error"]["code"]) == (404, "cache_not_found")
-        house.boards.says["replica of b", "delete_cache"] = BoardFailed("b", "no answer")
-        assert (await house("DELETE", f"{MODEL_CACHE}/doc")).status_code == 503
-
-    run_loop(main())
+async def test_a_cache_is_deleted_wherever_it_is() -> None:
+    house = house_of("a", "b", a__delete_cache=True, b__delete_cache=False)
+    response = await house("DELETE", f"{MODEL_CACHE}/doc")
+    assert response.json() == {
+        "cache_name": "doc",
+        "deleted": True,
+        "model": "sim-chat",
+        "boards": ["a"],
+        "failed": [],
+    }
+    house.boards.says = {("", "delete_cache"): False}
+    gone = await house("DELETE", f"{MODEL_CACHE}/doc")
+    assert (gone.status_code, gone.json()["error"]["code"]) == (404, "cache_not_found")
+    house.boards.says["replica of b", "delete_cache"] = BoardFailed("b", "no answer")
+    assert (await house("DELETE", f"{MODEL_CACHE}/doc")).status_code == 503
 
 
 @pytest.mark.parametrize("name", ["..%2f..%2fetc", "a%2fb", "%2e%2e", ".x", "a%00", "x" * 65])
-def test_a_name_that_climbs_is_told_the_rule(name: str) -> None:
-    async def main() -> None:
-        house = house_of("a")
-        response = await house("DELETE", f"{MODEL_CACHE}/{name}")
-        assert (response.status_code, response.json()["error"]["param"]) == (400, "cache_name")
-        assert "begins with a letter" in response.json()["error"]["message"]
-        assert house.boards.asked == []
-
-    run_loop(main())
+async def test_a_name_that_climbs_is_told_the_rule(name: str) -> None:
+    house = house_of("a")
+    response = await house("DELETE", f"{MODEL_CACHE}/{name}")
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "cache_name")
+    assert "begins with a letter" in response.json()["error"]["message"]
+    assert house.boards.asked == []
 
 
-def test_a_request_for_a_cache_that_no_board_has_is_a_404() -> None:
-    async def main() -> None:
-        lacking = [[CacheNotFound("doc")]]
-        boards = FakeBoards([report("a")], {"replica of a": list(lacking)})
-        response = await House(boards)("POST", CHAT, json=chat(use_cache="doc"))
-        assert (response.status_code, response.json()["error"]["param"]) == (404, "use_cache")
-
-    run_loop(main())
+async def test_a_request_for_a_cache_that_no_board_has_is_a_404() -> None:
+    lacking = [[CacheNotFound("doc")]]
+    boards = FakeBoards([report("a")], {"replica of a": list(lacking)})
+    response = await House(boards)("POST", CHAT, json=chat(use_cache="doc"))
+    assert (response.status_code, response.json()["error"]["param"]) == (404, "use_cache")
 
 
 # -- boards ---------------------------------------------------------------------------------------
 
 
-def test_boards_tell_what_they_are_and_how_they_fare() -> None:
-    async def main() -> None:
-        hardware = Hardware(soc="RK3588", npu_load=(10.0, 20.0, 0.0), temperature_c=61.5)
-        house = house_of("a")
-        house.boards.reported = [
-            report("sim/a@node", hardware=hardware, kv_positions=7, holdings=b"\xff\0"),
-            report("b", state=BoardState.FAILED, reason="no such library"),
-        ]
-        first, second = (await house("GET", "/v1/boards", host="192.0.2.7")).json()["data"]
-        assert (first["id"], first["state"], first["reason"]) == ("b", "failed", "no such library")
-        assert (second["kv_positions"], second["hardware"]["npu_load"]) == (7, [10.0, 20.0, 0.0])
-        assert "holdings" not in second
-        assert (await house("GET", "/v1/boards/sim/a@node")).json() == second
-        gone = await house("GET", "/v1/boards/z")
-        assert (gone.status_code, gone.json()["error"]["code"]) == (404, "board_not_found")
-
-    run_loop(main())
+async def test_boards_tell_what_they_are_and_how_they_fare() -> None:
+    hardware = Hardware(soc="RK3588", npu_load=(10.0, 20.0, 0.0), temperature_c=61.5)
+    house = house_of("a")
+    house.boards.reported = [
+        report("sim/a@node", hardware=hardware, kv_positions=7, holdings=b"\xff\0"),
+        report("b", state=BoardState.FAILED, reason="no such library"),
+    ]
+    first, second = (await house("GET", "/v1/boards", host="192.0.2.7")).json()["data"]
+    assert (first["id"], first["state"], first["reason"]) == ("b", "failed", "no such library")
+    assert (second["kv_positions"], second["hardware"]["npu_load"]) == (7, [10.0, 20.0, 0.0])
+    assert "holdings" not in second
+    assert (await house("GET", "/v1/boards/sim/a@node")).json() == second
+    gone = await house("GET", "/v1/boards/z")
+    assert (gone.status_code, gone.json()["error"]["code"]) == (404, "board_not_found")
 
 
 # -- who may call ---------------------------------------------------------------------------------
@@ -537,16 +475,13 @@ def test_with_a_key_the_key_counts_and_not_the_place(
     run_loop(main())
 
 
-def test_a_refusal_says_what_to_do_and_not_the_key() -> None:
-    async def main() -> None:
-        house = house_of("a", config=RouterConfig(admin_key=SecretStr(KEY)))
-        text = (await house("GET", "/v1/generations")).text
-        assert "Authorization: Bearer" in text
-        assert KEY not in text
-        text = (await house_of("a")("GET", "/v1/generations", host="192.0.2.7")).text
-        assert "RKSERVE_ADMIN_KEY" in text
-
-    run_loop(main())
+async def test_a_refusal_says_what_to_do_and_not_the_key() -> None:
+    house = house_of("a", config=RouterConfig(admin_key=SecretStr(KEY)))
+    text = (await house("GET", "/v1/generations")).text
+    assert "Authorization: Bearer" in text
+    assert KEY not in text
+    text = (await house_of("a")("GET", "/v1/generations", host="192.0.2.7")).text
+    assert "RKSERVE_ADMIN_KEY" in text
 
 
 # -- adapters -------------------------------------------------------------------------------------
@@ -575,22 +510,19 @@ def served(tmp_path: Path) -> ServedModel:
         pytest.param("sim-chat", None, id="none"),
     ],
 )
-def test_the_model_s_name_chooses_the_adapter(
+async def test_the_model_s_name_chooses_the_adapter(
     served: ServedModel, asked: str, version: str | None
 ) -> None:
-    async def main() -> None:
-        house = House(FakeBoards.answering("a"), served=served)
-        response = await house("POST", CHAT, json={**chat(), "model": asked})
-        assert response.json()["model"] == asked
-        ((_, request),) = house.boards.opened
-        assert request.model == "sim-chat"
-        assert (request.adapter and request.adapter.version) == version
-        plain = await house("POST", CHAT, json=chat())
-        same = response.json()["system_fingerprint"] == plain.json()["system_fingerprint"]
-        assert same is (version is None)
-        assert house.metric("rkserve_ttft_seconds_count", model="sim-chat") == 2
-
-    run_loop(main())
+    house = House(FakeBoards.answering("a"), served=served)
+    response = await house("POST", CHAT, json={**chat(), "model": asked})
+    assert response.json()["model"] == asked
+    ((_, request),) = house.boards.opened
+    assert request.model == "sim-chat"
+    assert (request.adapter and request.adapter.version) == version
+    plain = await house("POST", CHAT, json=chat())
+    same = response.json()["system_fingerprint"] == plain.json()["system_fingerprint"]
+    assert same is (version is None)
+    assert house.metric("rkserve_ttft_seconds_count", model="sim-chat") == 2
 
 
 @pytest.mark.parametrize(
@@ -604,69 +536,55 @@ def test_the_model_s_name_chooses_the_adapter(
         pytest.param("torn", 400, "adapter_broken", id="a broken one"),
     ],
 )
-def test_an_adapter_that_is_not_there_is_refused(
+async def test_an_adapter_that_is_not_there_is_refused(
     served: ServedModel, asked: str, status: int, code: str
 ) -> None:
-    async def main() -> None:
-        house = House(FakeBoards.answering("a"), served=served)
-        response = await house("POST", CHAT, json={**chat(), "model": asked})
-        assert (response.status_code, response.json()["error"]["code"]) == (status, code)
-        assert response.json()["error"]["param"] == "model"
-        assert house.boards.opened == []
-
-    run_loop(main())
+    house = House(FakeBoards.answering("a"), served=served)
+    response = await house("POST", CHAT, json={**chat(), "model": asked})
+    assert (response.status_code, response.json()["error"]["code"]) == (status, code)
+    assert response.json()["error"]["param"] == "model"
+    assert house.boards.opened == []
 
 
-def test_a_file_that_boards_refuse_is_refused_by_its_name(served: ServedModel) -> None:
-    async def main() -> None:
-        script = [AdapterBroken("kind@v10", "the library refuses it")]
-        boards = FakeBoards([report("a")], {"replica of a": [script]})
-        response = await House(boards, served=served)(
-            "POST", CHAT, json={**chat(), "model": "kind"}
-        )
-        assert response.status_code == 400
-        assert "kind@v10" in response.json()["error"]["message"]
-
-    run_loop(main())
+async def test_a_file_that_boards_refuse_is_refused_by_its_name(served: ServedModel) -> None:
+    script = [AdapterBroken("kind@v10", "the library refuses it")]
+    boards = FakeBoards([report("a")], {"replica of a": [script]})
+    response = await House(boards, served=served)("POST", CHAT, json={**chat(), "model": "kind"})
+    assert response.status_code == 400
+    assert "kind@v10" in response.json()["error"]["message"]
 
 
-def test_adapters_are_listed_behind_their_model(served: ServedModel) -> None:
-    async def main() -> None:
-        house = House(FakeBoards.answering("a"), served=served)
-        base, kind, torn = (await house("GET", "/v1/models")).json()["data"]
-        assert (base["id"], kind["id"], torn["id"]) == (
-            "sim-chat",
-            "sim-chat:kind",
-            "sim-chat:torn",
-        )
-        assert kind["parent"] == "sim-chat"
-        told = kind["rkserve"]
-        assert (told["version"], len(told["digest"])) == ("v10", 64)
-        assert [one["version"] for one in told["versions"]] == ["v9", "v10"]
-        assert "size 1" in torn["rkserve"]["broken"]
-        assert (await house("GET", "/v1/models/kind")).json() == kind
-        older = (await house("GET", "/v1/models/sim-chat:kind@v9")).json()
-        assert (older["id"], older["rkserve"]["version"]) == ("sim-chat:kind@v9", "v9")
-        assert (await house("GET", "/v1/models/torn")).status_code == 400
-        assert (await house("GET", "/v1/models/kind@v1")).status_code == 404
-
-    run_loop(main())
+async def test_adapters_are_listed_behind_their_model(served: ServedModel) -> None:
+    house = House(FakeBoards.answering("a"), served=served)
+    base, kind, torn = (await house("GET", "/v1/models")).json()["data"]
+    assert (base["id"], kind["id"], torn["id"]) == (
+        "sim-chat",
+        "sim-chat:kind",
+        "sim-chat:torn",
+    )
+    assert kind["parent"] == "sim-chat"
+    told = kind["rkserve"]
+    assert (told["version"], len(told["digest"])) == ("v10", 64)
+    assert [one["version"] for one in told["versions"]] == ["v9", "v10"]
+    assert "size 1" in torn["rkserve"]["broken"]
+    assert (await house("GET", "/v1/models/kind")).json() == kind
+    older = (await house("GET", "/v1/models/sim-chat:kind@v9")).json()
+    assert (older["id"], older["rkserve"]["version"]) == ("sim-chat:kind@v9", "v9")
+    assert (await house("GET", "/v1/models/torn")).status_code == 400
+    assert (await house("GET", "/v1/models/kind@v1")).status_code == 404
 
 
-def test_caches_of_an_adapter_are_built_with_it_and_listed_alone(served: ServedModel) -> None:
-    async def main() -> None:
-        house = House(FakeBoards([report("a")]), served=served)
-        house.boards.says["", "build_cache"] = lambda name, _, ref: cache("a", name, ref.key)
-        body = {"cache_name": "doc", "prompt": "x"}
-        response = await house("POST", "/v1/cache/kind@v9", json=body)
-        assert response.json()["model"] == "kind@v9"
-        ((_, _, (_, _, ref)),) = house.boards.asked
-        assert (ref.name, ref.version) == ("kind", "v9")
-        house.boards.says["", "caches"] = [cache("a", "other"), cache("a", "doc", ref.key)]
-        listed = (await house("GET", "/v1/cache/kind@v9")).json()["data"]
-        assert [one["cache_name"] for one in listed] == ["doc"]
-
-    run_loop(main())
+async def test_caches_of_an_adapter_are_built_with_it_and_listed_alone(served: ServedModel) -> None:
+    house = House(FakeBoards([report("a")]), served=served)
+    house.boards.says["", "build_cache"] = lambda name, _, ref: cache("a", name, ref.key)
+    body = {"cache_name": "doc", "prompt": "x"}
+    response = await house("POST", "/v1/cache/kind@v9", json=body)
+    assert response.json()["model"] == "kind@v9"
+    ((_, _, (_, _, ref)),) = house.boards.asked
+    assert (ref.name, ref.version) == ("kind", "v9")
+    house.boards.says["", "caches"] = [cache("a", "other"), cache("a", "doc", ref.key)]
+    listed = (await house("GET", "/v1/cache/kind@v9")).json()["data"]
+    assert [one["cache_name"] for one in listed] == ["doc"]
 
 
 # -- documentation --------------------------------------------------------------------------------

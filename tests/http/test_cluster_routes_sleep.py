@@ -275,25 +275,21 @@ def test_many_requests_wake_their_model_once_and_are_answered() -> None:
     of.expect_nothing_left()
 
 
-def test_a_stream_is_opened_while_its_model_loads() -> None:
+async def test_a_stream_is_opened_while_its_model_loads() -> None:
     of = napping("a")
     loaded = asyncio.Event()
     first, *rest = answer("a", "hello")
     of.boards.scripts = {"replica of a": [[first, loaded, *rest]]}
     of.service.config = of.service.config.model_copy(update={"ping_s": 0.01})
-
-    async def main() -> None:
-        asked = asyncio.create_task(of("POST", CHAT, json=chat(stream=True)))
-        await eventually(lambda: of.boards.running == 1)
-        await asyncio.sleep(0.05)
-        loaded.set()
-        response = await asked
-        assert response.status_code == 200
-        told = events(response.text)
-        assert any(isinstance(one, str) and one.startswith(":") for one in told)
-        assert told[-1] == "data: [DONE]"
-
-    run_loop(main())
+    asked = asyncio.create_task(of("POST", CHAT, json=chat(stream=True)))
+    await eventually(lambda: of.boards.running == 1)
+    await asyncio.sleep(0.05)
+    loaded.set()
+    response = await asked
+    assert response.status_code == 200
+    told = events(response.text)
+    assert any(isinstance(one, str) and one.startswith(":") for one in told)
+    assert told[-1] == "data: [DONE]"
 
 
 def _away(of: House) -> None:
@@ -361,20 +357,16 @@ def test_a_request_whose_board_cannot_load_its_model_is_told_why() -> None:
     assert int(response.headers["retry-after"]) >= 1
 
 
-def test_a_wake_up_that_failed_is_tried_again_by_those_who_come_later() -> None:
+async def test_a_wake_up_that_failed_is_tried_again_by_those_who_come_later() -> None:
     of = napping()
     wakes = of.head.says["perform"]
     of.head.says["perform"] = LedgerFailed("The disk is full.")
-
-    async def main() -> None:
-        assert (await of("POST", CHAT, json=chat())).status_code == 503
-        of.head.says["perform"] = wakes
-        assert (await of("POST", CHAT, json=chat())).status_code == 503
-        failed_s, error = of.service.waking._failed[MODEL]
-        of.service.waking._failed[MODEL] = (failed_s - wake_on_request.FAILED_S, error)
-        assert (await of("POST", CHAT, json=chat())).status_code == 200
-
-    run_loop(main())
+    assert (await of("POST", CHAT, json=chat())).status_code == 503
+    of.head.says["perform"] = wakes
+    assert (await of("POST", CHAT, json=chat())).status_code == 503
+    failed_s, error = of.service.waking._failed[MODEL]
+    of.service.waking._failed[MODEL] = (failed_s - wake_on_request.FAILED_S, error)
+    assert (await of("POST", CHAT, json=chat())).status_code == 200
 
 
 def test_a_client_that_leaves_takes_no_other_client_s_wake_up_with_it() -> None:

@@ -334,32 +334,26 @@ def test_weight_info_tells_base_and_boards() -> None:
         ("/v1/cluster", lambda told: told["boards"][0]["base"]),
     ],
 )
-def test_after_an_update_no_figure_is_older_than_it_on_any_router(
+async def test_after_an_update_no_figure_is_older_than_it_on_any_router(
     path: str, figure: Callable[[Any], str]
 ) -> None:
-    async def main() -> None:
-        of = house()
-        await of("GET", path)  # this Router has heard everybody
-        # Another Router has updated the weights, and has answered.
-        of.head.desired = Desired(1, weights=(Weights(MODEL, "step-7", 7, BASE),))
-        of.boards.reported = [report("a", base=BASE.digest)]
-        transport = httpx.ASGITransport(of.app, client=("127.0.0.1", 1))
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
-            told = (await client.get(path)).json()
-        assert figure(told) == BASE.digest
-        entry = told["models"][MODEL]
-        assert (told["epoch"], entry["weight_version"], entry["step"]) == (1, "step-7", 7)
-
-    run_loop(main())
+    of = house()
+    await of("GET", path)  # this Router has heard everybody
+    # Another Router has updated the weights, and has answered.
+    of.head.desired = Desired(1, weights=(Weights(MODEL, "step-7", 7, BASE),))
+    of.boards.reported = [report("a", base=BASE.digest)]
+    transport = httpx.ASGITransport(of.app, client=("127.0.0.1", 1))
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+        told = (await client.get(path)).json()
+    assert figure(told) == BASE.digest
+    entry = told["models"][MODEL]
+    assert (told["epoch"], entry["weight_version"], entry["step"]) == (1, "step-7", 7)
 
 
-def test_without_the_coordinator_the_boards_are_still_asked() -> None:
-    async def main() -> None:
-        of = house()
-        await of("GET", "/weight_info")
-        of.head.away = True
-        of.boards.reported = [report("a", base=BASE.digest)]
-        told = (await of("GET", "/weight_info")).json()
-        assert told["models"][MODEL]["boards"]["a"]["base"] == BASE.digest
-
-    run_loop(main())
+async def test_without_the_coordinator_the_boards_are_still_asked() -> None:
+    of = house()
+    await of("GET", "/weight_info")
+    of.head.away = True
+    of.boards.reported = [report("a", base=BASE.digest)]
+    told = (await of("GET", "/weight_info")).json()
+    assert told["models"][MODEL]["boards"]["a"]["base"] == BASE.digest

@@ -31,6 +31,8 @@ from tests.support.boards.fake_boards import (
 from tests.support.boards.own_time import run_loop
 from tests.support.http.router_house import FOLDER, House, house, model, scripted, send
 
+pytestmark = pytest.mark.virtual_time
+
 MESSAGES, COUNT = "/v1/messages", "/v1/messages/count_tokens"
 CHAT, GENERATE = "/api/chat", "/api/generate"
 RESPONSES = "/v1/responses"
@@ -138,18 +140,15 @@ def test_a_header_names_the_types_of_tools_that_were_left_out(path: str, types: 
     assert prompts[0] == prompts[1] == prompts[2]
 
 
-def test_a_stream_that_waits_for_a_board_names_them_too() -> None:
-    async def main() -> None:
-        gate = asyncio.Event()
-        boards = FakeBoards([report("a")], {"replica of a": [[gate, *answer("a", "x")]]})
-        of = House(boards, RouterConfig(headers_after_s=1.0, ping_s=1.0))
-        body = {**BODIES[RESPONSES], "tools": OFFERED[RESPONSES], "stream": True}
-        asked = asyncio.create_task(of("POST", RESPONSES, json=body))
-        await asyncio.sleep(3.0)
-        gate.set()
-        assert (await asked).headers["x-rkserve-tools-ignored"] == "namespace, web_search"
-
-    run_loop(main())
+async def test_a_stream_that_waits_for_a_board_names_them_too() -> None:
+    gate = asyncio.Event()
+    boards = FakeBoards([report("a")], {"replica of a": [[gate, *answer("a", "x")]]})
+    of = House(boards, RouterConfig(headers_after_s=1.0, ping_s=1.0))
+    body = {**BODIES[RESPONSES], "tools": OFFERED[RESPONSES], "stream": True}
+    asked = asyncio.create_task(of("POST", RESPONSES, json=body))
+    await asyncio.sleep(3.0)
+    gate.set()
+    assert (await asked).headers["x-rkserve-tools-ignored"] == "namespace, web_search"
 
 
 def test_many_types_of_tools_are_named_in_part() -> None:

@@ -18,8 +18,9 @@ from rkserve.core.errors import BoardAsleep, BoardFailed, EngineDied, QueueFull,
 from rkserve.core.messages import EmbedRequest
 from tests.support.boards.embedding_boards import MODEL, VectorBoards, embed_house, model, vector_of
 from tests.support.boards.fake_boards import eventually
-from tests.support.boards.own_time import run_loop
 from tests.support.http.router_house import House, house, send
+
+pytestmark = pytest.mark.virtual_time
 
 PATH = "/v1/embeddings"
 
@@ -210,22 +211,19 @@ def test_a_client_beyond_its_limits_is_told_to_come_back(tmp_path: Any) -> None:
 # -- over boards ----------------------------------------------------------------------------------
 
 
-def test_a_batch_is_spread_over_all_boards_and_never_waits_in_more_places_than_there_are() -> None:
-    async def main() -> None:
-        boards = VectorBoards.of("a", "b", "c")
-        of = embed_house(boards)
-        texts = [f"text number {n} " + "cat " * (n % 7) for n in range(100)]
-        answer = await of("POST", PATH, json={"model": MODEL, "input": texts})
-        for vector, text in zip(floats(answer), texts, strict=True):
-            assert vector == pytest.approx(unit(vector_of(ids_of(text))), rel=1e-6)
-        assert {replica for replica, _ in boards.served} == {f"replica of {b}" for b in "abc"}
-        assert boards.most <= 3
-        assert sum(len(request.inputs) for _, request in boards.served) == 100
-        assert set(answer.headers["x-rkserve-board"].split(", ")) == {"a", "b", "c"}
-        assert of.metric("rkserve_embedded_texts_total", model=MODEL) == 100
-        of.expect_nothing_left()
-
-    run_loop(main())
+async def test_a_batch_is_spread_over_all_boards_and_waits_at_no_more_than_there_are() -> None:
+    boards = VectorBoards.of("a", "b", "c")
+    of = embed_house(boards)
+    texts = [f"text number {n} " + "cat " * (n % 7) for n in range(100)]
+    answer = await of("POST", PATH, json={"model": MODEL, "input": texts})
+    for vector, text in zip(floats(answer), texts, strict=True):
+        assert vector == pytest.approx(unit(vector_of(ids_of(text))), rel=1e-6)
+    assert {replica for replica, _ in boards.served} == {f"replica of {b}" for b in "abc"}
+    assert boards.most <= 3
+    assert sum(len(request.inputs) for _, request in boards.served) == 100
+    assert set(answer.headers["x-rkserve-board"].split(", ")) == {"a", "b", "c"}
+    assert of.metric("rkserve_embedded_texts_total", model=MODEL) == 100
+    of.expect_nothing_left()
 
 
 def test_boards_that_are_about_to_be_loaded_get_their_share_and_broken_ones_none() -> None:
@@ -301,68 +299,55 @@ def test_who_gets_no_place_is_told_so(error: Exception, status: int, code: str) 
     assert of.metric("rkserve_generation_errors_total", code=code) == 1
 
 
-def test_a_queue_that_gets_full_meanwhile_does_not_cost_what_was_made() -> None:
+async def test_a_queue_that_gets_full_meanwhile_does_not_cost_what_was_made() -> None:
     boards = VectorBoards.of("a", late=False)
     of = embed_house(boards)
-
-    async def main() -> None:
-        boards.gate = asyncio.Event()
-        asked = asyncio.create_task(
-            of("POST", PATH, json={"model": MODEL, "input": [[n] * 1500 for n in (5, 6, 7)]})
-        )
-        await eventually(lambda: boards.running)
-        boards.losses = {"replica of a": [QueueFull(3, 7)]}
-        boards.gate.set()
-        assert (await asked).status_code == 200
-        assert len(boards.served) == 3
-
-    run_loop(main())
+    boards.gate = asyncio.Event()
+    asked = asyncio.create_task(
+        of("POST", PATH, json={"model": MODEL, "input": [[n] * 1500 for n in (5, 6, 7)]})
+    )
+    await eventually(lambda: boards.running)
+    boards.losses = {"replica of a": [QueueFull(3, 7)]}
+    boards.gate.set()
+    assert (await asked).status_code == 200
+    assert len(boards.served) == 3
 
 
-def test_a_hang_up_frees_all_boards_and_what_waits_is_withdrawn() -> None:
-    async def main() -> None:
-        boards = VectorBoards.of("a", "b", gate=asyncio.Event())
-        of = embed_house(boards)
-        texts = [[n] * 1500 for n in range(5, 15)]
-        asked = asyncio.create_task(of("POST", PATH, json={"model": MODEL, "input": texts}))
-        await eventually(lambda: boards.running == 2)
-        asked.cancel()
-        await asyncio.gather(asked, return_exceptions=True)
-        await eventually(lambda: boards.running == 0)
-        of.expect_nothing_left()
-        assert len(boards.opened) == 2
-        assert of.metric("rkserve_hang_ups_total") == 1
-        assert of.service.homeless() == []
-
-    run_loop(main())
+async def test_a_hang_up_frees_all_boards_and_what_waits_is_withdrawn() -> None:
+    boards = VectorBoards.of("a", "b", gate=asyncio.Event())
+    of = embed_house(boards)
+    texts = [[n] * 1500 for n in range(5, 15)]
+    asked = asyncio.create_task(of("POST", PATH, json={"model": MODEL, "input": texts}))
+    await eventually(lambda: boards.running == 2)
+    asked.cancel()
+    await asyncio.gather(asked, return_exceptions=True)
+    await eventually(lambda: boards.running == 0)
+    of.expect_nothing_left()
+    assert len(boards.opened) == 2
+    assert of.metric("rkserve_hang_ups_total") == 1
+    assert of.service.homeless() == []
 
 
-def test_an_answer_that_is_not_ready_in_time_is_stopped() -> None:
-    async def main() -> None:
-        boards = VectorBoards.of("a", gate=asyncio.Event())
-        of = embed_house(boards)
-        answer = await of("POST", PATH, json={"model": MODEL, "input": "a", "timeout": 0.5})
-        assert (answer.status_code, answer.json()["error"]["code"]) == (504, "deadline_exceeded")
-        of.expect_nothing_left()
-
-    run_loop(main())
+async def test_an_answer_that_is_not_ready_in_time_is_stopped() -> None:
+    boards = VectorBoards.of("a", gate=asyncio.Event())
+    of = embed_house(boards)
+    answer = await of("POST", PATH, json={"model": MODEL, "input": "a", "timeout": 0.5})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (504, "deadline_exceeded")
+    of.expect_nothing_left()
 
 
-def test_what_waits_for_vectors_is_no_generation() -> None:
-    async def main() -> None:
-        boards = VectorBoards.of("a", gate=asyncio.Event())
-        of = embed_house(boards)
-        asked = asyncio.create_task(
-            of("POST", PATH, json={"model": MODEL, "input": [[5] * 1500, [6] * 1500]})
-        )
-        await eventually(lambda: boards.running)
-        assert of.service.homeless() == []
-        assert boards.gate is not None
-        boards.gate.set()
-        body = json.loads((await asked).content)
-        assert len(body["data"]) == 2
-
-    run_loop(main())
+async def test_what_waits_for_vectors_is_no_generation() -> None:
+    boards = VectorBoards.of("a", gate=asyncio.Event())
+    of = embed_house(boards)
+    asked = asyncio.create_task(
+        of("POST", PATH, json={"model": MODEL, "input": [[5] * 1500, [6] * 1500]})
+    )
+    await eventually(lambda: boards.running)
+    assert of.service.homeless() == []
+    assert boards.gate is not None
+    boards.gate.set()
+    body = json.loads((await asked).content)
+    assert len(body["data"]) == 2
 
 
 # -- hidden states of all tokens ------------------------------------------------------------------

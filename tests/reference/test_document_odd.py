@@ -23,6 +23,8 @@ from tests.reference.test_document import ENDPOINTS, check, ident, media_of
 from tests.support.boards.own_time import run_loop
 from tests.support.http.reference_house import ReferenceHouse
 
+pytestmark = pytest.mark.virtual_time
+
 # As they stand in the path; the last ones lead elsewhere where somebody resolves them.
 NAMES = {
     "NUL": "%00",
@@ -141,72 +143,60 @@ def every_key(one: Endpoint) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("one", WITH_PATH, ids=ident)
-def test_odd_names_in_the_path(of: ReferenceHouse, one: Endpoint) -> None:
-    async def main() -> None:
-        for placed in one.example.path:
-            for what, name in NAMES.items():
-                path = one.path.format(**{**one.example.path, placed: name})
-                body = {} if one.example.body is None else {"json": one.example.body}
-                response = await of(one.method, path, **body)
-                # A slash makes it the path of another endpoint, or of none.
-                if "%2f" not in name or response.status_code not in (404, 405):
-                    expect_declared(one, response, what)
-
-    run_loop(main())
+async def test_odd_names_in_the_path(of: ReferenceHouse, one: Endpoint) -> None:
+    for placed in one.example.path:
+        for what, name in NAMES.items():
+            path = one.path.format(**{**one.example.path, placed: name})
+            body = {} if one.example.body is None else {"json": one.example.body}
+            response = await of(one.method, path, **body)
+            # A slash makes it the path of another endpoint, or of none.
+            if "%2f" not in name or response.status_code not in (404, 405):
+                expect_declared(one, response, what)
 
 
 @pytest.mark.parametrize("one", WITH_BODY, ids=ident)
-def test_odd_values_in_the_body(of: ReferenceHouse, one: Endpoint) -> None:
-    async def main() -> None:
-        example = one.example.body or {}
-        bodies = [*holes(example), *({**example, name: HOLE} for name in every_key(one))]
-        for text in dict.fromkeys(json.dumps(body) for body in bodies):
-            for what, value in VALUES.items():
-                content = text.replace(f'"{HOLE}"', value)
-                url = one.path.format(**one.example.path)
-                response = await of(
-                    one.method, url, content=content.encode(), headers={"content-type": JSON}
-                )
-                expect_declared(one, response, f"{what} in {text}")
-
-    run_loop(main())
+async def test_odd_values_in_the_body(of: ReferenceHouse, one: Endpoint) -> None:
+    example = one.example.body or {}
+    bodies = [*holes(example), *({**example, name: HOLE} for name in every_key(one))]
+    for text in dict.fromkeys(json.dumps(body) for body in bodies):
+        for what, value in VALUES.items():
+            content = text.replace(f'"{HOLE}"', value)
+            url = one.path.format(**one.example.path)
+            response = await of(
+                one.method, url, content=content.encode(), headers={"content-type": JSON}
+            )
+            expect_declared(one, response, f"{what} in {text}")
 
 
 @pytest.mark.parametrize("one", WITH_BODY, ids=ident)
-def test_odd_bodies_and_types(of: ReferenceHouse, one: Endpoint) -> None:
-    async def main() -> None:
-        url = one.path.format(**one.example.path)
-        for what, body in BODIES.items():
-            response = await of(one.method, url, content=body, headers={"content-type": JSON})
-            expect_declared(one, response, what)
-        written = json.dumps(one.example.body).encode()
-        for kind in TYPES:
-            given = {"content-type": kind.encode("latin-1")}
-            response = await of(one.method, url, content=written, headers=given)
-            expect_declared(one, response, kind)
-
-    run_loop(main())
+async def test_odd_bodies_and_types(of: ReferenceHouse, one: Endpoint) -> None:
+    url = one.path.format(**one.example.path)
+    for what, body in BODIES.items():
+        response = await of(one.method, url, content=body, headers={"content-type": JSON})
+        expect_declared(one, response, what)
+    written = json.dumps(one.example.body).encode()
+    for kind in TYPES:
+        given = {"content-type": kind.encode("latin-1")}
+        response = await of(one.method, url, content=written, headers=given)
+        expect_declared(one, response, kind)
 
 
 @pytest.mark.parametrize("one", ENDPOINTS, ids=ident)
-def test_odd_queries_and_headers(of: ReferenceHouse, one: Endpoint) -> None:
-    async def main() -> None:
-        url = one.path.format(**one.example.path)
-        body = {} if one.example.body is None else {"json": one.example.body}
-        names = [each.name for each in one.parameters if each.place == "query"]
-        for name in [*names, "limit", ""]:
-            for what, value in {**NAMES, **VALUES}.items():
-                text = value if what in NAMES else quote(value[:4000])
-                response = await of(one.method, f"{url}?{name}={text}&{name}", **body)
-                expect_declared(one, response, f"{what} as {name}")
-        for each in one.parameters:
-            if each.place == "header":
-                for value in ("", " ", "é", "a" * 4000, "nan", "-1", "1e999", "0", "\t,;"):
-                    given = {each.name: value.encode("latin-1")}
-                    response = await of(one.method, url, headers=given, **body)
-                    expect_declared(one, response, f"{value} in {each.name}")
-
-    run_loop(main())
+async def test_odd_queries_and_headers(of: ReferenceHouse, one: Endpoint) -> None:
+    url = one.path.format(**one.example.path)
+    body = {} if one.example.body is None else {"json": one.example.body}
+    names = [each.name for each in one.parameters if each.place == "query"]
+    for name in [*names, "limit", ""]:
+        for what, value in {**NAMES, **VALUES}.items():
+            text = value if what in NAMES else quote(value[:4000])
+            response = await of(one.method, f"{url}?{name}={text}&{name}", **body)
+            expect_declared(one, response, f"{what} as {name}")
+    for each in one.parameters:
+        if each.place == "header":
+            for value in ("", " ", "é", "a" * 4000, "nan", "-1", "1e999", "0", "\t,;"):
+                given = {each.name: value.encode("latin-1")}
+                response = await of(one.method, url, headers=given, **body)
+                expect_declared(one, response, f"{value} in {each.name}")
 
 
 PATHS = sorted({one.path for one in ENDPOINTS})

@@ -19,6 +19,8 @@ from rkserve.router.streams import PASSAGE_S, OpenStreams
 from tests.support.boards.fake_boards import eventually, finished
 from tests.support.boards.own_time import run_loop
 
+pytestmark = pytest.mark.virtual_time
+
 ALL = Scope()
 SEATS = {
     board: BoardAddress("only", f"replica of {board}", board, "sim-chat") for board in ("a", "b")
@@ -98,40 +100,31 @@ def test_a_stream_rests_when_it_has_all_that_its_board_emitted(
     assert run_loop(main()) is rests
 
 
-def test_it_waits_for_what_is_on_its_way() -> None:
-    async def main() -> None:
-        made = flows(2)
-        resting = asyncio.create_task(made.at_rest(ALL, 60.0))
-        made.sent("x/0", delta(1))
-        await eventually(lambda: not made._moved.is_set() and not resting.done())
-        made.sent("x/0", delta(2))
-        assert await resting
-
-    run_loop(main())
+async def test_it_waits_for_what_is_on_its_way() -> None:
+    made = flows(2)
+    resting = asyncio.create_task(made.at_rest(ALL, 60.0))
+    made.sent("x/0", delta(1))
+    await eventually(lambda: not made._moved.is_set() and not resting.done())
+    made.sent("x/0", delta(2))
+    assert await resting
 
 
-def test_of_what_is_known_no_board_is_asked() -> None:
-    async def main() -> None:
-        made = flows(7)  # which the board says and nobody hears
-        made._fleet.silent.add("a")  # type: ignore[attr-defined] # it is no Fleet
-        made.sent("x/0", delta(1))
-        assert not await made.at_rest(ALL, 0.05, {"x/0": 2, "gone/0": 9})
-        made.sent("x/0", delta(2))
-        assert await made.at_rest(ALL, 60.0, {"x/0": 2})
-
-    run_loop(main())
+async def test_of_what_is_known_no_board_is_asked() -> None:
+    made = flows(7)  # which the board says and nobody hears
+    made._fleet.silent.add("a")  # type: ignore[attr-defined] # it is no Fleet
+    made.sent("x/0", delta(1))
+    assert not await made.at_rest(ALL, 0.05, {"x/0": 2, "gone/0": 9})
+    made.sent("x/0", delta(2))
+    assert await made.at_rest(ALL, 60.0, {"x/0": 2})
 
 
-def test_a_stream_that_is_left_is_waited_for_no_more() -> None:
-    async def main() -> None:
-        made = flows(2)
-        resting = asyncio.create_task(made.at_rest(ALL, 60.0))
-        await asyncio.sleep(0)
-        made.leave(["x/0"])
-        assert await resting
-        assert len(made) == 0
-
-    run_loop(main())
+async def test_a_stream_that_is_left_is_waited_for_no_more() -> None:
+    made = flows(2)
+    resting = asyncio.create_task(made.at_rest(ALL, 60.0))
+    await asyncio.sleep(0)
+    made.leave(["x/0"])
+    assert await resting
+    assert len(made) == 0
 
 
 @pytest.mark.parametrize(
@@ -143,14 +136,13 @@ def test_a_stream_that_is_left_is_waited_for_no_more() -> None:
         pytest.param(ALL, True, id="its board does not answer"),
     ],
 )
-def test_streams_that_a_pause_does_not_stop_are_not_waited_for(scope: Scope, silent: bool) -> None:
-    async def main() -> None:
-        made = flows(7)
-        if silent:
-            made._fleet.silent.add("a")  # type: ignore[attr-defined] # see Boards
-        assert await made.at_rest(scope, 60.0)
-
-    run_loop(main())
+async def test_streams_that_a_pause_does_not_stop_are_not_waited_for(
+    scope: Scope, silent: bool
+) -> None:
+    made = flows(7)
+    if silent:
+        made._fleet.silent.add("a")  # type: ignore[attr-defined] # see Boards
+    assert await made.at_rest(scope, 60.0)
 
 
 def test_what_was_handed_over_has_time_to_pass_the_proxy() -> None:

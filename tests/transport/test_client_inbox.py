@@ -11,7 +11,8 @@ from rkserve.core.errors import BoardFailed, RkserveError
 from rkserve.core.messages import Delta, Event
 from rkserve.transport.client import EventStream
 from tests.support.boards.fake_boards import accepted, finished
-from tests.support.boards.own_time import run_loop
+
+pytestmark = pytest.mark.virtual_time
 
 HELLO: list[Event] = [accepted("sim-0"), Delta("a", (1,))]
 LOST = BoardFailed("sim-0", "the connection ended")
@@ -63,51 +64,42 @@ _DOES: Mapping[str, Callable[[EventStream], None]] = {
     ],
 )
 @pytest.mark.parametrize("waits", [False, True], ids=["read later", "read meanwhile"])
-def test_every_event_is_read_and_then_the_end(
+async def test_every_event_is_read_and_then_the_end(
     steps: str, events: int, error: RkserveError | None, lost: bool, waits: bool
 ) -> None:
-    async def main() -> None:
-        inbox = EventStream(1)
-        reading = asyncio.ensure_future(everything(inbox)) if waits else None
-        for step in steps.split():
-            play(inbox, [step])
-            if waits:
-                await asyncio.sleep(0)
-        found, raised = await (reading or everything(inbox))
-        assert [*HELLO, finished(1)][:events] == found
-        assert raised is error
-        assert inbox.lost is lost
-        assert inbox.heard is (steps != "lost")
-        assert inbox.over
-
-    run_loop(main())
+    inbox = EventStream(1)
+    reading = asyncio.ensure_future(everything(inbox)) if waits else None
+    for step in steps.split():
+        play(inbox, [step])
+        if waits:
+            await asyncio.sleep(0)
+    found, raised = await (reading or everything(inbox))
+    assert [*HELLO, finished(1)][:events] == found
+    assert raised is error
+    assert inbox.lost is lost
+    assert inbox.heard is (steps != "lost")
+    assert inbox.over
 
 
-def test_what_nobody_reads_becomes_one_delta() -> None:
-    async def main() -> None:
-        inbox = EventStream(1)
-        inbox.put(accepted("sim-0"))
-        for number in range(1000):
-            inbox.put(Delta("x", (number,)))
-        inbox.put(Delta("!", (), retract=3))
-        inbox.put(finished(1000))
-        play(inbox, ["end"])
-        found, _ = await everything(inbox)
-        assert len(found) == 4
-        assert found[1] == Delta("x" * 1000, tuple(range(1000)), lengths=(1,) * 1000)
-
-    run_loop(main())
+async def test_what_nobody_reads_becomes_one_delta() -> None:
+    inbox = EventStream(1)
+    inbox.put(accepted("sim-0"))
+    for number in range(1000):
+        inbox.put(Delta("x", (number,)))
+    inbox.put(Delta("!", (), retract=3))
+    inbox.put(finished(1000))
+    play(inbox, ["end"])
+    found, _ = await everything(inbox)
+    assert len(found) == 4
+    assert found[1] == Delta("x" * 1000, tuple(range(1000)), lengths=(1,) * 1000)
 
 
-def test_a_reader_who_leaves_is_not_waited_for() -> None:
-    async def main() -> None:
-        inbox = EventStream(1)
-        reading = asyncio.ensure_future(inbox.next())
-        await asyncio.sleep(0)
-        reading.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await reading
-        inbox.close()
-        play(inbox, ["events", "end", "lost"])
-
-    run_loop(main())
+async def test_a_reader_who_leaves_is_not_waited_for() -> None:
+    inbox = EventStream(1)
+    reading = asyncio.ensure_future(inbox.next())
+    await asyncio.sleep(0)
+    reading.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await reading
+    inbox.close()
+    play(inbox, ["events", "end", "lost"])

@@ -52,70 +52,58 @@ async def answering(
         yield board, channels, link, events
 
 
-def test_an_answer_comes_over_the_connection_and_not_through_ray() -> None:
-    async def main() -> None:
-        board = Board("sim-0")
-        board.steps = words("Hello", " there")
-        async with router(board) as (channels, [link]):
-            found = await read(link, board)
-            assert (found[0], spoken(found)) == (accepted("sim-0"), "Hello there")
-            assert isinstance(found[-1], Finished)
-            assert channels.counts() == ({"channel": 1, "ray": 0}, 1)
-            await until(lambda: board.running == 0)
-            assert board.streamed == 0
-            assert board.requests == [REQUEST]
-
-    run_loop(main())
+async def test_an_answer_comes_over_the_connection_and_not_through_ray() -> None:
+    board = Board("sim-0")
+    board.steps = words("Hello", " there")
+    async with router(board) as (channels, [link]):
+        found = await read(link, board)
+        assert (found[0], spoken(found)) == (accepted("sim-0"), "Hello there")
+        assert isinstance(found[-1], Finished)
+        assert channels.counts() == ({"channel": 1, "ray": 0}, 1)
+        await until(lambda: board.running == 0)
+        assert board.streamed == 0
+        assert board.requests == [REQUEST]
 
 
-def test_tokens_come_one_by_one_as_they_are_made() -> None:
-    async def main() -> None:
-        board, gates = Board("sim-0"), [asyncio.Event() for _ in range(3)]
-        steps: list[Step] = [accepted("sim-0")]
+async def test_tokens_come_one_by_one_as_they_are_made() -> None:
+    board, gates = Board("sim-0"), [asyncio.Event() for _ in range(3)]
+    steps: list[Step] = [accepted("sim-0")]
+    for number, gate in enumerate(gates):
+        steps += [gate, Delta(str(number), (number,))]
+    board.steps = [*steps, finished(3)]
+    async with (
+        router(board) as (_, [link]),
+        aclosing(link.open(REQUEST, "replica of sim-0")) as events,
+    ):
+        assert await anext(events) == accepted("sim-0")
         for number, gate in enumerate(gates):
-            steps += [gate, Delta(str(number), (number,))]
-        board.steps = [*steps, finished(3)]
-        async with (
-            router(board) as (_, [link]),
-            aclosing(link.open(REQUEST, "replica of sim-0")) as events,
-        ):
-            assert await anext(events) == accepted("sim-0")
-            for number, gate in enumerate(gates):
-                gate.set()
-                assert await anext(events) == Delta(str(number), (number,))
-            assert isinstance(await anext(events), Finished)
-
-    run_loop(main())
+            gate.set()
+            assert await anext(events) == Delta(str(number), (number,))
+        assert isinstance(await anext(events), Finished)
 
 
-def test_vectors_come_over_the_connection_too() -> None:
-    async def main() -> None:
-        board = Board("sim-0")
-        asked = EmbedRequest("e/0", "m", (), 0, inputs=((1, 2), (3,)))
-        async with router(board) as (channels, [link]):
-            found = [event async for event in link.open(asked, "replica of sim-0")]
-            assert found == [accepted("sim-0"), Embedded((bytes(8), bytes(4))), finished(0)]
-            assert board.requests == [asked]
-            assert channels.streams == {"channel": 1, "ray": 0}
-
-    run_loop(main())
+async def test_vectors_come_over_the_connection_too() -> None:
+    board = Board("sim-0")
+    asked = EmbedRequest("e/0", "m", (), 0, inputs=((1, 2), (3,)))
+    async with router(board) as (channels, [link]):
+        found = [event async for event in link.open(asked, "replica of sim-0")]
+        assert found == [accepted("sim-0"), Embedded((bytes(8), bytes(4))), finished(0)]
+        assert board.requests == [asked]
+        assert channels.streams == {"channel": 1, "ray": 0}
 
 
-def test_many_streams_of_two_routers_share_connections_and_none_is_mixed_up() -> None:
-    async def main() -> None:
-        boards = [Board(f"sim-{k}") for k in range(2)]
-        for board in boards:
-            texts = [f"{board.name}:{n} " for n in range(200)]
-            board.steps = words(*texts, board=board.name)
-        async with router(*boards) as (one, links), router(*boards) as (two, others):
-            assert (len(one._lines), len(two._lines)) == (2, 2)
-            pairs = [(link, board) for link, board in zip(links + others, boards * 2, strict=True)]
-            answers = await asyncio.gather(*(read(*pair) for pair in pairs * 20))
-            for (_, board), events in zip(pairs * 20, answers, strict=True):
-                assert spoken(events) == spoken(e for e in board.steps if isinstance(e, Delta))
-            assert one.streams == two.streams == {"channel": 40, "ray": 0}
-
-    run_loop(main())
+async def test_many_streams_of_two_routers_share_connections_and_none_is_mixed_up() -> None:
+    boards = [Board(f"sim-{k}") for k in range(2)]
+    for board in boards:
+        texts = [f"{board.name}:{n} " for n in range(200)]
+        board.steps = words(*texts, board=board.name)
+    async with router(*boards) as (one, links), router(*boards) as (two, others):
+        assert (len(one._lines), len(two._lines)) == (2, 2)
+        pairs = [(link, board) for link, board in zip(links + others, boards * 2, strict=True)]
+        answers = await asyncio.gather(*(read(*pair) for pair in pairs * 20))
+        for (_, board), events in zip(pairs * 20, answers, strict=True):
+            assert spoken(events) == spoken(e for e in board.steps if isinstance(e, Delta))
+        assert one.streams == two.streams == {"channel": 40, "ray": 0}
 
 
 @pytest.mark.parametrize(
@@ -125,59 +113,49 @@ def test_many_streams_of_two_routers_share_connections_and_none_is_mixed_up() ->
         pytest.param([accepted("sim-0"), Delta("half", (1,))], "half", id="in mid-answer"),
     ],
 )
-def test_an_error_comes_behind_all_events_before_it(before: list[Step], expected: str) -> None:
-    async def main() -> None:
-        board = Board("sim-0")
-        board.steps = [*before, QueueFull(3, 2)]
-        async with router(board) as (_, [link]):
-            events = link.open(REQUEST, "replica of sim-0")
-            found = [await anext(events) for _ in before]
-            with pytest.raises(QueueFull):
-                await anext(events)
-            assert spoken(found) == expected
-            assert board.running == 0
-
-    run_loop(main())
-
-
-def test_hanging_up_frees_the_board() -> None:
-    async def main() -> None:
-        async with answering() as (board, _, link, events):
-            await events.aclose()
-            await until(lambda: board.running == 0)
-            board.steps = words("next")
-            assert spoken(await read(link, board)) == "next"
-
-    run_loop(main())
+async def test_an_error_comes_behind_all_events_before_it(
+    before: list[Step], expected: str
+) -> None:
+    board = Board("sim-0")
+    board.steps = [*before, QueueFull(3, 2)]
+    async with router(board) as (_, [link]):
+        events = link.open(REQUEST, "replica of sim-0")
+        found = [await anext(events) for _ in before]
+        with pytest.raises(QueueFull):
+            await anext(events)
+        assert spoken(found) == expected
+        assert board.running == 0
 
 
-def test_a_reader_who_leaves_before_the_call_is_there_never_has_the_board() -> None:
-    async def main() -> None:
-        board = Board("sim-0")
-        board.steps = [accepted("sim-0"), asyncio.Event()]
-        async with router(board) as (channels, [link]):
-            line = channels.line("replica of sim-0")
-            assert line is not None
-            line.leave(line.generate(REQUEST))
-            board.steps = words("next")
-            assert spoken(await read(link, board)) == "next"
-
-    run_loop(main())
+async def test_hanging_up_frees_the_board() -> None:
+    async with answering() as (board, _, link, events):
+        await events.aclose()
+        await until(lambda: board.running == 0)
+        board.steps = words("next")
+        assert spoken(await read(link, board)) == "next"
 
 
-def test_a_reader_who_is_cancelled_frees_the_board() -> None:
-    async def main() -> None:
-        board = Board("sim-0")
-        board.steps = [accepted("sim-0"), asyncio.Event()]
-        async with router(board) as (_, [link]):
-            reading = asyncio.ensure_future(read(link, board))
-            await until(lambda: board.running == 1)
-            reading.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await reading
-            await until(lambda: board.running == 0)
+async def test_a_reader_who_leaves_before_the_call_is_there_never_has_the_board() -> None:
+    board = Board("sim-0")
+    board.steps = [accepted("sim-0"), asyncio.Event()]
+    async with router(board) as (channels, [link]):
+        line = channels.line("replica of sim-0")
+        assert line is not None
+        line.leave(line.generate(REQUEST))
+        board.steps = words("next")
+        assert spoken(await read(link, board)) == "next"
 
-    run_loop(main())
+
+async def test_a_reader_who_is_cancelled_frees_the_board() -> None:
+    board = Board("sim-0")
+    board.steps = [accepted("sim-0"), asyncio.Event()]
+    async with router(board) as (_, [link]):
+        reading = asyncio.ensure_future(read(link, board))
+        await until(lambda: board.running == 1)
+        reading.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await reading
+        await until(lambda: board.running == 0)
 
 
 def test_without_a_connection_tokens_come_through_ray_and_later_over_one(
@@ -217,134 +195,110 @@ def test_without_a_connection_tokens_come_through_ray_and_later_over_one(
         ),
     ],
 )
-def test_who_has_no_key_gets_nothing_over_a_connection(offer: object) -> None:
-    async def main() -> None:
-        board = Board("sim-0")
-        board.steps = words("Hello")
-        async with router(board, connected=False) as (channels, [link]):
-            own = board.outlet.address
-            assert own is not None
-            board.offers = lambda: offer(own)  # type: ignore[operator]
-            await link.reports()
-            await until(lambda: not channels._tasks)
-            assert channels.counts()[1] == 0
-            assert spoken(await read(link, board)) == "Hello"
-            assert board.streamed == 1
-
-    run_loop(main())
+async def test_who_has_no_key_gets_nothing_over_a_connection(offer: object) -> None:
+    board = Board("sim-0")
+    board.steps = words("Hello")
+    async with router(board, connected=False) as (channels, [link]):
+        own = board.outlet.address
+        assert own is not None
+        board.offers = lambda: offer(own)  # type: ignore[operator]
+        await link.reports()
+        await until(lambda: not channels._tasks)
+        assert channels.counts()[1] == 0
+        assert spoken(await read(link, board)) == "Hello"
+        assert board.streamed == 1
 
 
-def test_the_channel_can_be_switched_off() -> None:
-    async def main() -> None:
-        board = Board("sim-0")
-        board.steps = words("Hello")
-        off = ChannelConfig(enabled=False)
-        async with router(board, config=off, connected=False) as (channels, [link]):
-            await link.reports()
-            assert not channels._tasks
-            assert spoken(await read(link, board)) == "Hello"
-            assert channels.counts() == ({"channel": 0, "ray": 1}, 0)
-
-    run_loop(main())
+async def test_the_channel_can_be_switched_off() -> None:
+    board = Board("sim-0")
+    board.steps = words("Hello")
+    off = ChannelConfig(enabled=False)
+    async with router(board, config=off, connected=False) as (channels, [link]):
+        await link.reports()
+        assert not channels._tasks
+        assert spoken(await read(link, board)) == "Hello"
+        assert channels.counts() == ({"channel": 0, "ray": 1}, 0)
 
 
-def test_a_board_that_dies_ends_its_streams_and_comes_back() -> None:
-    async def main() -> None:
-        async with answering(Delta("half", (1,))) as (board, channels, link, events):
-            for line in list(board.outlet._open):
-                line._transport.abort()  # type: ignore[union-attr] # as its kernel does
-            with pytest.raises(BoardFailed):
-                await anext(events)
-            await until(lambda: board.running == 0)
-            await connect(channels, [board], [link])
-            board.steps = words("again")
-            assert spoken(await read(link, board)) == "again"
+async def test_a_board_that_dies_ends_its_streams_and_comes_back() -> None:
+    async with answering(Delta("half", (1,))) as (board, channels, link, events):
+        for line in list(board.outlet._open):
+            line._transport.abort()  # type: ignore[union-attr] # as its kernel does
+        with pytest.raises(BoardFailed):
+            await anext(events)
+        await until(lambda: board.running == 0)
+        await connect(channels, [board], [link])
+        board.steps = words("again")
+        assert spoken(await read(link, board)) == "again"
+        assert board.streamed == 0
+
+
+async def test_a_connection_that_ends_before_the_board_reads_the_call_costs_nothing() -> None:
+    board = Board("sim-0")
+    board.steps = words("Hello")
+    async with router(board) as (channels, [link]):
+        for line in list(board.outlet._open):
+            line._transport.abort()  # type: ignore[union-attr] # the Router has not heard yet
+        assert spoken(await read(link, board)) == "Hello"
+        assert (board.streamed, channels.streams) == (1, {"channel": 0, "ray": 1})
+
+
+async def test_a_frozen_board_is_noticed_by_its_silence() -> None:
+    async with answering(pulse=HASTY, config=HASTY) as (board, _, _link, events):
+        for line in board.outlet._open:
+            line._timer.cancel()  # type: ignore[union-attr] # it neither ticks nor reads
+            line._transport.pause_reading()  # type: ignore[union-attr]
+        with pytest.raises(BoardSilent, match="no sign of life"):
+            await anext(events)
+        assert board.streamed == 0, "Ray would say nothing for long"
+
+
+async def test_a_router_that_is_frozen_frees_the_board() -> None:
+    async with answering(pulse=HASTY) as (board, channels, _, events):
+        line = channels.line("replica of sim-0")
+        assert line is not None
+        line.line._timer.cancel()  # type: ignore[union-attr]
+        line.line._transport.pause_reading()  # type: ignore[union-attr]
+        await until(lambda: board.running == 0)
+        assert not board.outlet._lines
+        await events.aclose()
+
+
+async def test_a_connection_at_rest_stays() -> None:
+    board = Board("sim-0", HASTY)
+    board.steps = words("Hello")
+    async with router(board, config=HASTY) as (channels, [link]):
+        line = channels.line("replica of sim-0")
+        await asyncio.sleep(3 * HASTY.silence_s)
+        assert spoken(await read(link, board)) == "Hello"
+        if channels.line("replica of sim-0") is line:  # it may have stood still for so long
             assert board.streamed == 0
 
-    run_loop(main())
 
-
-def test_a_connection_that_ends_before_the_board_reads_the_call_costs_nothing() -> None:
-    async def main() -> None:
-        board = Board("sim-0")
-        board.steps = words("Hello")
-        async with router(board) as (channels, [link]):
-            for line in list(board.outlet._open):
-                line._transport.abort()  # type: ignore[union-attr] # the Router has not heard yet
-            assert spoken(await read(link, board)) == "Hello"
-            assert (board.streamed, channels.streams) == (1, {"channel": 0, "ray": 1})
-
-    run_loop(main())
-
-
-def test_a_frozen_board_is_noticed_by_its_silence() -> None:
-    async def main() -> None:
-        async with answering(pulse=HASTY, config=HASTY) as (board, _, _link, events):
-            for line in board.outlet._open:
-                line._timer.cancel()  # type: ignore[union-attr] # it neither ticks nor reads
-                line._transport.pause_reading()  # type: ignore[union-attr]
-            with pytest.raises(BoardSilent, match="no sign of life"):
-                await anext(events)
-            assert board.streamed == 0, "Ray would say nothing for long"
-
-    run_loop(main())
-
-
-def test_a_router_that_is_frozen_frees_the_board() -> None:
-    async def main() -> None:
-        async with answering(pulse=HASTY) as (board, channels, _, events):
-            line = channels.line("replica of sim-0")
-            assert line is not None
-            line.line._timer.cancel()  # type: ignore[union-attr]
-            line.line._transport.pause_reading()  # type: ignore[union-attr]
-            await until(lambda: board.running == 0)
-            assert not board.outlet._lines
-            await events.aclose()
-
-    run_loop(main())
-
-
-def test_a_connection_at_rest_stays() -> None:
-    async def main() -> None:
-        board = Board("sim-0", HASTY)
-        board.steps = words("Hello")
-        async with router(board, config=HASTY) as (channels, [link]):
-            line = channels.line("replica of sim-0")
-            await asyncio.sleep(3 * HASTY.silence_s)
-            assert spoken(await read(link, board)) == "Hello"
-            if channels.line("replica of sim-0") is line:  # it may have stood still for so long
-                assert board.streamed == 0
-
-    run_loop(main())
-
-
-def test_a_router_that_does_not_read_fills_no_memory_and_misses_nothing() -> None:
-    async def main() -> None:
-        board, go, count = Board("sim-0"), asyncio.Event(), 3000
-        long = [Delta("x" * 1000, (number,)) for number in range(count)]
-        board.steps = [accepted("sim-0"), go, *long, finished(count)]
-        async with router(board) as (channels, [link]):
-            line = channels.line("replica of sim-0")
-            assert line is not None
-            (guest,) = board.outlet._lines.values()
-            ends = [line.line._transport, guest._line._transport]  # type: ignore[union-attr]
-            for end in ends:
-                shrink(end)
-            reading = asyncio.ensure_future(read(link, board))
-            await until(lambda: board.running == 1)
-            ends[0].pause_reading()  # type: ignore[union-attr]
-            go.set()
-            await until(lambda: not guest.tasks)
-            assert guest._line is not None
-            assert guest._line.full
-            assert len(guest._waiting) <= 3, "what waits has been merged"
-            ends[0].resume_reading()  # type: ignore[union-attr]
-            found = await reading
-            assert spoken(found) == "x" * 1000 * count
-            ids = [one for event in found if isinstance(event, Delta) for one in event.token_ids]
-            assert ids == list(range(count))
-
-    run_loop(main())
+async def test_a_router_that_does_not_read_fills_no_memory_and_misses_nothing() -> None:
+    board, go, count = Board("sim-0"), asyncio.Event(), 3000
+    long = [Delta("x" * 1000, (number,)) for number in range(count)]
+    board.steps = [accepted("sim-0"), go, *long, finished(count)]
+    async with router(board) as (channels, [link]):
+        line = channels.line("replica of sim-0")
+        assert line is not None
+        (guest,) = board.outlet._lines.values()
+        ends = [line.line._transport, guest._line._transport]  # type: ignore[union-attr]
+        for end in ends:
+            shrink(end)
+        reading = asyncio.ensure_future(read(link, board))
+        await until(lambda: board.running == 1)
+        ends[0].pause_reading()  # type: ignore[union-attr]
+        go.set()
+        await until(lambda: not guest.tasks)
+        assert guest._line is not None
+        assert guest._line.full
+        assert len(guest._waiting) <= 3, "what waits has been merged"
+        ends[0].resume_reading()  # type: ignore[union-attr]
+        found = await reading
+        assert spoken(found) == "x" * 1000 * count
+        ids = [one for event in found if isinstance(event, Delta) for one in event.token_ids]
+        assert ids == list(range(count))
 
 
 def shrink(transport: asyncio.Transport | None) -> None:
@@ -362,21 +316,18 @@ STRANGERS = [
 
 
 @pytest.mark.parametrize("said", STRANGERS)
-def test_a_stranger_is_cut_off_and_harms_nobody(said: bytes) -> None:
-    async def main() -> None:
-        board = Board("sim-0")
-        board.steps = words("Hello")
-        async with router(board) as (_, [link]):
-            address = board.outlet.address
-            assert address is not None
-            reader, writer = await asyncio.open_connection(address.host, address.port)
-            writer.write(said)
-            heard = await reader.read(-1) if await opened(reader) else b""
-            assert heard == b"", "nothing but the opening"
-            writer.close()
-            assert spoken(await read(link, board)) == "Hello"
-
-    run_loop(main())
+async def test_a_stranger_is_cut_off_and_harms_nobody(said: bytes) -> None:
+    board = Board("sim-0")
+    board.steps = words("Hello")
+    async with router(board) as (_, [link]):
+        address = board.outlet.address
+        assert address is not None
+        reader, writer = await asyncio.open_connection(address.host, address.port)
+        writer.write(said)
+        heard = await reader.read(-1) if await opened(reader) else b""
+        assert heard == b"", "nothing but the opening"
+        writer.close()
+        assert spoken(await read(link, board)) == "Hello"
 
 
 async def opened(reader: asyncio.StreamReader) -> bool:
@@ -388,44 +339,38 @@ async def opened(reader: asyncio.StreamReader) -> bool:
     return True
 
 
-def test_a_stranger_who_says_nothing_is_cut_off() -> None:
-    async def main() -> None:
-        board = Board("sim-0", HASTY)
-        async with router(board, connected=False):
-            address = board.outlet.address
-            assert address is not None
-            reader, writer = await asyncio.open_connection(address.host, address.port)
-            assert await opened(reader)
-            while board.outlet._open:
-                writer.write(b"x")  # a byte now and then is no proof
-                await asyncio.sleep(0.02)
+async def test_a_stranger_who_says_nothing_is_cut_off() -> None:
+    board = Board("sim-0", HASTY)
+    async with router(board, connected=False):
+        address = board.outlet.address
+        assert address is not None
+        reader, writer = await asyncio.open_connection(address.host, address.port)
+        assert await opened(reader)
+        while board.outlet._open:
+            writer.write(b"x")  # a byte now and then is no proof
+            await asyncio.sleep(0.02)
+        writer.close()
+
+
+async def test_strangers_never_have_more_than_a_few_connections() -> None:
+    board = Board("sim-0")  # patient: none of them is cut off for its silence
+    board.steps = words("Hello")
+    async with router(board) as (_, [link]):
+        address = board.outlet.address
+        assert address is not None
+        strangers = [
+            await asyncio.open_connection(address.host, address.port)
+            for _ in range(MAX_UNPROVEN + 20)
+        ]
+        cut = [asyncio.ensure_future(reader.read(-1)) for reader, _ in strangers]
+        # Whoever is cut off reads to the end, or finds the connection reset.
+        await until(lambda: sum(one.done() for one in cut) == 20)
+        assert len(board.outlet._open) == MAX_UNPROVEN + 1
+        assert spoken(await read(link, board)) == "Hello"
+        for one, (_, writer) in zip(cut, strangers, strict=True):
+            one.cancel()
             writer.close()
-
-    run_loop(main())
-
-
-def test_strangers_never_have_more_than_a_few_connections() -> None:
-    async def main() -> None:
-        board = Board("sim-0")  # patient: none of them is cut off for its silence
-        board.steps = words("Hello")
-        async with router(board) as (_, [link]):
-            address = board.outlet.address
-            assert address is not None
-            strangers = [
-                await asyncio.open_connection(address.host, address.port)
-                for _ in range(MAX_UNPROVEN + 20)
-            ]
-            cut = [asyncio.ensure_future(reader.read(-1)) for reader, _ in strangers]
-            # Whoever is cut off reads to the end, or finds the connection reset.
-            await until(lambda: sum(one.done() for one in cut) == 20)
-            assert len(board.outlet._open) == MAX_UNPROVEN + 1
-            assert spoken(await read(link, board)) == "Hello"
-            for one, (_, writer) in zip(cut, strangers, strict=True):
-                one.cancel()
-                writer.close()
-            await asyncio.gather(*cut, return_exceptions=True)
-
-    run_loop(main())
+        await asyncio.gather(*cut, return_exceptions=True)
 
 
 @pytest.mark.parametrize(
@@ -438,40 +383,34 @@ def test_strangers_never_have_more_than_a_few_connections() -> None:
         pytest.param(HEARTBEAT + frame(b"[[1"), id="half of a frame's words"),
     ],
 )
-def test_a_peer_that_talks_nonsense_loses_its_connection(garbage: bytes) -> None:
-    async def main() -> None:
-        async with answering() as (board, channels, link, events):
-            (line,) = board.outlet._open
-            line._transport.write(garbage)  # type: ignore[union-attr]
-            with pytest.raises(BoardFailed):
-                await anext(events)
-            await until(lambda: board.running == 0)
-            await connect(channels, [board], [link])
-            board.steps = words("again")
-            assert spoken(await read(link, board)) == "again"
-
-    run_loop(main())
-
-
-def test_half_a_frame_is_waited_for() -> None:
-    async def main() -> None:
-        board, go = Board("sim-0"), asyncio.Event()
-        board.steps = [accepted("sim-0"), go, Delta("b", (2,)), finished(2)]
-        async with router(board) as (_, [link]):
-            events = link.open(REQUEST, "replica of sim-0")
+async def test_a_peer_that_talks_nonsense_loses_its_connection(garbage: bytes) -> None:
+    async with answering() as (board, channels, link, events):
+        (line,) = board.outlet._open
+        line._transport.write(garbage)  # type: ignore[union-attr]
+        with pytest.raises(BoardFailed):
             await anext(events)
-            (line,) = board.outlet._open
-            transport = line._transport
-            assert transport is not None
-            for byte in frame(b'[[1,0,"a",[1]]]'):
-                transport.write(bytes([byte]))
-                await asyncio.sleep(0)
-            assert await anext(events) == Delta("a", (1,))
-            go.set()
-            assert await anext(events) == Delta("b", (2,))
-            await events.aclose()
+        await until(lambda: board.running == 0)
+        await connect(channels, [board], [link])
+        board.steps = words("again")
+        assert spoken(await read(link, board)) == "again"
 
-    run_loop(main())
+
+async def test_half_a_frame_is_waited_for() -> None:
+    board, go = Board("sim-0"), asyncio.Event()
+    board.steps = [accepted("sim-0"), go, Delta("b", (2,)), finished(2)]
+    async with router(board) as (_, [link]):
+        events = link.open(REQUEST, "replica of sim-0")
+        await anext(events)
+        (line,) = board.outlet._open
+        transport = line._transport
+        assert transport is not None
+        for byte in frame(b'[[1,0,"a",[1]]]'):
+            transport.write(bytes([byte]))
+            await asyncio.sleep(0)
+        assert await anext(events) == Delta("a", (1,))
+        go.set()
+        assert await anext(events) == Delta("b", (2,))
+        await events.aclose()
 
 
 @pytest.mark.parametrize(
@@ -486,21 +425,18 @@ def test_half_a_frame_is_waited_for() -> None:
         pytest.param([[7, 0, "r", "m", [1], 4], [7, 0, "r", "m", [1], 4]], id="one number twice"),
     ],
 )
-def test_a_router_that_talks_nonsense_is_cut_off(said: list[list[object]]) -> None:
-    async def main() -> None:
-        board = Board("sim-0")
-        board.steps = [accepted("sim-0"), asyncio.Event()]
-        async with router(board) as (channels, [link]):
-            line = channels.line("replica of sim-0")
-            assert line is not None
-            line.line.send(said)
-            await until(lambda: not line.open)
-            await until(lambda: board.running == 0 and not board.outlet._open)
-            await connect(channels, [board], [link])
-            board.steps = words("again")
-            assert spoken(await read(link, board)) == "again"
-
-    run_loop(main())
+async def test_a_router_that_talks_nonsense_is_cut_off(said: list[list[object]]) -> None:
+    board = Board("sim-0")
+    board.steps = [accepted("sim-0"), asyncio.Event()]
+    async with router(board) as (channels, [link]):
+        line = channels.line("replica of sim-0")
+        assert line is not None
+        line.line.send(said)
+        await until(lambda: not line.open)
+        await until(lambda: board.running == 0 and not board.outlet._open)
+        await connect(channels, [board], [link])
+        board.steps = words("again")
+        assert spoken(await read(link, board)) == "again"
 
 
 @pytest.mark.parametrize(
@@ -533,163 +469,133 @@ def test_a_bug_of_the_board_is_told_as_one_and_costs_no_other_stream(
     assert words in caplog.text
 
 
-def test_reports_come_over_connections_once_they_are_there() -> None:
-    async def main() -> None:
-        board = Board("sim-0")
-        async with router(board) as (_, [link]):
-            board.reports.clear()
-            assert [one.board_id for one in await link.reports()] == ["sim-0"]
-            assert board.reports == ["channel"]
-            assert link.complete
-
-    run_loop(main())
+async def test_reports_come_over_connections_once_they_are_there() -> None:
+    board = Board("sim-0")
+    async with router(board) as (_, [link]):
+        board.reports.clear()
+        assert [one.board_id for one in await link.reports()] == ["sim-0"]
+        assert board.reports == ["channel"]
+        assert link.complete
 
 
-def test_who_does_not_report_over_its_connection_is_asked_by_ray() -> None:
-    async def main() -> None:
-        board = Board("sim-0")
-        async with router(board, report_timeout_s=0.2) as (_, [link]):
-            board.reports.clear()
-            board.mute = asyncio.Event()
-            assert [one.board_id for one in await link.reports()] == ["sim-0"]
-            assert board.reports == ["channel", "ray"]
-
-    run_loop(main())
+async def test_who_does_not_report_over_its_connection_is_asked_by_ray() -> None:
+    board = Board("sim-0")
+    async with router(board, report_timeout_s=0.2) as (_, [link]):
+        board.reports.clear()
+        board.mute = asyncio.Event()
+        assert [one.board_id for one in await link.reports()] == ["sim-0"]
+        assert board.reports == ["channel", "ray"]
 
 
-def test_a_connection_that_is_lost_ends_the_wait_for_a_report() -> None:
-    async def main() -> None:
-        board = Board("sim-0")
-        async with router(board) as (channels, _):
-            line = channels.line("replica of sim-0")
-            assert line is not None
-            board.mute = asyncio.Event()
-            asked = asyncio.ensure_future(line.ask("report"))
-            await until(lambda: board.reports[-1] == "channel")
-            for one in list(board.outlet._open):
-                one._transport.abort()  # type: ignore[union-attr] # as its kernel does
-            with pytest.raises(ChannelLost):
-                await asked
-
-    run_loop(main())
+async def test_a_connection_that_is_lost_ends_the_wait_for_a_report() -> None:
+    board = Board("sim-0")
+    async with router(board) as (channels, _):
+        line = channels.line("replica of sim-0")
+        assert line is not None
+        board.mute = asyncio.Event()
+        asked = asyncio.ensure_future(line.ask("report"))
+        await until(lambda: board.reports[-1] == "channel")
+        for one in list(board.outlet._open):
+            one._transport.abort()  # type: ignore[union-attr] # as its kernel does
+        with pytest.raises(ChannelLost):
+            await asked
 
 
-def test_boards_are_told_what_the_cluster_shall_be_over_their_connections() -> None:
-    async def main() -> None:
-        board = Board("sim-0")
-        async with router(board) as (_, [link]):
-            said = await link.ask("replica of sim-0", "adopt", Desired(7), timeout_s=60.0)
-            assert said == Adoption("sim-0", 7, emitted=(("r", 7),))
-            board.steps = [StageFailed("sim-0", "no room")]
-            with pytest.raises(StageFailed, match="no room"):
-                await link.ask("replica of sim-0", "adopt", Desired(8), timeout_s=60.0)
-            heard: list[Emitted] = []
-            await link.ask_all("emitted", timeout_s=60.0, heard=heard.append)
-            assert heard == [Emitted("sim-0", (("r", 7),))]
-
-    run_loop(main())
+async def test_boards_are_told_what_the_cluster_shall_be_over_their_connections() -> None:
+    board = Board("sim-0")
+    async with router(board) as (_, [link]):
+        said = await link.ask("replica of sim-0", "adopt", Desired(7), timeout_s=60.0)
+        assert said == Adoption("sim-0", 7, emitted=(("r", 7),))
+        board.steps = [StageFailed("sim-0", "no room")]
+        with pytest.raises(StageFailed, match="no room"):
+            await link.ask("replica of sim-0", "adopt", Desired(8), timeout_s=60.0)
+        heard: list[Emitted] = []
+        await link.ask_all("emitted", timeout_s=60.0, heard=heard.append)
+        assert heard == [Emitted("sim-0", (("r", 7),))]
 
 
-def test_a_call_that_nobody_waits_for_any_more_ends_at_the_board() -> None:
-    async def main() -> None:
-        board = Board("sim-0")
-        async with router(board) as (_, [link]):
-            board.mute = asyncio.Event()
-            with pytest.raises(BoardSilent, match="nothing came within 0"):
-                await link.ask("replica of sim-0", "adopt", Desired(7), timeout_s=0.05)
-            await until(lambda: board.told == [7, -7])
-
-    run_loop(main())
+async def test_a_call_that_nobody_waits_for_any_more_ends_at_the_board() -> None:
+    board = Board("sim-0")
+    async with router(board) as (_, [link]):
+        board.mute = asyncio.Event()
+        with pytest.raises(BoardSilent, match="nothing came within 0"):
+            await link.ask("replica of sim-0", "adopt", Desired(7), timeout_s=0.05)
+        await until(lambda: board.told == [7, -7])
 
 
-def test_a_call_whose_connection_is_lost_goes_through_ray() -> None:
-    async def main() -> None:
-        board = Board("sim-0")
-        async with router(board) as (_, [link]):
-            board.mute = asyncio.Event()
-            asked = asyncio.ensure_future(
-                link.ask("replica of sim-0", "adopt", Desired(7), timeout_s=60.0)
-            )
-            await until(lambda: board.told == [7])
-            board.mute = None
-            for one in list(board.outlet._open):
-                one._transport.abort()  # type: ignore[union-attr] # as its kernel does
-            assert (await asked).epoch == 7
-            assert board.told[-1] == 7
-
-    run_loop(main())
+async def test_a_call_whose_connection_is_lost_goes_through_ray() -> None:
+    board = Board("sim-0")
+    async with router(board) as (_, [link]):
+        board.mute = asyncio.Event()
+        asked = asyncio.ensure_future(
+            link.ask("replica of sim-0", "adopt", Desired(7), timeout_s=60.0)
+        )
+        await until(lambda: board.told == [7])
+        board.mute = None
+        for one in list(board.outlet._open):
+            one._transport.abort()  # type: ignore[union-attr] # as its kernel does
+        assert (await asked).epoch == 7
+        assert board.told[-1] == 7
 
 
-def test_a_board_that_is_ended_finishes_its_answers_and_takes_no_others() -> None:
-    async def main() -> None:
-        board, go = Board("sim-0"), asyncio.Event()
-        board.steps = [accepted("sim-0"), go, Delta("a", (1,)), finished(1)]
-        async with router(board) as (_, [link]):
-            reading = asyncio.ensure_future(read(link, board))
-            await until(lambda: board.running == 1)
-            drained = asyncio.ensure_future(board.outlet.drain(120.0))
-            with pytest.raises(BoardFailed, match="its replica is being ended"):
-                await read(link, board)
-            assert not drained.done()
-            go.set()
-            await drained
-            assert spoken(await reading) == "a"
-            assert len(board.requests) == 1
-
-    run_loop(main())
+async def test_a_board_that_is_ended_finishes_its_answers_and_takes_no_others() -> None:
+    board, go = Board("sim-0"), asyncio.Event()
+    board.steps = [accepted("sim-0"), go, Delta("a", (1,)), finished(1)]
+    async with router(board) as (_, [link]):
+        reading = asyncio.ensure_future(read(link, board))
+        await until(lambda: board.running == 1)
+        drained = asyncio.ensure_future(board.outlet.drain(120.0))
+        with pytest.raises(BoardFailed, match="its replica is being ended"):
+            await read(link, board)
+        assert not drained.done()
+        go.set()
+        await drained
+        assert spoken(await reading) == "a"
+        assert len(board.requests) == 1
 
 
-def test_a_board_that_is_ended_waits_no_longer_than_it_may() -> None:
-    async def main() -> None:
-        board = Board("sim-0")
-        board.steps = [accepted("sim-0"), asyncio.Event()]
-        async with router(board) as (_, [link]):
-            reading = asyncio.ensure_future(read(link, board))
-            await until(lambda: board.running == 1)
-            await board.outlet.drain(0.05)
-            await board.outlet.close()
-            with pytest.raises(BoardFailed):
-                await reading
-
-    run_loop(main())
+async def test_a_board_that_is_ended_waits_no_longer_than_it_may() -> None:
+    board = Board("sim-0")
+    board.steps = [accepted("sim-0"), asyncio.Event()]
+    async with router(board) as (_, [link]):
+        reading = asyncio.ensure_future(read(link, board))
+        await until(lambda: board.running == 1)
+        await board.outlet.drain(0.05)
+        await board.outlet.close()
+        with pytest.raises(BoardFailed):
+            await reading
 
 
-def test_boards_take_ports_of_a_range_and_one_too_many_goes_without() -> None:
-    async def main() -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        config = ChannelConfig(ports=(port, port))
-        first, second = Board("sim-0", config), Board("sim-1", config)
-        await first.outlet.listen("127.0.0.1")
-        assert first.outlet.address is not None
-        assert first.outlet.address.port == port
-        with pytest.raises(OSError, match="address already in use"):
-            await second.outlet.listen("127.0.0.1")
-        assert second.outlet.address is None
-        await first.outlet.close()
-
-    run_loop(main())
+async def test_boards_take_ports_of_a_range_and_one_too_many_goes_without() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    config = ChannelConfig(ports=(port, port))
+    first, second = Board("sim-0", config), Board("sim-1", config)
+    await first.outlet.listen("127.0.0.1")
+    assert first.outlet.address is not None
+    assert first.outlet.address.port == port
+    with pytest.raises(OSError, match="address already in use"):
+        await second.outlet.listen("127.0.0.1")
+    assert second.outlet.address is None
+    await first.outlet.close()
 
 
 def test_an_address_does_not_show_its_key() -> None:
     assert "kkkk" not in repr(ChannelAddress("sim-0", "127.0.0.1", 1, b"k" * 32))
 
 
-def test_a_router_that_ends_cuts_its_connections() -> None:
-    async def main() -> None:
-        board = Board("sim-0")
-        board.steps = [accepted("sim-0"), asyncio.Event()]
-        channels = ChannelClient(PATIENT)
-        link = RayLink(board, "sim-0", 60.0, channels)
-        await board.outlet.listen("127.0.0.1")
-        await connect(channels, [board], [link])
-        events = link.open(REQUEST, "replica of sim-0")
+async def test_a_router_that_ends_cuts_its_connections() -> None:
+    board = Board("sim-0")
+    board.steps = [accepted("sim-0"), asyncio.Event()]
+    channels = ChannelClient(PATIENT)
+    link = RayLink(board, "sim-0", 60.0, channels)
+    await board.outlet.listen("127.0.0.1")
+    await connect(channels, [board], [link])
+    events = link.open(REQUEST, "replica of sim-0")
+    await anext(events)
+    await channels.close()
+    with pytest.raises(BoardFailed):
         await anext(events)
-        await channels.close()
-        with pytest.raises(BoardFailed):
-            await anext(events)
-        await until(lambda: board.running == 0 and not board.outlet._open)
-        await board.outlet.close()
-
-    run_loop(main())
+    await until(lambda: board.running == 0 and not board.outlet._open)
+    await board.outlet.close()

@@ -241,27 +241,23 @@ def test_a_board_calls_a_strict_tool_by_its_schema(
     run_loop(ask())
 
 
-def test_a_router_refuses_a_strict_tool_whose_schema_has_no_grammar() -> None:
+async def test_a_router_refuses_a_strict_tool_whose_schema_has_no_grammar() -> None:
     bad = {"type": "object", "properties": {"a": {"not": {"type": "null"}}}}
-
-    async def main() -> None:
-        of = house("a")
-        try:
-            for choice, strict, status in (
-                ("required", True, 400),
-                ("required", False, 200),
-                ("auto", True, 200),
-            ):
-                offered = [tool("good", EMPTY), tool("bad", bad, strict=strict)]
-                body = chat(tools=offered, tool_choice=choice)
-                response = await of("POST", CHAT, json=body)
-                assert response.status_code == status, response.text
-                if status == 400:
-                    error = response.json()["error"]
-                    assert error["param"] == "tools"
-                    assert "the tool 'bad'" in error["message"]
-        finally:
-            await of.service.guiding.close()
-        of.expect_nothing_left()
-
-    run_loop(main())
+    of = house("a")
+    try:
+        for choice, strict, status in (
+            ("required", True, 400),
+            ("required", False, 200),
+            ("auto", True, 200),
+        ):
+            offered = [tool("good", EMPTY), tool("bad", bad, strict=strict)]
+            body = chat(tools=offered, tool_choice=choice)
+            response = await of("POST", CHAT, json=body)
+            assert response.status_code == status, response.text
+            if status == 400:
+                error = response.json()["error"]
+                assert error["param"] == "tools"
+                assert "the tool 'bad'" in error["message"]
+    finally:
+        await of.service.guiding.close()
+    of.expect_nothing_left()

@@ -11,7 +11,6 @@ from rkserve.board.answer.hooks import Action, Continue, Decoded, Pause, Replace
 from rkserve.core.errors import HookFailed
 from rkserve.core.messages import GenerateRequest
 from tests.support.boards.board_bench import text_of
-from tests.support.boards.fakes import run_loop
 from tests.support.sim.sim_board import GREEDY, Sim, ask, chat
 
 ODD: Any = object()
@@ -31,32 +30,29 @@ class Nonsense:
         return ""
 
 
-def test_a_malformed_action_reaches_neither_the_engine_nor_other_generations(
+async def test_a_malformed_action_reaches_neither_the_engine_nor_other_generations(
     tmp_path: Path,
 ) -> None:
-    async def main() -> None:
-        async with Sim(tmp_path).board() as board:
-            before = text_of(await ask(board, PROMPT, max_tokens=12, sampling=GREEDY))
-            for action in (
-                Replace((1,), ODD),
-                Replace((ODD,), "x"),
-                Replace((1,), "x", last=ODD),
-                Replace((), "x", last=ODD, in_context=False),
-                Replace((2**31,), "x"),
-                Pause(reason=ODD),
-                Continue(ODD),
-                ODD,
-            ):
-                asked = GenerateRequest("r", "sim-chat", PROMPT, 30, sampling=GREEDY)
-                nonsense = Nonsense(action)
+    async with Sim(tmp_path).board() as board:
+        before = text_of(await ask(board, PROMPT, max_tokens=12, sampling=GREEDY))
+        for action in (
+            Replace((1,), ODD),
+            Replace((ODD,), "x"),
+            Replace((1,), "x", last=ODD),
+            Replace((), "x", last=ODD, in_context=False),
+            Replace((2**31,), "x"),
+            Pause(reason=ODD),
+            Continue(ODD),
+            ODD,
+        ):
+            asked = GenerateRequest("r", "sim-chat", PROMPT, 30, sampling=GREEDY)
+            nonsense = Nonsense(action)
 
-                def factory(_: GenerateRequest, made: Nonsense = nonsense) -> Nonsense:
-                    return made
+            def factory(_: GenerateRequest, made: Nonsense = nonsense) -> Nonsense:
+                return made
 
-                with pytest.raises(HookFailed):
-                    async for _ in board.generate(asked, [factory]):
-                        pass
-            assert text_of(await ask(board, PROMPT, max_tokens=12, sampling=GREEDY)) == before
-            assert board.report().engine_starts == 1
-
-    run_loop(main(), 60.0)
+            with pytest.raises(HookFailed):
+                async for _ in board.generate(asked, [factory]):
+                    pass
+        assert text_of(await ask(board, PROMPT, max_tokens=12, sampling=GREEDY)) == before
+        assert board.report().engine_starts == 1

@@ -225,15 +225,12 @@ def other_release(place: Path) -> Path:
         pytest.param(other_release, ReleaseRefused, r"1\.3\.1", id="an unknown release"),
     ],
 )
-def test_a_library_that_cannot_be_used_is_refused_with_the_reason(
+async def test_a_library_that_cannot_be_used_is_refused_with_the_reason(
     sim: Sim, library: Callable[[Path], Path], error: type[NativeError], words: str
 ) -> None:
-    async def main() -> None:
-        with pytest.raises(error, match=words) as refused:
-            await EngineProcess.start("b", replace(sim.spec(), library=str(library(sim.place))))
-        assert type(refused.value) is error
-
-    run_loop(main())
+    with pytest.raises(error, match=words) as refused:
+        await EngineProcess.start("b", replace(sim.spec(), library=str(library(sim.place))))
+    assert type(refused.value) is error
 
 
 @both_releases
@@ -331,21 +328,17 @@ def test_an_engine_ends_when_its_stdin_closes() -> None:
         assert process.returncode == 0
 
 
-def test_an_engine_in_the_middle_of_a_run_ends_when_its_stdin_closes(sim: Sim) -> None:
+async def test_an_engine_in_the_middle_of_a_run_ends_when_its_stdin_closes(sim: Sim) -> None:
     """What happens when a board's replica is killed: nothing may go on holding the NPU."""
-
-    async def main() -> None:
-        async with sim.engine() as engine:
-            sim.fault("hang_at_token:4")
-            got = Recorder()
-            ended = engine.run(command(chat("Count to 50")), got)
-            await got.first.wait()
-            engine._child.close_stdin()
-            await asyncio.wait_for(asyncio.shield(engine.died), 60)
-            with pytest.raises(EngineDied):
-                await ended
-
-    run_loop(main())
+    async with sim.engine() as engine:
+        sim.fault("hang_at_token:4")
+        got = Recorder()
+        ended = engine.run(command(chat("Count to 50")), got)
+        await got.first.wait()
+        engine._child.close_stdin()
+        await asyncio.wait_for(asyncio.shield(engine.died), 60)
+        with pytest.raises(EngineDied):
+            await ended
 
 
 @pytest.mark.parametrize(

@@ -76,20 +76,17 @@ def test_every_entry_of_a_batch_gets_its_own_answer(sim: Sim, release: str) -> N
 
 
 @pytest.mark.parametrize("count", [1, 3, 5])
-def test_a_batch_of_another_size_never_reaches_the_library(sim: Sim, count: int) -> None:
-    async def main() -> None:
-        async with loaded(sim, n_batch=4) as engine:
-            got = Recorder()
-            entries = (repeat("x"),) * count
-            ended = await engine.run(RunCommand(1, entries), got)
-            assert (ended.end, got.entries) == (RunEnd.FAILED, {})
-            assert ended.error is not None
-            assert "4" in ended.error
-            ended = await engine.run(RunCommand(2, (repeat("x"),) * 4), got)
-            assert ended.in_order
-            assert got.entry_data == dict.fromkeys(range(4), b"x")
-
-    run_loop(main())
+async def test_a_batch_of_another_size_never_reaches_the_library(sim: Sim, count: int) -> None:
+    async with loaded(sim, n_batch=4) as engine:
+        got = Recorder()
+        entries = (repeat("x"),) * count
+        ended = await engine.run(RunCommand(1, entries), got)
+        assert (ended.end, got.entries) == (RunEnd.FAILED, {})
+        assert ended.error is not None
+        assert "4" in ended.error
+        ended = await engine.run(RunCommand(2, (repeat("x"),) * 4), got)
+        assert ended.in_order
+        assert got.entry_data == dict.fromkeys(range(4), b"x")
 
 
 def test_an_abort_ends_every_entry_of_a_batch(sim: Sim) -> None:
@@ -126,25 +123,21 @@ def test_a_run_speaks_through_the_adapter_that_it_names(sim: Sim, release: str) 
     run_loop(main())
 
 
-def test_an_adapter_that_cannot_be_had_is_refused_and_the_engine_goes_on(sim: Sim) -> None:
+async def test_an_adapter_that_cannot_be_had_is_refused_and_the_engine_goes_on(sim: Sim) -> None:
     good = adapters.write(sim.place / "good", "the good")
     bad = sim.place / "bad"
     bad.write_bytes(good.read_bytes()[:-1] + b"!")
-
-    async def main() -> None:
-        async with loaded(sim) as engine:
-            with pytest.raises(CallFailed, match=r"rkllm_load_lora .*said: E rkllm"):
-                await engine.call("load_adapter", path=str(bad), name="bad")
+    async with loaded(sim) as engine:
+        with pytest.raises(CallFailed, match=r"rkllm_load_lora .*said: E rkllm"):
+            await engine.call("load_adapter", path=str(bad), name="bad")
+        await engine.call("load_adapter", path=str(good), name="good")
+        with pytest.raises(Misuse, match="good"):
             await engine.call("load_adapter", path=str(good), name="good")
-            with pytest.raises(Misuse, match="good"):
-                await engine.call("load_adapter", path=str(good), name="good")
-            ended = await engine.run(command(WHO, 1, adapter="bad"), Recorder())
-            assert ended.end is RunEnd.FAILED
-            assert ended.error is not None
-            assert "bad" in ended.error
-            assert "the good" in await say(engine, WHO, 2, adapter="good")
-
-    run_loop(main())
+        ended = await engine.run(command(WHO, 1, adapter="bad"), Recorder())
+        assert ended.end is RunEnd.FAILED
+        assert ended.error is not None
+        assert "bad" in ended.error
+        assert "the good" in await say(engine, WHO, 2, adapter="good")
 
 
 # -- prompt caches ----------------------------------------------------------------------------
@@ -175,19 +168,17 @@ def test_a_cache_saves_its_prefill_and_is_gone_after_its_release(sim: Sim, relea
 
 
 @pytest.mark.parametrize("content", [None, b"no cache at all"], ids=["missing", "damaged"])
-def test_a_cache_that_is_refused_costs_time_and_no_answer(sim: Sim, content: bytes | None) -> None:
+async def test_a_cache_that_is_refused_costs_time_and_no_answer(
+    sim: Sim, content: bytes | None
+) -> None:
     file = sim.place / "kv.cache"
     if content is not None:
         file.write_bytes(content)
-
-    async def main() -> None:
-        async with loaded(sim) as engine:
-            got = Recorder()
-            ended = await engine.run(command(chat("Count to 3"), load_cache=str(file)), got)
-            assert ended.in_order
-            assert got.data == b"1, 2, 3."
-            assert ended.perf.prefill_tokens == len(chat("Count to 3"))
-            assert ended.cache_refused is not None
-            assert "kv.cache" in ended.cache_refused
-
-    run_loop(main())
+    async with loaded(sim) as engine:
+        got = Recorder()
+        ended = await engine.run(command(chat("Count to 3"), load_cache=str(file)), got)
+        assert ended.in_order
+        assert got.data == b"1, 2, 3."
+        assert ended.perf.prefill_tokens == len(chat("Count to 3"))
+        assert ended.cache_refused is not None
+        assert "kv.cache" in ended.cache_refused

@@ -199,24 +199,21 @@ def test_an_abort_while_a_pause_is_wanted_ends_the_run(
     run_loop(main())
 
 
-def test_a_resumption_that_is_aborted_before_it_begins_leaves_the_pause_in_place(
+async def test_a_resumption_that_is_aborted_before_it_begins_leaves_the_pause_in_place(
     sim: Sim,
 ) -> None:
-    async def main() -> None:
-        async with sim.engine() as engine:
-            plain = await whole(sim, engine, COUNT)
-            got, _ = await paused_at(sim, engine, command(COUNT, 2001), 5)
-            gate = engine.call("kv_sizes")  # the abort overtakes what waits behind a call
-            resumed = Recorder()
-            asked = command(tuple(got.ids[-1:]), 2002, resume=True)
-            engine.abort(2002)
-            assert (await engine.run(asked, resumed)).end is None
-            assert (await gate, resumed.ids) == ((len(COUNT) + len(got.ids) - 1,), [])
-            asked = command(tuple(got.ids[-1:]), 2003, resume=True)
-            assert (await engine.run(asked, resumed)).end is RunEnd.FINISHED
-            assert got.data + resumed.data == plain.data
-
-    run_loop(main())
+    async with sim.engine() as engine:
+        plain = await whole(sim, engine, COUNT)
+        got, _ = await paused_at(sim, engine, command(COUNT, 2001), 5)
+        gate = engine.call("kv_sizes")  # the abort overtakes what waits behind a call
+        resumed = Recorder()
+        asked = command(tuple(got.ids[-1:]), 2002, resume=True)
+        engine.abort(2002)
+        assert (await engine.run(asked, resumed)).end is None
+        assert (await gate, resumed.ids) == ((len(COUNT) + len(got.ids) - 1,), [])
+        asked = command(tuple(got.ids[-1:]), 2003, resume=True)
+        assert (await engine.run(asked, resumed)).end is RunEnd.FINISHED
+        assert got.data + resumed.data == plain.data
 
 
 @pytest.mark.parametrize(
@@ -227,40 +224,36 @@ def test_a_resumption_that_is_aborted_before_it_begins_leaves_the_pause_in_place
         pytest.param((-3, 5), id="before the beginning"),
     ],
 )
-def test_a_cut_that_is_refused_leaves_the_pause_in_place(sim: Sim, cut: tuple[int, int]) -> None:
-    async def main() -> None:
-        async with sim.engine() as engine:
-            plain = await whole(sim, engine, COUNT)
-            got, paused = await paused_at(sim, engine, command(COUNT, 2001), 5)
-            resumed = Recorder()
-            asked = command(tuple(got.ids[-1:]), 2002, resume=True, cut=(cut,))
-            ended = await engine.run(asked, resumed)
-            assert (ended.end, resumed.ids) == (RunEnd.FAILED, [])
-            assert ended.error is not None
-            assert str(abs(cut[0])) in ended.error
-            assert await engine.call("kv_sizes") == paused.kv_positions
-            asked = command(tuple(got.ids[-1:]), 2003, resume=True)
-            assert (await engine.run(asked, resumed)).end is RunEnd.FINISHED
-            assert got.data + resumed.data == plain.data
+async def test_a_cut_that_is_refused_leaves_the_pause_in_place(
+    sim: Sim, cut: tuple[int, int]
+) -> None:
+    async with sim.engine() as engine:
+        plain = await whole(sim, engine, COUNT)
+        got, paused = await paused_at(sim, engine, command(COUNT, 2001), 5)
+        resumed = Recorder()
+        asked = command(tuple(got.ids[-1:]), 2002, resume=True, cut=(cut,))
+        ended = await engine.run(asked, resumed)
+        assert (ended.end, resumed.ids) == (RunEnd.FAILED, [])
+        assert ended.error is not None
+        assert str(abs(cut[0])) in ended.error
+        assert await engine.call("kv_sizes") == paused.kv_positions
+        asked = command(tuple(got.ids[-1:]), 2003, resume=True)
+        assert (await engine.run(asked, resumed)).end is RunEnd.FINISHED
+        assert got.data + resumed.data == plain.data
 
-    run_loop(main())
 
-
-def test_a_run_that_does_not_resume_is_refused_while_the_handle_is_paused(sim: Sim) -> None:
-    async def main() -> None:
-        async with sim.engine() as engine:
-            await paused_at(sim, engine, command(COUNT, 1), 3)
-            ended = await engine.run(command(COUNT, 2), Recorder())
-            assert (ended.end, ended.error) == (
-                RunEnd.FAILED,
-                "'run' is not allowed while the handle is paused",
-            )
-            for method in ("clear_kv", "load_adapter", "release_cache"):
-                args = {"path": "/a", "name": "n"} if method == "load_adapter" else {}
-                with pytest.raises(Misuse, match="paused"):
-                    await engine.call(method, **args)
-
-    run_loop(main())
+async def test_a_run_that_does_not_resume_is_refused_while_the_handle_is_paused(sim: Sim) -> None:
+    async with sim.engine() as engine:
+        await paused_at(sim, engine, command(COUNT, 1), 3)
+        ended = await engine.run(command(COUNT, 2), Recorder())
+        assert (ended.end, ended.error) == (
+            RunEnd.FAILED,
+            "'run' is not allowed while the handle is paused",
+        )
+        for method in ("clear_kv", "load_adapter", "release_cache"):
+            args = {"path": "/a", "name": "n"} if method == "load_adapter" else {}
+            with pytest.raises(Misuse, match="paused"):
+                await engine.call(method, **args)
 
 
 @both_releases
@@ -300,63 +293,53 @@ def test_a_paused_engine_stops_in_order(sim: Sim, release: str) -> None:
     run_loop(main())
 
 
-def test_an_engine_killed_while_paused_says_so_to_whoever_asks_and_frees_the_npu(
+async def test_an_engine_killed_while_paused_says_so_to_whoever_asks_and_frees_the_npu(
     sim: Sim,
 ) -> None:
-    async def main() -> None:
-        async with sim.engine() as engine:
-            got, _ = await paused_at(sim, engine, command(COUNT), 3)
-            os.kill(engine.pid, signal.SIGSTOP)
-            waiting = engine.call("drain")
-            resumed = engine.run(command(tuple(got.ids[-1:]), 2, resume=True), Recorder())
-            os.kill(engine.pid, signal.SIGKILL)
-            assert "SIGKILL" in await engine.died
-            late = engine.call("kv_sizes")
-            for unanswered in (waiting, resumed, late):
-                with pytest.raises(EngineDied, match="SIGKILL"):
-                    await unanswered
-            engine.pause(2)  # both are lost with it, and raise nothing
-            engine.abort(2)
-            with (sim.place / "npu.fence").open() as fence:
-                fcntl.flock(fence, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-    run_loop(main())
+    async with sim.engine() as engine:
+        got, _ = await paused_at(sim, engine, command(COUNT), 3)
+        os.kill(engine.pid, signal.SIGSTOP)
+        waiting = engine.call("drain")
+        resumed = engine.run(command(tuple(got.ids[-1:]), 2, resume=True), Recorder())
+        os.kill(engine.pid, signal.SIGKILL)
+        assert "SIGKILL" in await engine.died
+        late = engine.call("kv_sizes")
+        for unanswered in (waiting, resumed, late):
+            with pytest.raises(EngineDied, match="SIGKILL"):
+                await unanswered
+        engine.pause(2)  # both are lost with it, and raise nothing
+        engine.abort(2)
+        with (sim.place / "npu.fence").open() as fence:
+            fcntl.flock(fence, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 # -- calls ------------------------------------------------------------------------------------
 
 
-def test_a_call_waits_for_the_run_before_it(sim: Sim) -> None:
-    async def main() -> None:
-        async with sim.engine() as engine:
-            got = Recorder()
-            sim.gate("token:1")
-            running = engine.run(command(COUNT, keep_history=True), got)
-            await sim.at_gate()
-            asked = engine.call("kv_sizes")
-            _, late = await asyncio.wait({running, asked}, timeout=0.2)
-            assert late == {running, asked}
-            sim.pace(0)
-            sizes = await asked
-            assert running.done()
-            assert sizes == (await running).kv_positions == (len(COUNT) + len(got.ids) - 1,)
-
-    run_loop(main())
+async def test_a_call_waits_for_the_run_before_it(sim: Sim) -> None:
+    async with sim.engine() as engine:
+        got = Recorder()
+        sim.gate("token:1")
+        running = engine.run(command(COUNT, keep_history=True), got)
+        await sim.at_gate()
+        asked = engine.call("kv_sizes")
+        _, late = await asyncio.wait({running, asked}, timeout=0.2)
+        assert late == {running, asked}
+        sim.pace(0)
+        sizes = await asked
+        assert running.done()
+        assert sizes == (await running).kv_positions == (len(COUNT) + len(got.ids) - 1,)
 
 
-def test_a_call_that_the_library_refuses_is_explained_in_its_own_words(sim: Sim) -> None:
+async def test_a_call_that_the_library_refuses_is_explained_in_its_own_words(sim: Sim) -> None:
     broken = sim.place / "broken.rkllm"
     broken.write_bytes(b"no adapter at all")
-
-    async def main() -> None:
-        async with sim.engine() as engine:
-            with pytest.raises(CallFailed, match=r"rkllm_load_lora returned -1 .*said: E rk") as no:
-                await engine.call("load_adapter", path=str(broken), name="broken")
-            assert (no.value.function, no.value.return_code) == ("rkllm_load_lora", -1)
-            with pytest.raises(Misuse, match="known are drain"):
-                await engine.call("destroy")
-            got = Recorder()
-            await engine.run(command(chat("Count to 3")), got)
-            assert got.data == b"1, 2, 3."
-
-    run_loop(main())
+    async with sim.engine() as engine:
+        with pytest.raises(CallFailed, match=r"rkllm_load_lora returned -1 .*said: E rk") as no:
+            await engine.call("load_adapter", path=str(broken), name="broken")
+        assert (no.value.function, no.value.return_code) == ("rkllm_load_lora", -1)
+        with pytest.raises(Misuse, match="known are drain"):
+            await engine.call("destroy")
+        got = Recorder()
+        await engine.run(command(chat("Count to 3")), got)
+        assert got.data == b"1, 2, 3."

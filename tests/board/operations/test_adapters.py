@@ -27,6 +27,8 @@ from tests.support.boards.board_bench import SETTINGS, Bench, Listener, request,
 from tests.support.boards.fakes import FakeEngine, Script
 from tests.support.boards.own_time import run_loop
 
+pytestmark = pytest.mark.virtual_time
+
 TALK = Script([], model=talker(6))
 PROMPT = (5, 6, 7)
 SLOW = replace(TALK, pace_s=0.01)
@@ -186,16 +188,13 @@ def test_a_file_that_the_runtime_refuses_is_named_and_not_tried_again(tmp_path: 
     adapter_test(body, tmp_path)
 
 
-def test_a_board_without_a_folder_serves_no_adapter() -> None:
-    async def main() -> None:
-        bench = Bench()
-        await bench.board.start()
-        ref = AdapterRef("a", "1", "0" * 64)
-        with pytest.raises(AdapterBroken, match="serves no adapters"):
-            await Listener(bench.board, request(adapter=ref)).end()
-        await bench.board.stop()
-
-    run_loop(main())
+async def test_a_board_without_a_folder_serves_no_adapter() -> None:
+    bench = Bench()
+    await bench.board.start()
+    ref = AdapterRef("a", "1", "0" * 64)
+    with pytest.raises(AdapterBroken, match="serves no adapters"):
+        await Listener(bench.board, request(adapter=ref)).end()
+    await bench.board.stop()
 
 
 class DyingBench(AdapterBench):
@@ -214,17 +213,14 @@ class DyingBench(AdapterBench):
         return engine
 
 
-def test_an_adapter_that_kills_engines_is_tried_twice(tmp_path: Path) -> None:
-    async def main() -> None:
-        bench = DyingBench(tmp_path)
-        await bench.board.start()
-        with pytest.raises(EngineDied):
-            await bench.ask("a")
-        await until(lambda: len(bench.engines) == 3 and bench.state is BoardState.READY)
-        await bench.ask(None)
-        await bench.board.stop()
-
-    run_loop(main())
+async def test_an_adapter_that_kills_engines_is_tried_twice(tmp_path: Path) -> None:
+    bench = DyingBench(tmp_path)
+    await bench.board.start()
+    with pytest.raises(EngineDied):
+        await bench.ask("a")
+    await until(lambda: len(bench.engines) == 3 and bench.state is BoardState.READY)
+    await bench.ask(None)
+    await bench.board.stop()
 
 
 def test_the_bytes_of_the_files_count_and_are_reported(tmp_path: Path) -> None:

@@ -157,32 +157,29 @@ def test_a_release_does_not_wait_for_what_goes_on_where_another_adapter_stays_he
     play(tmp_path, body)
 
 
-def test_what_a_stream_was_not_read_of_comes_after_the_release(tmp_path: Path) -> None:
-    async def main() -> None:
-        (tmp_path / "oracle").mkdir()
-        async with governed(tmp_path) as told, governed(tmp_path / "oracle") as other:
-            other.sim.pace(0)
-            asked = GenerateRequest("slow", FOLDER.id, words(SAYING), 200, sampling=GREEDY)
-            ids: list[int] = []
-            told.stand(3)
-            told.stand(3)
-            async with aclosing(told.board.generate(asked)) as events:
-                async for event in events:
-                    ids += event.token_ids if isinstance(event, Delta) else ()
-                    if len(ids) >= 3:
-                        break
-                told.stand(20)  # nobody reads, and the board goes on
-                await until(lambda: told.board.generations()[0].tokens >= 20)
-                adoption = await told.hold()
-                assert adoption.held
-                reading = asyncio.ensure_future(anext(events))
-                await rest()
-                assert not reading.done()
-                await told.release()
-                event = await reading
-                while not isinstance(event, Finished):
-                    ids += event.token_ids if isinstance(event, Delta) else ()
-                    event = await anext(events)
-            assert ids == await Oracle(other).says(words(SAYING), 200)
-
-    run_loop(main(), 120.0)
+async def test_what_a_stream_was_not_read_of_comes_after_the_release(tmp_path: Path) -> None:
+    (tmp_path / "oracle").mkdir()
+    async with governed(tmp_path) as told, governed(tmp_path / "oracle") as other:
+        other.sim.pace(0)
+        asked = GenerateRequest("slow", FOLDER.id, words(SAYING), 200, sampling=GREEDY)
+        ids: list[int] = []
+        told.stand(3)
+        told.stand(3)
+        async with aclosing(told.board.generate(asked)) as events:
+            async for event in events:
+                ids += event.token_ids if isinstance(event, Delta) else ()
+                if len(ids) >= 3:
+                    break
+            told.stand(20)  # nobody reads, and the board goes on
+            await until(lambda: told.board.generations()[0].tokens >= 20)
+            adoption = await told.hold()
+            assert adoption.held
+            reading = asyncio.ensure_future(anext(events))
+            await rest()
+            assert not reading.done()
+            await told.release()
+            event = await reading
+            while not isinstance(event, Finished):
+                ids += event.token_ids if isinstance(event, Delta) else ()
+                event = await anext(events)
+        assert ids == await Oracle(other).says(words(SAYING), 200)

@@ -176,7 +176,7 @@ def test_usage_and_figures_count_the_tokens_of_all_texts(tmp_path: Path) -> None
     board_test(tmp_path, body)
 
 
-def test_in_text_mode_the_runtime_tokenizes_and_counts(tmp_path: Path) -> None:
+async def test_in_text_mode_the_runtime_tokenizes_and_counts(tmp_path: Path) -> None:
     async def body(board: Board, sim: Sim) -> None:
         asked = EmbedRequest("e/0", FOLDER.id, (), 0, texts=("The cat sat", "The dog ran"))
         _, embedded, finished = await collect(board.embed(asked))
@@ -187,12 +187,8 @@ def test_in_text_mode_the_runtime_tokenizes_and_counts(tmp_path: Path) -> None:
         assert embedded.vectors[:1] == await vectors(board, words("The cat sat"))
 
     sim = TextSim(tmp_path)
-
-    async def main() -> None:
-        async with sim.board(text_mode=True) as board:
-            await body(board, sim)
-
-    run_loop(main())
+    async with sim.board(text_mode=True) as board:
+        await body(board, sim)
 
 
 def test_vectors_of_an_adapter_are_its_own(tmp_path: Path) -> None:
@@ -260,7 +256,9 @@ def test_a_conversation_is_not_continued_over_the_vectors_of_another_text(tmp_pa
     board_test(tmp_path, body)
 
 
-def test_a_conversation_is_parked_for_vectors_and_comes_back_from_its_file(tmp_path: Path) -> None:
+async def test_a_conversation_is_parked_for_vectors_and_comes_back_from_its_file(
+    tmp_path: Path,
+) -> None:
     long = chat("word " * 80)
 
     async def body(board: Board, sim: Sim) -> None:
@@ -274,12 +272,8 @@ def test_a_conversation_is_parked_for_vectors_and_comes_back_from_its_file(tmp_p
 
     sim = Sim(tmp_path, sampling=GREEDY, quirks={"prompt_cache_save_with_history": True})
     store = CacheStore(tmp_path / "store", CacheFingerprint("m", "1.3.0"), 1 << 24)
-
-    async def main() -> None:
-        async with sim.board(caches=store, park_min_tokens=10) as board:
-            await body(board, sim)
-
-    run_loop(main())
+    async with sim.board(caches=store, park_min_tokens=10) as board:
+        await body(board, sim)
 
 
 def test_requests_for_vectors_wait_their_turn_and_are_refused_by_a_full_board(

@@ -15,7 +15,8 @@ from rkserve.fleet.prefix_index import PrefixIndex
 from rkserve.fleet.requests import InFlightRequest, RoutingRequest
 from tests.board.run.test_prompt_caching import LENGTH, CacheBench
 from tests.support.boards.board_bench import spoken
-from tests.support.boards.own_time import run_loop
+
+pytestmark = pytest.mark.virtual_time
 
 SHARED = tuple(range(9000, 9000 + 9 * BLOCK))
 LONG = 2048  # of a context on these boards
@@ -63,76 +64,67 @@ def holdings(bench: CacheBench) -> CachedPrefixes:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_what_a_run_finds_is_what_reports_and_guesses_said(seed: int, tmp_path: Path) -> None:
-    async def main() -> None:
-        rng = Random(seed)
-        bench = bench_of(tmp_path)
-        await bench.board.start()
-        reported, guessed = Told(), Told()
-        guessed.hear(bench)
-        talks = [(*SHARED, *range(100 * n, 100 * n + 40)) for n in range(1, 4)]
-        try:
-            for _ in range(9):
-                at = rng.randrange(len(talks))
-                prompt = talks[at]
-                reported.hear(bench)
-                stays = [(told, told.begin(prompt)) for told in (reported, guessed)]
-                finished = await bench.ask(prompt)
-                said = tuple(map(int, spoken(prompt, LENGTH).split()))
-                cached = finished.usage.cached_tokens
-                for told, stay in stays:
-                    assert stay.expected.tokens <= cached < stay.expected.tokens + STRIDE * BLOCK
-                    if stay.expected.live:
-                        assert stay.expected.tokens == cached
-                    told.end(stay, said, finished)
-                talks[at] = (*prompt, *said, *rng.sample(range(5000), rng.choice((3, 40, 70))))
-        finally:
-            await bench.board.stop()
-
-    run_loop(main())
+async def test_what_a_run_finds_is_what_reports_and_guesses_said(seed: int, tmp_path: Path) -> None:
+    rng = Random(seed)
+    bench = bench_of(tmp_path)
+    await bench.board.start()
+    reported, guessed = Told(), Told()
+    guessed.hear(bench)
+    talks = [(*SHARED, *range(100 * n, 100 * n + 40)) for n in range(1, 4)]
+    try:
+        for _ in range(9):
+            at = rng.randrange(len(talks))
+            prompt = talks[at]
+            reported.hear(bench)
+            stays = [(told, told.begin(prompt)) for told in (reported, guessed)]
+            finished = await bench.ask(prompt)
+            said = tuple(map(int, spoken(prompt, LENGTH).split()))
+            cached = finished.usage.cached_tokens
+            for told, stay in stays:
+                assert stay.expected.tokens <= cached < stay.expected.tokens + STRIDE * BLOCK
+                if stay.expected.live:
+                    assert stay.expected.tokens == cached
+                told.end(stay, said, finished)
+            talks[at] = (*prompt, *said, *rng.sample(range(5000), rng.choice((3, 40, 70))))
+    finally:
+        await bench.board.stop()
 
 
-def test_what_the_live_context_is_is_said_exactly(tmp_path: Path) -> None:
-    async def main() -> None:
-        bench = bench_of(tmp_path)
-        await bench.board.start()
-        try:
-            assert holdings(bench) == CachedPrefixes(appends=True, park_min=2 * BLOCK)
-            prompt = SHARED[:50]
-            await bench.ask(prompt)
-            live = holdings(bench).live
-            assert live is not None
-            ids = bench.board.live.context.ids
-            assert ids is not None
-            assert ids[: len(prompt)] == prompt
-            assert (live.tokens, live.tail) == (
-                len(ids),
-                BlockHashes(ids, seed_of(None)).tail(len(ids)),
-            )
-            assert bench.board.report().holdings is bench.board.report().holdings, "made once"
-        finally:
-            await bench.board.stop()
-
-    run_loop(main())
+async def test_what_the_live_context_is_is_said_exactly(tmp_path: Path) -> None:
+    bench = bench_of(tmp_path)
+    await bench.board.start()
+    try:
+        assert holdings(bench) == CachedPrefixes(appends=True, park_min=2 * BLOCK)
+        prompt = SHARED[:50]
+        await bench.ask(prompt)
+        live = holdings(bench).live
+        assert live is not None
+        ids = bench.board.live.context.ids
+        assert ids is not None
+        assert ids[: len(prompt)] == prompt
+        assert (live.tokens, live.tail) == (
+            len(ids),
+            BlockHashes(ids, seed_of(None)).tail(len(ids)),
+        )
+        assert bench.board.report().holdings is bench.board.report().holdings, "made once"
+    finally:
+        await bench.board.stop()
 
 
-def test_an_engine_that_has_gone_holds_files_and_nothing_live(tmp_path: Path) -> None:
-    async def main() -> None:
-        bench = bench_of(tmp_path)
-        await bench.board.start()
-        try:
-            await bench.ask(SHARED)
-            await bench.ask(SHARED[::-1])
-            held = holdings(bench)
-            assert held.live is not None
-            assert [file.tokens // BLOCK for file in held.files] == [9]
-            bench.engine.die("it was killed")
-            held = holdings(bench)
-            assert (held.live, len(held.files)) == (None, 1)
-        finally:
-            await bench.board.stop()
-
-    run_loop(main())
+async def test_an_engine_that_has_gone_holds_files_and_nothing_live(tmp_path: Path) -> None:
+    bench = bench_of(tmp_path)
+    await bench.board.start()
+    try:
+        await bench.ask(SHARED)
+        await bench.ask(SHARED[::-1])
+        held = holdings(bench)
+        assert held.live is not None
+        assert [file.tokens // BLOCK for file in held.files] == [9]
+        bench.engine.die("it was killed")
+        held = holdings(bench)
+        assert (held.live, len(held.files)) == (None, 1)
+    finally:
+        await bench.board.stop()
 
 
 @pytest.mark.parametrize(
@@ -146,33 +138,27 @@ def test_an_engine_that_has_gone_holds_files_and_nothing_live(tmp_path: Path) ->
         ),
     ],
 )
-def test_what_cannot_be_used_again_is_not_promised(
+async def test_what_cannot_be_used_again_is_not_promised(
     facts: dict[str, object], expected: CachedPrefixes, tmp_path: Path
 ) -> None:
-    async def main() -> None:
-        bench = bench_of(tmp_path)
-        await bench.board.start()
-        try:
-            bench.board.live.facts = replace(bench.board.live.facts, **facts)  # type: ignore[arg-type]
-            assert holdings(bench) == expected
-        finally:
-            await bench.board.stop()
-
-    run_loop(main())
+    bench = bench_of(tmp_path)
+    await bench.board.start()
+    try:
+        bench.board.live.facts = replace(bench.board.live.facts, **facts)  # type: ignore[arg-type]
+        assert holdings(bench) == expected
+    finally:
+        await bench.board.stop()
 
 
-def test_after_an_abort_only_what_pays_for_a_load_is_promised(tmp_path: Path) -> None:
-    async def main() -> None:
-        bench = bench_of(tmp_path, load_s=1.0)
-        await bench.board.start()
-        try:
-            await bench.ask(SHARED)
-            figures = bench.board.books.counters
-            figures.prefill_tokens, figures.prefill_ms = 1000, 2500.0
-            assert holdings(bench).park_min == 2 * BLOCK
-            bench.board.live.aborted = True
-            assert holdings(bench).park_min == 401, "a load takes a second, and each token 2.5 ms"
-        finally:
-            await bench.board.stop()
-
-    run_loop(main())
+async def test_after_an_abort_only_what_pays_for_a_load_is_promised(tmp_path: Path) -> None:
+    bench = bench_of(tmp_path, load_s=1.0)
+    await bench.board.start()
+    try:
+        await bench.ask(SHARED)
+        figures = bench.board.books.counters
+        figures.prefill_tokens, figures.prefill_ms = 1000, 2500.0
+        assert holdings(bench).park_min == 2 * BLOCK
+        bench.board.live.aborted = True
+        assert holdings(bench).park_min == 401, "a load takes a second, and each token 2.5 ms"
+    finally:
+        await bench.board.stop()

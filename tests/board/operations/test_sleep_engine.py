@@ -311,42 +311,36 @@ def test_a_board_that_recovers_from_a_crash_sleeps_without_that_load() -> None:
     play(body)
 
 
-def test_a_quarantined_board_sleeps_at_once_and_wakes_out_of_it() -> None:
-    async def main() -> None:
-        bench = Bench(settings=replace(SETTINGS, crash_limit=1, quarantine_s=3600.0))
-        told = Told(bench)
-        await bench.board.start()
-        bench.engine.die("SIGSEGV")
-        await told.in_state(BoardState.QUARANTINED)
-        assert (await told.nap()).level is SleepLevel.UNLOADED
-        assert bench.state is BoardState.ASLEEP
-        await told.wake()
-        assert (bench.state, len(bench.engines)) == (BoardState.READY, 2)
-        await bench.board.stop()
-
-    run_loop(main())
+async def test_a_quarantined_board_sleeps_at_once_and_wakes_out_of_it() -> None:
+    bench = Bench(settings=replace(SETTINGS, crash_limit=1, quarantine_s=3600.0))
+    told = Told(bench)
+    await bench.board.start()
+    bench.engine.die("SIGSEGV")
+    await told.in_state(BoardState.QUARANTINED)
+    assert (await told.nap()).level is SleepLevel.UNLOADED
+    assert bench.state is BoardState.ASLEEP
+    await told.wake()
+    assert (bench.state, len(bench.engines)) == (BoardState.READY, 2)
+    await bench.board.stop()
 
 
-def test_a_sleep_that_meets_a_quarantine_is_one_all_the_same() -> None:
-    async def main() -> None:
-        bench = Bench(TALK, settings=replace(SETTINGS, crash_limit=1, quarantine_s=3600.0))
-        told = Told(bench)
-        gate = asyncio.Event()
-        bench.scripts = [replace(TALK, prefill=gate), TALK]
-        await bench.board.start()
-        client = told.listen(*A)
-        await until(lambda: told.states() == [S.PREFILLING])
-        sleeping = asyncio.create_task(told.nap())
-        await until(lambda: told.board.report().queued == 1)
-        bench.engine.die("SIGSEGV")
-        assert (await sleeping).level is SleepLevel.UNLOADED
-        assert (bench.state, len(bench.engines)) == (BoardState.ASLEEP, 1)
-        await told.wake()
-        assert (bench.state, len(bench.engines)) == (BoardState.READY, 2)
-        await whole(client)
-        await bench.board.stop()
-
-    run_loop(main())
+async def test_a_sleep_that_meets_a_quarantine_is_one_all_the_same() -> None:
+    bench = Bench(TALK, settings=replace(SETTINGS, crash_limit=1, quarantine_s=3600.0))
+    told = Told(bench)
+    gate = asyncio.Event()
+    bench.scripts = [replace(TALK, prefill=gate), TALK]
+    await bench.board.start()
+    client = told.listen(*A)
+    await until(lambda: told.states() == [S.PREFILLING])
+    sleeping = asyncio.create_task(told.nap())
+    await until(lambda: told.board.report().queued == 1)
+    bench.engine.die("SIGSEGV")
+    assert (await sleeping).level is SleepLevel.UNLOADED
+    assert (bench.state, len(bench.engines)) == (BoardState.ASLEEP, 1)
+    await told.wake()
+    assert (bench.state, len(bench.engines)) == (BoardState.READY, 2)
+    await whole(client)
+    await bench.board.stop()
 
 
 def test_a_board_that_hangs_sleeps_once_its_engine_has_ended() -> None:
@@ -401,30 +395,27 @@ class Nobody:
         """Nobody waits."""
 
 
-def test_an_engine_that_comes_when_its_board_has_failed_is_ended() -> None:
-    async def main() -> None:
-        gate, loaded = gated()
-        engine = FakeEngine(lambda _: TALK)
+async def test_an_engine_that_comes_when_its_board_has_failed_is_ended() -> None:
+    gate, loaded = gated()
+    engine = FakeEngine(lambda _: TALK)
 
-        async def start() -> FakeEngine:
-            await loaded()
-            return engine
+    async def start() -> FakeEngine:
+        await loaded()
+        return engine
 
-        async def broken() -> None:
-            raise ZeroDivisionError("a bug")
+    async def broken() -> None:
+        raise ZeroDivisionError("a bug")
 
-        keeper = EngineSupervisor(SETTINGS, start, Nobody())
-        starting = asyncio.create_task(keeper.start())
-        await asyncio.sleep(0)
-        await asyncio.wait({keeper.spawn(broken())})
-        await until(lambda: keeper.state is BoardState.FAILED)
-        gate.set()
-        with pytest.raises(BoardOutOfOrder, match="a bug"):
-            await starting
-        assert (engine.stopped, keeper.state) == (True, BoardState.FAILED)
-        await keeper.stop()
-
-    run_loop(main())
+    keeper = EngineSupervisor(SETTINGS, start, Nobody())
+    starting = asyncio.create_task(keeper.start())
+    await asyncio.sleep(0)
+    await asyncio.wait({keeper.spawn(broken())})
+    await until(lambda: keeper.state is BoardState.FAILED)
+    gate.set()
+    with pytest.raises(BoardOutOfOrder, match="a bug"):
+        await starting
+    assert (engine.stopped, keeper.state) == (True, BoardState.FAILED)
+    await keeper.stop()
 
 
 async def cannot_load() -> None:
@@ -641,38 +632,35 @@ def test_a_report_says_how_long_nobody_has_used_the_board() -> None:
 
 
 @pytest.mark.parametrize("when", ["asleep", "falling asleep", "waking"])
-def test_a_replica_that_shuts_down_says_so_to_all(when: str) -> None:
-    async def main() -> None:
-        bench = Bench(settings=SETTINGS)
-        told = Told(bench)
-        await bench.board.start()
-        gate = asyncio.Event()
-        bench.scripts = [replace(TALK, prefill=gate)]
-        client = told.listen(*A)
-        await until(lambda: told.states() == [S.PREFILLING])
-        moving = asyncio.create_task(told.nap())
-        await until(lambda: told.states() == [S.PAUSED])
-        if when != "falling asleep":
-            gate.set()
+async def test_a_replica_that_shuts_down_says_so_to_all(when: str) -> None:
+    bench = Bench(settings=SETTINGS)
+    told = Told(bench)
+    await bench.board.start()
+    gate = asyncio.Event()
+    bench.scripts = [replace(TALK, prefill=gate)]
+    client = told.listen(*A)
+    await until(lambda: told.states() == [S.PREFILLING])
+    moving = asyncio.create_task(told.nap())
+    await until(lambda: told.states() == [S.PAUSED])
+    if when != "falling asleep":
+        gate.set()
+        await moving
+    if when == "waking":
+        _, load = gated()
+        bench.starts = [load]
+        moving = asyncio.create_task(told.wake())
+        await told.in_state(BoardState.LOADING)
+    else:
+        await until(lambda: bench.board.report().queued == (when == "falling asleep"))
+    await bench.board.stop()
+    if when == "asleep":
+        assert (await moving).level is SleepLevel.UNLOADED
+    else:
+        with pytest.raises(BoardFailed):
             await moving
-        if when == "waking":
-            _, load = gated()
-            bench.starts = [load]
-            moving = asyncio.create_task(told.wake())
-            await told.in_state(BoardState.LOADING)
-        else:
-            await until(lambda: bench.board.report().queued == (when == "falling asleep"))
-        await bench.board.stop()
-        if when == "asleep":
-            assert (await moving).level is SleepLevel.UNLOADED
-        else:
-            with pytest.raises(BoardFailed):
-                await moving
-        with pytest.raises(BoardOutOfOrder, match="shuts down"):
-            await client.end()
-        assert all(engine.died.done() for engine in bench.engines)
-
-    run_loop(main())
+    with pytest.raises(BoardOutOfOrder, match="shuts down"):
+        await client.end()
+    assert all(engine.died.done() for engine in bench.engines)
 
 
 def test_the_stand_in_of_an_engine_does_nothing() -> None:

@@ -27,7 +27,6 @@ from rkserve.core.errors import (
     ModelNotFound,
 )
 from rkserve.core.messages import GenerateRequest
-from tests.support.boards.fakes import run_loop
 from tests.support.boards.holding import LINE, governed, version_of
 
 ONE, TWO = version_of(b"one", "1"), version_of(b"two", "2")
@@ -188,40 +187,34 @@ def test_the_name_of_an_adapter_is_that_of_its_line_or_version() -> None:
     assert [adapter_name(one) for one in (asked(), asked(LINE), named)] == [None, LINE, LINE]
 
 
-def test_a_governed_board_serves_once_it_has_what_it_was_told_to(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with governed(tmp_path, governed=True) as told:
-            assert (told.board.report().state, told.board.report().epoch) == (
-                BoardState.JOINING,
-                None,
-            )
-            with pytest.raises(BoardBehind):
-                await told.ask().end()
-            staged = told.stage("v1", 1)
-            told.versions["v2"] = version_of(b"never sent", "v2")
-            adoption = await told.serve("v1")
-            assert adoption.missing == (told.versions["v2"],)
-            report = told.board.report()
-            assert (report.state, report.missing) == (BoardState.JOINING, 1)
-            assert report.staged == (staged.ref.key,)
-            del told.versions["v2"]
-            assert (await told.serve("v1")).missing == ()
-            assert told.board.report().state is BoardState.READY
-            await told.ask(max_tokens=3, line=LINE, min_epoch=2).end()
-            with pytest.raises(BoardBehind):
-                await told.ask(min_epoch=3).end()
-
-    run_loop(main())
+async def test_a_governed_board_serves_once_it_has_what_it_was_told_to(tmp_path: Path) -> None:
+    async with governed(tmp_path, governed=True) as told:
+        assert (told.board.report().state, told.board.report().epoch) == (
+            BoardState.JOINING,
+            None,
+        )
+        with pytest.raises(BoardBehind):
+            await told.ask().end()
+        staged = told.stage("v1", 1)
+        told.versions["v2"] = version_of(b"never sent", "v2")
+        adoption = await told.serve("v1")
+        assert adoption.missing == (told.versions["v2"],)
+        report = told.board.report()
+        assert (report.state, report.missing) == (BoardState.JOINING, 1)
+        assert report.staged == (staged.ref.key,)
+        del told.versions["v2"]
+        assert (await told.serve("v1")).missing == ()
+        assert told.board.report().state is BoardState.READY
+        await told.ask(max_tokens=3, line=LINE, min_epoch=2).end()
+        with pytest.raises(BoardBehind):
+            await told.ask(min_epoch=3).end()
 
 
-def test_generations_are_aborted_by_their_ids_or_all(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with governed(tmp_path) as told:
-            clients = [told.ask(max_tokens=400) for _ in range(4)]
-            await told.said(clients[0], 3)
-            assert told.board.abort_all(("g2", "g3/0", "nobody")) == 2
-            assert told.board.abort_all(None) == 2
-            assert told.board.abort_all(None) == 0
-            assert [(await one.end())[1].value for one in clients] == ["abort"] * 4
-
-    run_loop(main())
+async def test_generations_are_aborted_by_their_ids_or_all(tmp_path: Path) -> None:
+    async with governed(tmp_path) as told:
+        clients = [told.ask(max_tokens=400) for _ in range(4)]
+        await told.said(clients[0], 3)
+        assert told.board.abort_all(("g2", "g3/0", "nobody")) == 2
+        assert told.board.abort_all(None) == 2
+        assert told.board.abort_all(None) == 0
+        assert [(await one.end())[1].value for one in clients] == ["abort"] * 4

@@ -25,7 +25,8 @@ from rkserve.core.messages import (
     TranscriptToken,
     Usage,
 )
-from tests.support.boards.own_time import run_loop
+
+pytestmark = pytest.mark.virtual_time
 
 FAILED = EngineDied("b", "it was killed")
 ENDED = Finished(FinishReason.STOP, Usage(1, 1, 0), Timings(0.0, 0.0, 1, 0.0, 1, 0.0))
@@ -41,50 +42,41 @@ def job() -> Job:
     return made
 
 
-def test_what_is_muted_is_kept_back_until_it_is_not() -> None:
-    async def main() -> None:
-        made = job()
-        made.mute(muted=True)
-        made.end(ENDED)
-        told = asyncio.create_task(made.next_event())
-        for _ in range(5):
-            await asyncio.sleep(0)
-        assert not told.done()
-        assert not made.pending  # a pause waits for nobody who does not read
-        made.mute(muted=False)
-        said = await told
-        assert isinstance(said, Delta)
-        assert said.text == "word"
-        assert await made.next_event() == ENDED
-
-    run_loop(main())
+async def test_what_is_muted_is_kept_back_until_it_is_not() -> None:
+    made = job()
+    made.mute(muted=True)
+    made.end(ENDED)
+    told = asyncio.create_task(made.next_event())
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert not told.done()
+    assert not made.pending  # a pause waits for nobody who does not read
+    made.mute(muted=False)
+    said = await told
+    assert isinstance(said, Delta)
+    assert said.text == "word"
+    assert await made.next_event() == ENDED
 
 
 @pytest.mark.parametrize("before", [True, False], ids=["failed before it is read", "while it is"])
-def test_a_failure_is_told_at_once_also_where_the_text_is_kept_back(before: bool) -> None:
-    async def main() -> None:
-        made = job()
-        made.mute(muted=True)
-        if before:
-            made.end(FAILED)
-        told = asyncio.create_task(made.next_event())
-        await asyncio.sleep(0)
+async def test_a_failure_is_told_at_once_also_where_the_text_is_kept_back(before: bool) -> None:
+    made = job()
+    made.mute(muted=True)
+    if before:
         made.end(FAILED)
-        with pytest.raises(EngineDied):
-            await told
+    told = asyncio.create_task(made.next_event())
+    await asyncio.sleep(0)
+    made.end(FAILED)
+    with pytest.raises(EngineDied):
+        await told
 
-    run_loop(main())
 
-
-def test_a_failure_that_nothing_holds_is_told_after_the_text_before_it() -> None:
-    async def main() -> None:
-        made = job()
-        made.end(FAILED)
-        assert isinstance(await made.next_event(), Delta)
-        with pytest.raises(EngineDied):
-            await made.next_event()
-
-    run_loop(main())
+async def test_a_failure_that_nothing_holds_is_told_after_the_text_before_it() -> None:
+    made = job()
+    made.end(FAILED)
+    assert isinstance(await made.next_event(), Delta)
+    with pytest.raises(EngineDied):
+        await made.next_event()
 
 
 def pause(made: Job) -> Paused:
@@ -103,27 +95,23 @@ def resume(made: Job) -> None:
     made.start()
 
 
-def test_who_reads_late_hears_of_each_pause_where_it_was() -> None:
+async def test_who_reads_late_hears_of_each_pause_where_it_was() -> None:
     """Else the end of an old pause would be taken for that of the one that goes on."""
-
-    async def main() -> None:
-        made = job()
-        first = pause(made)
-        made.generation.apply(Edit(ids=(9,), text="!"), kv_positions=0, context_len=16)
-        resume(made)
-        made.token(8, b" more", waiting=False)
-        second = pause(made)
-        edit = Splice(1, (TranscriptToken(9, b"!", TokenOrigin.APPENDED),))
-        expected: list[Event] = [
-            Delta("word", (7,)),
-            first,
-            Delta("!", (9,), splice=edit, paused=True),
-            Delta("", ()),
-            Delta(" more", (8,)),
-            second,
-        ]
-        assert made.pending  # who waits until all is given out waits for what nobody has read
-        assert [await made.next_event() for _ in expected] == expected
-        assert not made.pending
-
-    run_loop(main())
+    made = job()
+    first = pause(made)
+    made.generation.apply(Edit(ids=(9,), text="!"), kv_positions=0, context_len=16)
+    resume(made)
+    made.token(8, b" more", waiting=False)
+    second = pause(made)
+    edit = Splice(1, (TranscriptToken(9, b"!", TokenOrigin.APPENDED),))
+    expected: list[Event] = [
+        Delta("word", (7,)),
+        first,
+        Delta("!", (9,), splice=edit, paused=True),
+        Delta("", ()),
+        Delta(" more", (8,)),
+        second,
+    ]
+    assert made.pending  # who waits until all is given out waits for what nobody has read
+    assert [await made.next_event() for _ in expected] == expected
+    assert not made.pending

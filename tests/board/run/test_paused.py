@@ -27,7 +27,8 @@ from tests.support.boards.board_bench import (
     until,
 )
 from tests.support.boards.fakes import EOS, QUIRKS, Script, tokens_of
-from tests.support.boards.own_time import run_loop
+
+pytestmark = pytest.mark.virtual_time
 
 PROMPT = (5, 6, 7)
 LENGTH = 10
@@ -82,21 +83,18 @@ async def test_a_resumption_that_is_aborted_before_it_begins_leaves_a_sound_hand
     assert len(bench.engines) == 1
 
 
-def test_a_resumed_run_that_breaks_off_later_is_a_failed_run_like_any_other() -> None:
-    async def main() -> None:
-        breaks = replace(TALK, end=RunEnd.FAILED)
-        async with Bench(breaks, breaks, breaks).running() as bench:
-            for number in range(3):
-                assert len(bench.engines) == 1
-                client = await paused(bench, number, native_pause=True)
-                said = client.text
-                await control(bench, RESUME, number)
-                with pytest.raises(RunFailed):
-                    await client.end()
-                assert len(client.text) > len(said)
-            await until(lambda: len(bench.engines) == 2 and bench.state is BoardState.READY)
-
-    run_loop(main())
+async def test_a_resumed_run_that_breaks_off_later_is_a_failed_run_like_any_other() -> None:
+    breaks = replace(TALK, end=RunEnd.FAILED)
+    async with Bench(breaks, breaks, breaks).running() as bench:
+        for number in range(3):
+            assert len(bench.engines) == 1
+            client = await paused(bench, number, native_pause=True)
+            said = client.text
+            await control(bench, RESUME, number)
+            with pytest.raises(RunFailed):
+                await client.end()
+            assert len(client.text) > len(said)
+        await until(lambda: len(bench.engines) == 2 and bench.state is BoardState.READY)
 
 
 # -- what is told -----------------------------------------------------------------------------
@@ -112,57 +110,51 @@ def test_a_resumed_run_that_breaks_off_later_is_a_failed_run_like_any_other() ->
         ),
     ],
 )
-def test_the_event_and_the_answer_say_the_same_of_the_kv_cache(
+async def test_the_event_and_the_answer_say_the_same_of_the_kv_cache(
     native: bool, quirks: Mapping[str, bool], kv: Kv
 ) -> None:
-    async def main() -> None:
-        script = replace(TALK, kv_off=0 if native else -1)
-        async with Bench(script, quirks=QUIRKS | dict(quirks)).running() as bench:
-            told: list[Paused] = []
+    script = replace(TALK, kv_off=0 if native else -1)
+    async with Bench(script, quirks=QUIRKS | dict(quirks)).running() as bench:
+        told: list[Paused] = []
 
-            async def listen() -> None:
-                async with aclosing(bench.board.generate(asked(native_pause=native))) as events:
-                    async for event in events:
-                        if isinstance(event, Paused):
-                            told.append(event)
+        async def listen() -> None:
+            async with aclosing(bench.board.generate(asked(native_pause=native))) as events:
+                async for event in events:
+                    if isinstance(event, Paused):
+                        told.append(event)
 
-            client = asyncio.create_task(listen())
-            await until(lambda: any(g.tokens >= 2 for g in bench.board.generations()))
-            said = (await control(bench, PAUSE)).kv
-            await until(lambda: bool(told))
-            assert (told[0].kv, said) == (kv, kv)
-            await control(bench, ABORT)
-            await client
-            bench.scripts.clear()
-
-    run_loop(main())
+        client = asyncio.create_task(listen())
+        await until(lambda: any(g.tokens >= 2 for g in bench.board.generations()))
+        said = (await control(bench, PAUSE)).kv
+        await until(lambda: bool(told))
+        assert (told[0].kv, said) == (kv, kv)
+        await control(bench, ABORT)
+        await client
+        bench.scripts.clear()
 
 
 # -- who has the board ------------------------------------------------------------------------
 
 
-def test_whoever_pauses_and_resumes_in_turns_does_not_keep_the_others_waiting() -> None:
-    async def main() -> None:
-        bench = Bench(Script([(DOT, b".")] * 60), settings=limited(pause_hold_s=0.1))
-        async with bench.running():
-            asks = asked(max_tokens=60, native_pause=True, pause_on_ids=(DOT,))
+async def test_whoever_pauses_and_resumes_in_turns_does_not_keep_the_others_waiting() -> None:
+    bench = Bench(Script([(DOT, b".")] * 60), settings=limited(pause_hold_s=0.1))
+    async with bench.running():
+        asks = asked(max_tokens=60, native_pause=True, pause_on_ids=(DOT,))
 
-            async def nervous() -> None:
-                async with aclosing(bench.board.generate(asks)) as events:
-                    async for event in events:
-                        if isinstance(event, Paused):
-                            await asyncio.sleep(0.04)
-                            await control(bench, RESUME)
+        async def nervous() -> None:
+            async with aclosing(bench.board.generate(asks)) as events:
+                async for event in events:
+                    if isinstance(event, Paused):
+                        await asyncio.sleep(0.04)
+                        await control(bench, RESUME)
 
-            first = asyncio.create_task(nervous())
-            await until(lambda: bench.board.report().pauses >= 1)
-            assert await answer(bench.board, 9, 9) == ("Hello", FinishReason.STOP)
-            assert bench.board.report().pauses < 20
-            assert not first.done()
-            first.cancel()
-            await asyncio.wait({first})
-
-    run_loop(main())
+        first = asyncio.create_task(nervous())
+        await until(lambda: bench.board.report().pauses >= 1)
+        assert await answer(bench.board, 9, 9) == ("Hello", FinishReason.STOP)
+        assert bench.board.report().pauses < 20
+        assert not first.done()
+        first.cancel()
+        await asyncio.wait({first})
 
 
 @board_test(lambda: Bench(TALK, settings=limited(pause_hold_s=0.02)))
@@ -216,28 +208,23 @@ async def test_one_that_would_pause_by_itself_ends_where_there_are_enough(
     assert await first.end() == (WHOLE, FinishReason.STOP)
 
 
-def test_a_batch_keeps_no_more_paused_ones_either() -> None:
-    async def main() -> None:
-        settings = limited(max_paused=1, n_batch=2, batch_window_s=0.0)
-        bench = Bench(TALK, TALK, TALK, TALK, settings=settings)
-        await bench.board.start()
-        try:
-            word = WHOLE.split()[3]
-            clients = [
-                Listener(bench.board, asked(number, pause_on_text=(word,))) for number in (1, 2)
-            ]
-            await until(lambda: bench.board.report().failed == 1)
-            await until(lambda: bench.board.report().paused == 1)
-            [left] = bench.board.generations()
-            number = int(left.request_id[1])
-            with pytest.raises(TooManyPaused):
-                await clients[2 - number].end()
-            await control(bench, RESUME, number)
-            assert await clients[number - 1].end() == (WHOLE, FinishReason.STOP)
-        finally:
-            await bench.board.stop()
-
-    run_loop(main())
+async def test_a_batch_keeps_no_more_paused_ones_either() -> None:
+    settings = limited(max_paused=1, n_batch=2, batch_window_s=0.0)
+    bench = Bench(TALK, TALK, TALK, TALK, settings=settings)
+    await bench.board.start()
+    try:
+        word = WHOLE.split()[3]
+        clients = [Listener(bench.board, asked(number, pause_on_text=(word,))) for number in (1, 2)]
+        await until(lambda: bench.board.report().failed == 1)
+        await until(lambda: bench.board.report().paused == 1)
+        [left] = bench.board.generations()
+        number = int(left.request_id[1])
+        with pytest.raises(TooManyPaused):
+            await clients[2 - number].end()
+        await control(bench, RESUME, number)
+        assert await clients[number - 1].end() == (WHOLE, FinishReason.STOP)
+    finally:
+        await bench.board.stop()
 
 
 # -- room in the context ----------------------------------------------------------------------
@@ -245,24 +232,21 @@ def test_a_batch_keeps_no_more_paused_ones_either() -> None:
 
 @pytest.mark.parametrize("native", [NATIVE, STOPPED])
 @pytest.mark.parametrize("per_run", [True, False], ids=["1.3.0", "1.2.3"])
-def test_what_is_injected_leaves_the_answer_only_the_room_that_is_left(
+async def test_what_is_injected_leaves_the_answer_only_the_room_that_is_left(
     native: bool, per_run: bool
 ) -> None:
-    async def main() -> None:
-        endless = Script([], model=talker(99), pace_s=0.002)
-        settings = limited(context_len=24)
-        async with Bench(endless, endless, settings=settings, per_run=per_run).running() as bench:
-            client = await paused(bench, native_pause=native, max_tokens=21)
-            before = await control(bench, EDIT, edit=Edit())
-            room = 24 - before.context_tokens
-            result = tuple(range(40, 40 + room - 2))
-            await control(bench, EDIT, edit=Edit(ids=result, injected=True))
-            await control(bench, RESUME)
-            assert (await client.end())[1] is FinishReason.LENGTH
-            assert len(client.ids) == before.tokens + 2
-            bench.scripts.clear()
-
-    run_loop(main())
+    endless = Script([], model=talker(99), pace_s=0.002)
+    settings = limited(context_len=24)
+    async with Bench(endless, endless, settings=settings, per_run=per_run).running() as bench:
+        client = await paused(bench, native_pause=native, max_tokens=21)
+        before = await control(bench, EDIT, edit=Edit())
+        room = 24 - before.context_tokens
+        result = tuple(range(40, 40 + room - 2))
+        await control(bench, EDIT, edit=Edit(ids=result, injected=True))
+        await control(bench, RESUME)
+        assert (await client.end())[1] is FinishReason.LENGTH
+        assert len(client.ids) == before.tokens + 2
+        bench.scripts.clear()
 
 
 @pytest.mark.parametrize(
@@ -276,21 +260,18 @@ def test_what_is_injected_leaves_the_answer_only_the_room_that_is_left(
         ),
     ],
 )
-def test_a_context_is_only_extended_later_if_a_whole_prefill_would_give_the_same(
+async def test_a_context_is_only_extended_later_if_a_whole_prefill_would_give_the_same(
     edit: Edit, positions: int
 ) -> None:
-    async def main() -> None:
-        quirks = QUIRKS | {"pause_with_history": True, "clear_range_with_history": True}
-        async with Bench(TALK, quirks=quirks).running() as bench:
-            client = await paused(bench, native_pause=True)
-            await control(bench, EDIT, edit=edit)
-            await control(bench, RESUME)
-            await until(lambda: bench.board.generations()[0].state is GenerationState.GENERATING)
-            await control(bench, PAUSE)  # the second pause remembers what the first one led to
-            await control(bench, RESUME)
-            assert (await client.end())[1] is FinishReason.STOP
-            assert [c.resume for c in bench.engine.commands] == [False, True, True]
-            assert bench.board.report().kv_positions == positions
-            bench.scripts.clear()
-
-    run_loop(main())
+    quirks = QUIRKS | {"pause_with_history": True, "clear_range_with_history": True}
+    async with Bench(TALK, quirks=quirks).running() as bench:
+        client = await paused(bench, native_pause=True)
+        await control(bench, EDIT, edit=edit)
+        await control(bench, RESUME)
+        await until(lambda: bench.board.generations()[0].state is GenerationState.GENERATING)
+        await control(bench, PAUSE)  # the second pause remembers what the first one led to
+        await control(bench, RESUME)
+        assert (await client.end())[1] is FinishReason.STOP
+        assert [c.resume for c in bench.engine.commands] == [False, True, True]
+        assert bench.board.report().kv_positions == positions
+        bench.scripts.clear()

@@ -27,17 +27,14 @@ from tests.support.sim.sim_board import CALM, FOLDER, GREEDY, Sim, ask, chat, wo
 PAUSE, EDIT, RESUME, ABORT = ControlAction
 
 
-def test_an_adapter_may_follow_a_clear_that_spares_the_system_prompt(tmp_path: Path) -> None:
-    async def main() -> None:
-        sim = Sim(tmp_path, sampling=GREEDY)
-        adapter = sim.adapter("Pirate")
-        async with sim.board(patience=CALM) as board:
-            await ask(board, chat("Repeat after me: one"))
-            await board.clear_kv(keep_system_prompt=True)
-            said = await ask(board, chat("Repeat after me: two"), adapter=adapter)
-            assert text_of(said) == "two"
-
-    run_loop(main())
+async def test_an_adapter_may_follow_a_clear_that_spares_the_system_prompt(tmp_path: Path) -> None:
+    sim = Sim(tmp_path, sampling=GREEDY)
+    adapter = sim.adapter("Pirate")
+    async with sim.board(patience=CALM) as board:
+        await ask(board, chat("Repeat after me: one"))
+        await board.clear_kv(keep_system_prompt=True)
+        said = await ask(board, chat("Repeat after me: two"), adapter=adapter)
+        assert text_of(said) == "two"
 
 
 def test_what_follows_an_answer_that_was_taken_back_as_a_whole_is_given_out() -> None:

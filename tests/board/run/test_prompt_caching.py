@@ -41,6 +41,8 @@ from tests.support.boards.board_bench import (
 from tests.support.boards.fakes import FakeEngine, Script
 from tests.support.boards.own_time import run_loop
 
+pytestmark = pytest.mark.virtual_time
+
 LENGTH = 6
 TALK = Script([], model=talker(LENGTH))
 A, B, C, D = (tuple(range(first, first + 20)) for first in (100, 200, 300, 400))
@@ -546,21 +548,20 @@ def test_a_build_that_fails_says_so_and_leaves_no_file(
     cache_test(body, tmp_path, script)
 
 
-def test_a_board_that_is_out_of_order_builds_nothing_and_says_so_at_once(tmp_path: Path) -> None:
-    async def main() -> None:
-        limits = {"crash_limit": 1, "quarantine_s": 60.0}
-        bench = CacheBench(tmp_path, replace(TALK, die_at=0), limits=limits)
-        await bench.board.start()
-        with pytest.raises(BoardFailed):
-            await Listener(bench.board, request(*A)).end()
-        await until(lambda: bench.state is BoardState.QUARANTINED)
-        with pytest.raises(BoardOutOfOrder, match="quarantined"):
-            await asyncio.wait_for(bench.board.build_cache("x", A, None), 20)
-        await bench.board.stop()
-        with pytest.raises(BoardOutOfOrder, match="stopped"):
-            await asyncio.wait_for(bench.board.build_cache("x", A, None), 20)
-
-    run_loop(main())
+async def test_a_board_that_is_out_of_order_builds_nothing_and_says_so_at_once(
+    tmp_path: Path,
+) -> None:
+    limits = {"crash_limit": 1, "quarantine_s": 60.0}
+    bench = CacheBench(tmp_path, replace(TALK, die_at=0), limits=limits)
+    await bench.board.start()
+    with pytest.raises(BoardFailed):
+        await Listener(bench.board, request(*A)).end()
+    await until(lambda: bench.state is BoardState.QUARANTINED)
+    with pytest.raises(BoardOutOfOrder, match="quarantined"):
+        await asyncio.wait_for(bench.board.build_cache("x", A, None), 20)
+    await bench.board.stop()
+    with pytest.raises(BoardOutOfOrder, match="stopped"):
+        await asyncio.wait_for(bench.board.build_cache("x", A, None), 20)
 
 
 def test_a_build_that_is_withdrawn_is_not_made_or_not_kept(tmp_path: Path) -> None:
@@ -590,19 +591,16 @@ def test_a_build_that_is_withdrawn_is_not_made_or_not_kept(tmp_path: Path) -> No
     cache_test(body, tmp_path)
 
 
-def test_a_board_without_caches_says_so() -> None:
-    async def main() -> None:
-        bench = Bench()
-        await bench.board.start()
-        with pytest.raises(CacheUnsupported, match="keeps no prompt caches"):
-            await bench.board.build_cache("x", A, None)
-        with pytest.raises(CacheUnsupported):
-            await anext(bench.board.generate(request(use_cache="x")))
-        assert bench.board.caches() == []
-        assert not await bench.board.delete_cache("x")
-        await bench.board.stop()
-
-    run_loop(main())
+async def test_a_board_without_caches_says_so() -> None:
+    bench = Bench()
+    await bench.board.start()
+    with pytest.raises(CacheUnsupported, match="keeps no prompt caches"):
+        await bench.board.build_cache("x", A, None)
+    with pytest.raises(CacheUnsupported):
+        await anext(bench.board.generate(request(use_cache="x")))
+    assert bench.board.caches() == []
+    assert not await bench.board.delete_cache("x")
+    await bench.board.stop()
 
 
 # -- the KV cache -----------------------------------------------------------------------------

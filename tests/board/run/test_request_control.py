@@ -36,6 +36,8 @@ from tests.support.boards.board_bench import (
 from tests.support.boards.fakes import EOS, Script, tokens_of
 from tests.support.boards.own_time import run_loop
 
+pytestmark = pytest.mark.virtual_time
+
 PROMPT = (5, 6, 7)
 LENGTH = 10
 PAUSE, EDIT, RESUME, ABORT = ControlAction
@@ -159,27 +161,24 @@ def continued(context: tuple[int, ...], length: int = LENGTH) -> str:
         pytest.param(Edit(ids=(60, 61), text="", injected=True), (1000, 0, ""), id="inject"),
     ],
 )
-def test_an_edit_changes_what_the_model_goes_on_from(
+async def test_an_edit_changes_what_the_model_goes_on_from(
     native: bool, edit: Edit, shown: tuple[int, int, str]
 ) -> None:
-    async def main() -> None:
-        async with Bench(*[TALK] * 6).running() as bench:
-            client = Listener(bench.board, asked(native_pause=native))
-            await until(lambda: len(client.ids) >= 4)
-            before = await control(bench, PAUSE)
-            edited = await control(bench, EDIT, edit=edit)
-            words = before.partial_output.split()
-            kept = words[: len(words) + shown[1]]
-            text = "".join(f"{word} " for word in kept) + shown[2]
-            assert edited.partial_output == text
-            assert edited.kv is (Kv.KEPT if native else Kv.RECOMPUTED)
-            await control(bench, RESUME)
-            context = (*PROMPT, *map(int, kept), *edit.ids)
-            rest = spoken(context, LENGTH)
-            assert await client.end() == (text + rest, FinishReason.STOP)
-            bench.scripts.clear()
-
-    run_loop(main())
+    async with Bench(*[TALK] * 6).running() as bench:
+        client = Listener(bench.board, asked(native_pause=native))
+        await until(lambda: len(client.ids) >= 4)
+        before = await control(bench, PAUSE)
+        edited = await control(bench, EDIT, edit=edit)
+        words = before.partial_output.split()
+        kept = words[: len(words) + shown[1]]
+        text = "".join(f"{word} " for word in kept) + shown[2]
+        assert edited.partial_output == text
+        assert edited.kv is (Kv.KEPT if native else Kv.RECOMPUTED)
+        await control(bench, RESUME)
+        context = (*PROMPT, *map(int, kept), *edit.ids)
+        rest = spoken(context, LENGTH)
+        assert await client.end() == (text + rest, FinishReason.STOP)
+        bench.scripts.clear()
 
 
 @board_test(talking())
@@ -369,28 +368,25 @@ WHEN = [
 @pytest.mark.parametrize("native", [NATIVE, STOPPED])
 @pytest.mark.parametrize("when", WHEN)
 @pytest.mark.parametrize("hang_up", [False, True], ids=["abort", "hang-up"])
-def test_a_generation_ends_in_whatever_state_it_is(
+async def test_a_generation_ends_in_whatever_state_it_is(
     native: bool, when: Callable[[Bench, Listener], Awaitable[None]], hang_up: bool
 ) -> None:
-    async def main() -> None:
-        async with Bench(TALK).running() as bench:
-            client = Listener(bench.board, asked(native_pause=native))
-            await when(bench, client)
-            if hang_up:
-                await client.hang_up()
-            else:
-                await control(bench, ABORT)
-                text, reason = await client.end()
-                assert reason is FinishReason.ABORT
-                assert text
-                assert WHOLE.startswith(text)
-            await until(lambda: bench.board.report().running == 0)
-            assert not bench.engine.paused
-            assert bench.board.generations() == []
-            with pytest.raises(StateConflict, match="ended"):
-                await control(bench, RESUME)
-
-    run_loop(main())
+    async with Bench(TALK).running() as bench:
+        client = Listener(bench.board, asked(native_pause=native))
+        await when(bench, client)
+        if hang_up:
+            await client.hang_up()
+        else:
+            await control(bench, ABORT)
+            text, reason = await client.end()
+            assert reason is FinishReason.ABORT
+            assert text
+            assert WHOLE.startswith(text)
+        await until(lambda: bench.board.report().running == 0)
+        assert not bench.engine.paused
+        assert bench.board.generations() == []
+        with pytest.raises(StateConflict, match="ended"):
+            await control(bench, RESUME)
 
 
 @board_test(Bench)
@@ -448,20 +444,17 @@ CONFLICTS = [
 
 
 @pytest.mark.parametrize(("reach", "action", "state"), CONFLICTS)
-def test_what_the_state_does_not_allow_is_refused_with_its_name(
+async def test_what_the_state_does_not_allow_is_refused_with_its_name(
     reach: Callable[[Bench], Awaitable[None]], action: ControlAction, state: str
 ) -> None:
-    async def main() -> None:
-        bench = Bench()
-        await bench.board.start()
-        await reach(bench)
-        before = [info.state for info in bench.board.generations()]
-        with pytest.raises(StateConflict, match=state):
-            await control(bench, action)
-        assert [info.state for info in bench.board.generations()] == before
-        await bench.board.stop()
-
-    run_loop(main())
+    bench = Bench()
+    await bench.board.start()
+    await reach(bench)
+    before = [info.state for info in bench.board.generations()]
+    with pytest.raises(StateConflict, match=state):
+        await control(bench, action)
+    assert [info.state for info in bench.board.generations()] == before
+    await bench.board.stop()
 
 
 @board_test(talking())
@@ -512,60 +505,51 @@ async def test_a_stopped_pause_lets_others_go_on_and_is_first_in_the_queue_then(
     assert await behind == ("y", FinishReason.STOP)
 
 
-def test_a_pause_inside_the_runtime_keeps_the_board_until_others_have_waited() -> None:
-    async def main() -> None:
-        settings = replace(SETTINGS, pause_hold_s=0.05)
-        async with Bench(TALK, settings=settings).running() as bench:
-            client = Listener(bench.board, asked(native_pause=True))
-            await until(lambda: len(client.ids) >= 2)
-            paused = await control(bench, PAUSE)
-            await asyncio.sleep(0.1)
-            assert bench.engine.paused  # nobody waits
-            assert await answer(bench.board) == ("Hello", FinishReason.STOP)
-            assert [method for method, _ in bench.engine.calls] == ["drain"]
-            info = bench.board.generations()[0]
-            assert (info.state, info.kv) == (GenerationState.PAUSED, Kv.RECOMPUTED)
-            assert info.partial_output == paused.partial_output
-            bench.scripts = [TALK]
-            await control(bench, RESUME)
-            assert await client.end() == (WHOLE, FinishReason.STOP)
-
-    run_loop(main())
+async def test_a_pause_inside_the_runtime_keeps_the_board_until_others_have_waited() -> None:
+    settings = replace(SETTINGS, pause_hold_s=0.05)
+    async with Bench(TALK, settings=settings).running() as bench:
+        client = Listener(bench.board, asked(native_pause=True))
+        await until(lambda: len(client.ids) >= 2)
+        paused = await control(bench, PAUSE)
+        await asyncio.sleep(0.1)
+        assert bench.engine.paused  # nobody waits
+        assert await answer(bench.board) == ("Hello", FinishReason.STOP)
+        assert [method for method, _ in bench.engine.calls] == ["drain"]
+        info = bench.board.generations()[0]
+        assert (info.state, info.kv) == (GenerationState.PAUSED, Kv.RECOMPUTED)
+        assert info.partial_output == paused.partial_output
+        bench.scripts = [TALK]
+        await control(bench, RESUME)
+        assert await client.end() == (WHOLE, FinishReason.STOP)
 
 
 @pytest.mark.parametrize("native", [NATIVE, STOPPED])
-def test_a_pause_that_nobody_ends_expires(native: bool) -> None:
-    async def main() -> None:
-        async with Bench(TALK, settings=replace(SETTINGS, pause_timeout_s=0.03)).running() as bench:
-            client = Listener(bench.board, asked(native_pause=native))
-            await until(lambda: len(client.ids) >= 2)
-            await control(bench, PAUSE)
-            with pytest.raises(PauseExpired):
-                await client.end()
-            await until(lambda: bench.board.report().running == 0)
-            assert not bench.engine.paused
-
-    run_loop(main())
+async def test_a_pause_that_nobody_ends_expires(native: bool) -> None:
+    async with Bench(TALK, settings=replace(SETTINGS, pause_timeout_s=0.03)).running() as bench:
+        client = Listener(bench.board, asked(native_pause=native))
+        await until(lambda: len(client.ids) >= 2)
+        await control(bench, PAUSE)
+        with pytest.raises(PauseExpired):
+            await client.end()
+        await until(lambda: bench.board.report().running == 0)
+        assert not bench.engine.paused
 
 
 # -- when the engine fails --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("native", [NATIVE, STOPPED])
-def test_a_pause_survives_the_death_of_the_engine(native: bool) -> None:
-    async def main() -> None:
-        async with Bench(TALK, TALK).running() as bench:
-            client = Listener(bench.board, asked(native_pause=native))
-            await until(lambda: len(client.ids) >= 3)
-            await control(bench, PAUSE)
-            bench.engine.die("SIGSEGV")
-            await until(lambda: bench.state is BoardState.READY and len(bench.engines) == 2)
-            info = bench.board.generations()[0]
-            assert (info.state, info.kv) == (GenerationState.PAUSED, Kv.RECOMPUTED)
-            await control(bench, RESUME)
-            assert await client.end() == (WHOLE, FinishReason.STOP)
-
-    run_loop(main())
+async def test_a_pause_survives_the_death_of_the_engine(native: bool) -> None:
+    async with Bench(TALK, TALK).running() as bench:
+        client = Listener(bench.board, asked(native_pause=native))
+        await until(lambda: len(client.ids) >= 3)
+        await control(bench, PAUSE)
+        bench.engine.die("SIGSEGV")
+        await until(lambda: bench.state is BoardState.READY and len(bench.engines) == 2)
+        info = bench.board.generations()[0]
+        assert (info.state, info.kv) == (GenerationState.PAUSED, Kv.RECOMPUTED)
+        await control(bench, RESUME)
+        assert await client.end() == (WHOLE, FinishReason.STOP)
 
 
 @board_test(lambda: Bench(TALK, TALK))

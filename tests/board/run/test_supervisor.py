@@ -35,7 +35,8 @@ from tests.support.boards.board_bench import (
     until,
 )
 from tests.support.boards.fakes import Script, tokens_of
-from tests.support.boards.own_time import run_loop
+
+pytestmark = pytest.mark.virtual_time
 
 # -- failures ---------------------------------------------------------------------------------
 
@@ -87,7 +88,7 @@ HANGS = [
 
 
 @pytest.mark.parametrize(("script", "missing"), HANGS)
-def test_a_hang_fails_health_with_the_reason_then_the_board_serves_again(
+async def test_a_hang_fails_health_with_the_reason_then_the_board_serves_again(
     script: Script, missing: str
 ) -> None:
     # A long patience for the first token must not be the patience for the second.
@@ -95,21 +96,17 @@ def test_a_hang_fails_health_with_the_reason_then_the_board_serves_again(
     patience = replace(PATIENCE, first_token_s=first_s)
     if not script.tokens:
         script = replace(script, tokens=tokens_of("a"))
-
-    async def main() -> None:
-        settings = replace(SETTINGS, patience=patience)
-        async with Bench(script, settings=settings).running() as bench:
-            task = asyncio.create_task(answer(bench.board, stop=("!",)))
-            await until(lambda: bench.state is BoardState.HUNG)
-            with pytest.raises(BoardFailed, match=f"hung: {missing} did not come"):
-                bench.board.check()
-            with pytest.raises(EngineHung, match=missing):
-                await task
-            await until(lambda: bench.state is BoardState.READY)
+    settings = replace(SETTINGS, patience=patience)
+    async with Bench(script, settings=settings).running() as bench:
+        task = asyncio.create_task(answer(bench.board, stop=("!",)))
+        await until(lambda: bench.state is BoardState.HUNG)
+        with pytest.raises(BoardFailed, match=f"hung: {missing} did not come"):
             bench.board.check()
-            assert len(bench.engines) == 2
-
-    run_loop(main())
+        with pytest.raises(EngineHung, match=missing):
+            await task
+        await until(lambda: bench.state is BoardState.READY)
+        bench.board.check()
+        assert len(bench.engines) == 2
 
 
 @board_test(lambda: Bench(Script(tokens_of(*"ab"), hang_at=1)))
@@ -129,20 +126,17 @@ async def test_an_engine_that_survives_sigkill_leaves_the_board_hung(bench: Benc
 
 
 @pytest.mark.parametrize("scripts", [[], [Script(tokens_of("a"), hang_at=0)]], ids=["idle", "busy"])
-def test_an_engine_without_a_sign_of_life_is_ended(scripts: list[Script]) -> None:
-    async def main() -> None:
-        patience = replace(PATIENCE, first_token_s=60)
-        settings = replace(SETTINGS, silence_timeout_s=0.05, patience=patience)
-        async with Bench(*scripts, settings=settings).running() as bench:
-            running = [asyncio.create_task(answer(bench.board)) for _ in scripts]
-            await asyncio.sleep(0.02)
-            bench.engine.silence_s = 1.0
-            for task in running:
-                with pytest.raises(EngineHung, match="no sign of life"):
-                    await task
-            await until(lambda: len(bench.engines) == 2)
-
-    run_loop(main())
+async def test_an_engine_without_a_sign_of_life_is_ended(scripts: list[Script]) -> None:
+    patience = replace(PATIENCE, first_token_s=60)
+    settings = replace(SETTINGS, silence_timeout_s=0.05, patience=patience)
+    async with Bench(*scripts, settings=settings).running() as bench:
+        running = [asyncio.create_task(answer(bench.board)) for _ in scripts]
+        await asyncio.sleep(0.02)
+        bench.engine.silence_s = 1.0
+        for task in running:
+            with pytest.raises(EngineHung, match="no sign of life"):
+                await task
+        await until(lambda: len(bench.engines) == 2)
 
 
 @pytest.mark.parametrize(
@@ -152,70 +146,56 @@ def test_an_engine_without_a_sign_of_life_is_ended(scripts: list[Script]) -> Non
         pytest.param([1.0, 1.0], 2, id="silent at both looks"),
     ],
 )
-def test_only_a_silence_at_both_looks_ends_an_engine(looks: list[float], engines: int) -> None:
+async def test_only_a_silence_at_both_looks_ends_an_engine(
+    looks: list[float], engines: int
+) -> None:
     """The event loop was what slept: the beats were there, only not read yet."""
-
-    async def main() -> None:
-        async with Bench(settings=replace(SETTINGS, silence_timeout_s=0.2)).running() as bench:
-            bench.engine.silences = scripted = [*looks, 0.0]
-            # The look after the last of them finds the board past whatever they led to.
-            await until(lambda: not scripted or len(bench.engines) > 1)
-            await until(lambda: bench.state is BoardState.READY)
-            assert len(bench.engines) == engines
-
-    run_loop(main())
+    async with Bench(settings=replace(SETTINGS, silence_timeout_s=0.2)).running() as bench:
+        bench.engine.silences = scripted = [*looks, 0.0]
+        # The look after the last of them finds the board past whatever they led to.
+        await until(lambda: not scripted or len(bench.engines) > 1)
+        await until(lambda: bench.state is BoardState.READY)
+        assert len(bench.engines) == engines
 
 
-def test_a_token_that_is_only_not_read_yet_is_no_hang() -> None:
+async def test_a_token_that_is_only_not_read_yet_is_no_hang() -> None:
     first = Script(tokens_of("x", "y"), prefill=asyncio.Event(), pace_s=1.5 * SECOND_LOOK_S)
-
-    async def main() -> None:
-        async with Bench(first).running() as bench:
-            running = asyncio.create_task(answer(bench.board))
-            await until(lambda: bench.board.report().running == 1)
-            await asyncio.sleep(0)
-            own_time.sleep(1.1 * PATIENCE.first_token_s)  # it is the loop that sleeps
-            assert first.prefill is not None
-            asyncio.get_running_loop().call_later(0.02, first.prefill.set)
-            assert await running == ("xy", FinishReason.STOP)
-            assert len(bench.engines) == 1
-
-    run_loop(main())
+    async with Bench(first).running() as bench:
+        running = asyncio.create_task(answer(bench.board))
+        await until(lambda: bench.board.report().running == 1)
+        await asyncio.sleep(0)
+        own_time.sleep(1.1 * PATIENCE.first_token_s)  # it is the loop that sleeps
+        assert first.prefill is not None
+        asyncio.get_running_loop().call_later(0.02, first.prefill.set)
+        assert await running == ("xy", FinishReason.STOP)
+        assert len(bench.engines) == 1
 
 
-def test_a_handle_that_fails_run_after_run_gets_a_fresh_engine() -> None:
+async def test_a_handle_that_fails_run_after_run_gets_a_fresh_engine() -> None:
     failing = Script([], end=RunEnd.FAILED)
-
-    async def main() -> None:
-        async with Bench(failing, failing, failing, Script(tokens_of("x"))).running() as bench:
-            for _ in range(3):
-                with pytest.raises(RunFailed):
-                    await answer(bench.board)
-            await until(lambda: bench.state is BoardState.READY)
-            assert (await answer(bench.board))[0] == "x"
-            assert len(bench.engines) == 2
-            assert "3 runs in a row failed" in bench.board.report().reason
-
-    run_loop(main())
-
-
-def test_three_crashes_quarantine_the_board_until_it_has_cooled() -> None:
-    crash = Script(tokens_of("a"), die_at=0)
-
-    async def main() -> None:
-        async with Bench(crash, crash, crash).running() as bench:
-            for _ in range(2):
-                with pytest.raises(EngineDied):
-                    await answer(bench.board)
-            with pytest.raises(RkserveError):
+    async with Bench(failing, failing, failing, Script(tokens_of("x"))).running() as bench:
+        for _ in range(3):
+            with pytest.raises(RunFailed):
                 await answer(bench.board)
-            await until(lambda: bench.state is BoardState.QUARANTINED)
-            bench.board.check()  # well enough for Ray: a fresh replica would forget the quarantine
-            with pytest.raises(BoardFailed, match="quarantined"):
-                await bench.board.generate(request()).__anext__()
-            await until(lambda: bench.state is BoardState.READY)
+        await until(lambda: bench.state is BoardState.READY)
+        assert (await answer(bench.board))[0] == "x"
+        assert len(bench.engines) == 2
+        assert "3 runs in a row failed" in bench.board.report().reason
 
-    run_loop(main())
+
+async def test_three_crashes_quarantine_the_board_until_it_has_cooled() -> None:
+    crash = Script(tokens_of("a"), die_at=0)
+    async with Bench(crash, crash, crash).running() as bench:
+        for _ in range(2):
+            with pytest.raises(EngineDied):
+                await answer(bench.board)
+        with pytest.raises(RkserveError):
+            await answer(bench.board)
+        await until(lambda: bench.state is BoardState.QUARANTINED)
+        bench.board.check()  # well enough for Ray: a fresh replica would forget the quarantine
+        with pytest.raises(BoardFailed, match="quarantined"):
+            await bench.board.generate(request()).__anext__()
+        await until(lambda: bench.state is BoardState.READY)
 
 
 async def _load_fails() -> None:
@@ -238,39 +218,33 @@ RELOADS = [
 
 
 @pytest.mark.parametrize(("reload", "words"), RELOADS)
-def test_a_board_that_cannot_recover_fails_its_health_and_all_who_wait(
+async def test_a_board_that_cannot_recover_fails_its_health_and_all_who_wait(
     reload: Callable[[], Awaitable[None]], words: str
 ) -> None:
-    async def main() -> None:
-        async with Bench().running() as bench:
-            bench.starts = [reload]
-            bench.engine.die("SIGSEGV")
-            with pytest.raises(BoardFailed, match=words):
-                await answer(bench.board)
-            with pytest.raises(BoardFailed, match=f"failed: .*{words}"):
-                bench.board.check()
-
-    run_loop(main())
+    async with Bench().running() as bench:
+        bench.starts = [reload]
+        bench.engine.die("SIGSEGV")
+        with pytest.raises(BoardFailed, match=words):
+            await answer(bench.board)
+        with pytest.raises(BoardFailed, match=f"failed: .*{words}"):
+            bench.board.check()
 
 
 @pytest.mark.parametrize(
     ("load", "error"),
     [(_load_fails, LoadFailed), (_cannot_spawn, BlockingIOError), (_bug, KeyError)],
 )
-def test_a_board_that_cannot_start_says_why(
+async def test_a_board_that_cannot_start_says_why(
     load: Callable[[], Awaitable[None]], error: type[Exception]
 ) -> None:
-    async def main() -> None:
-        bench = Bench()
-        bench.starts = [load]
-        with pytest.raises(error):
-            await bench.board.start()
-        assert bench.state is BoardState.FAILED
-        with pytest.raises(BoardFailed, match="failed: "):
-            bench.board.check()
-        await bench.board.stop()
-
-    run_loop(main())
+    bench = Bench()
+    bench.starts = [load]
+    with pytest.raises(error):
+        await bench.board.start()
+    assert bench.state is BoardState.FAILED
+    with pytest.raises(BoardFailed, match="failed: "):
+        bench.board.check()
+    await bench.board.stop()
 
 
 @board_test(lambda: Bench(replace(PLAIN, raises=TypeError("a bug"))))
@@ -284,33 +258,27 @@ async def test_a_bug_in_a_run_is_told_and_does_not_wedge_the_board(bench: Bench)
 # -- stop() in every state --------------------------------------------------------------------
 
 
-def test_a_board_that_is_not_loaded_or_has_stopped_takes_no_request() -> None:
-    async def main() -> None:
-        bench = Bench()
-        with pytest.raises(BoardFailed, match="loading"):
-            await answer(bench.board)
-        await bench.board.start()
-        await bench.board.stop()
-        await bench.board.stop()
-        with pytest.raises(BoardFailed, match="stopped"):
-            await answer(bench.board)
-
-    run_loop(main())
+async def test_a_board_that_is_not_loaded_or_has_stopped_takes_no_request() -> None:
+    bench = Bench()
+    with pytest.raises(BoardFailed, match="loading"):
+        await answer(bench.board)
+    await bench.board.start()
+    await bench.board.stop()
+    await bench.board.stop()
+    with pytest.raises(BoardFailed, match="stopped"):
+        await answer(bench.board)
 
 
-def test_stopping_while_the_model_is_loaded_leaves_no_engine_behind() -> None:
-    async def main() -> None:
-        bench, gate = Bench(), asyncio.Event()
-        bench.starts = [gate.wait]  # type: ignore[list-item] # its result is not looked at
-        starting = asyncio.create_task(bench.board.start())
-        await asyncio.sleep(0)
-        await bench.board.stop()
-        gate.set()
-        with pytest.raises(BoardFailed, match="stopped"):
-            await starting
-        assert bench.engine.stopped
-
-    run_loop(main())
+async def test_stopping_while_the_model_is_loaded_leaves_no_engine_behind() -> None:
+    bench, gate = Bench(), asyncio.Event()
+    bench.starts = [gate.wait]  # type: ignore[list-item] # its result is not looked at
+    starting = asyncio.create_task(bench.board.start())
+    await asyncio.sleep(0)
+    await bench.board.stop()
+    gate.set()
+    with pytest.raises(BoardFailed, match="stopped"):
+        await starting
+    assert bench.engine.stopped
 
 
 STATES = [
@@ -329,26 +297,23 @@ STATES = [
 
 
 @pytest.mark.parametrize(("scripts", "hurt", "state"), STATES)
-def test_stop_ends_the_engine_and_everyone_who_waits(
+async def test_stop_ends_the_engine_and_everyone_who_waits(
     scripts: list[Script], hurt: Callable[[Bench], None], state: BoardState
 ) -> None:
-    async def main() -> None:
-        settings = replace(SETTINGS, silence_timeout_s=0.05, patience=RunTimeouts(abort_s=60))
-        bench = Bench(*scripts, settings=settings)
-        await bench.board.start()
-        waiting = [asyncio.create_task(answer(bench.board)) for _ in range(2)] if scripts else []
-        await asyncio.sleep(0.02)
-        bench.starts = [asyncio.Event().wait]  # type: ignore[list-item] # the reload never ends
-        hurt(bench)
-        await until(lambda: bench.state is state)
-        await bench.board.stop()
-        assert bench.engine.died.done()
-        assert set(bench.engine.aborts) == ({1} if scripts else set())  # a run cannot end in order
-        assert bench.state is BoardState.STOPPED
-        for outcome in await asyncio.gather(*waiting, return_exceptions=True):
-            assert isinstance(outcome, BoardFailed)
-
-    run_loop(main())
+    settings = replace(SETTINGS, silence_timeout_s=0.05, patience=RunTimeouts(abort_s=60))
+    bench = Bench(*scripts, settings=settings)
+    await bench.board.start()
+    waiting = [asyncio.create_task(answer(bench.board)) for _ in range(2)] if scripts else []
+    await asyncio.sleep(0.02)
+    bench.starts = [asyncio.Event().wait]  # type: ignore[list-item] # the reload never ends
+    hurt(bench)
+    await until(lambda: bench.state is state)
+    await bench.board.stop()
+    assert bench.engine.died.done()
+    assert set(bench.engine.aborts) == ({1} if scripts else set())  # a run cannot end in order
+    assert bench.state is BoardState.STOPPED
+    for outcome in await asyncio.gather(*waiting, return_exceptions=True):
+        assert isinstance(outcome, BoardFailed)
 
 
 # -- what was not its fault -------------------------------------------------------------------

@@ -15,8 +15,9 @@ from rkserve.control.operations import OperationKind, Phase
 from rkserve.coordinator.state.ledger import Ledger
 from rkserve.core.errors import LedgerFailed
 from tests.support.boards.fake_boards import eventually
-from tests.support.boards.own_time import run_loop
 from tests.support.cluster.fake_cluster import MODEL, Control, FakeCluster, started
+
+pytestmark = pytest.mark.virtual_time
 
 K = OperationKind
 LEASE_S = 30.0
@@ -57,84 +58,70 @@ async def control(folder: Path) -> AsyncIterator[tuple[Control, Disk]]:
         yield it, disk
 
 
-def test_a_lease_ends_while_the_disk_is_full_and_that_is_written_down_later(
+async def test_a_lease_ends_while_the_disk_is_full_and_that_is_written_down_later(
     tmp_path: Path,
 ) -> None:
-    async def main() -> None:
-        async with control(tmp_path) as (it, disk):
-            paused = await it.pause(lease_s=LEASE_S)
-            router = asyncio.create_task(it.it.desired(it.desired.epoch, 60.0))
-            disk.full = True
-            it.now_s += LEASE_S + 1
-            await eventually(lambda: it.held == [])
-            assert (await router).pauses == ()
-            assert len(it.desired.pauses) == 1  # so says the disk
-            with pytest.raises(LedgerFailed):
-                await it.call(K.LABEL, model=MODEL, label="new")  # nobody else may go on like that
-            assert it.cluster["a"].desired == await it.it.desired(0, 0.0)
-            disk.full = False
-            await eventually(lambda: it.desired.pauses == ())
-            await eventually(lambda: it.follows)
-            lines = [line for line in it.it.audit(10) if line.who == "lease"]
-            assert [line.operation for line in lines] == [paused.operation.id]
-            assert b"rkserve_leases_expired_total 1.0" in it.it.metrics()
-
-    run_loop(main())
+    async with control(tmp_path) as (it, disk):
+        paused = await it.pause(lease_s=LEASE_S)
+        router = asyncio.create_task(it.it.desired(it.desired.epoch, 60.0))
+        disk.full = True
+        it.now_s += LEASE_S + 1
+        await eventually(lambda: it.held == [])
+        assert (await router).pauses == ()
+        assert len(it.desired.pauses) == 1  # so says the disk
+        with pytest.raises(LedgerFailed):
+            await it.call(K.LABEL, model=MODEL, label="new")  # nobody else may go on like that
+        assert it.cluster["a"].desired == await it.it.desired(0, 0.0)
+        disk.full = False
+        await eventually(lambda: it.desired.pauses == ())
+        await eventually(lambda: it.follows)
+        lines = [line for line in it.it.audit(10) if line.who == "lease"]
+        assert [line.operation for line in lines] == [paused.operation.id]
+        assert b"rkserve_leases_expired_total 1.0" in it.it.metrics()
 
 
-def test_what_is_asked_next_writes_the_end_of_a_lease_down_with_it(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with control(tmp_path) as (it, disk):
-            await it.pause(lease_s=LEASE_S)
-            disk.full = True
-            it.now_s += LEASE_S + 1
-            await eventually(lambda: it.held == [])
-            disk.full = False
-            await it.call(K.LABEL, model=MODEL, label="new")
-            assert it.desired.pauses == ()
-            assert it.desired.weights_of(MODEL).label == "new"
-            assert it.held == []
-
-    run_loop(main())
+async def test_what_is_asked_next_writes_the_end_of_a_lease_down_with_it(tmp_path: Path) -> None:
+    async with control(tmp_path) as (it, disk):
+        await it.pause(lease_s=LEASE_S)
+        disk.full = True
+        it.now_s += LEASE_S + 1
+        await eventually(lambda: it.held == [])
+        disk.full = False
+        await it.call(K.LABEL, model=MODEL, label="new")
+        assert it.desired.pauses == ()
+        assert it.desired.weights_of(MODEL).label == "new"
+        assert it.held == []
 
 
-def test_a_successor_that_does_not_know_what_boards_were_told_moves_them_all_on(
+async def test_a_successor_that_does_not_know_what_boards_were_told_moves_them_all_on(
     tmp_path: Path,
 ) -> None:
-    async def main() -> None:
-        async with control(tmp_path) as (it, disk):
-            for version in ("v1", "v2"):
-                await it.stage(it.store.add(version, version.encode() * 40))
-            await it.roll("v1")
-            rolling = asyncio.create_task(it.roll("v2", strategy="canary", auto=False))
-            await eventually(
-                lambda: any(one.phase is Phase.OBSERVING for one in it.it._state.running)
-            )
-            await it.pause(lease_s=LEASE_S)
-            disk.full = True
-            it.now_s += LEASE_S + 1
-            await eventually(lambda: it.held == [])
-            await it.close()
-            rolling.cancel()
-            disk.full = False
-            await it.open()  # it finds a lease that has ended, and a canary that nobody observes
-            await eventually(lambda: it.follows)
-            assert it.held == []
-            [line] = it.desired.lines
-            assert line.candidate is None
-
-    run_loop(main())
+    async with control(tmp_path) as (it, disk):
+        for version in ("v1", "v2"):
+            await it.stage(it.store.add(version, version.encode() * 40))
+        await it.roll("v1")
+        rolling = asyncio.create_task(it.roll("v2", strategy="canary", auto=False))
+        await eventually(lambda: any(one.phase is Phase.OBSERVING for one in it.it._state.running))
+        await it.pause(lease_s=LEASE_S)
+        disk.full = True
+        it.now_s += LEASE_S + 1
+        await eventually(lambda: it.held == [])
+        await it.close()
+        rolling.cancel()
+        disk.full = False
+        await it.open()  # it finds a lease that has ended, and a canary that nobody observes
+        await eventually(lambda: it.follows)
+        assert it.held == []
+        [line] = it.desired.lines
+        assert line.candidate is None
 
 
-def test_a_lease_that_ends_while_there_is_no_coordinator_has_ended_for_the_next_one(
+async def test_a_lease_that_ends_while_there_is_no_coordinator_has_ended_for_the_next_one(
     tmp_path: Path,
 ) -> None:
-    async def main() -> None:
-        async with control(tmp_path) as (it, _):
-            await it.pause(lease_s=LEASE_S)
-            it.now_s += LEASE_S + 1
-            await it.again()
-            await eventually(lambda: it.follows)
-            assert it.held == []
-
-    run_loop(main())
+    async with control(tmp_path) as (it, _):
+        await it.pause(lease_s=LEASE_S)
+        it.now_s += LEASE_S + 1
+        await it.again()
+        await eventually(lambda: it.follows)
+        assert it.held == []

@@ -18,7 +18,6 @@ from rkserve.core.file_digests import ids_digest
 from rkserve.deployments.coordinator import system_prompts
 from rkserve.models.folder import open_model_folder
 from tests.support.boards.fake_boards import eventually
-from tests.support.boards.fakes import run_loop
 from tests.support.cluster.fake_cluster import MODEL, Control, FakeBoard, FakeCluster
 from tests.support.paths import PROJECT
 
@@ -51,145 +50,123 @@ def everywhere(it: Control, cache: DesiredCache) -> bool:
     return have(it, cache.name) == dict.fromkeys(it.cluster.boards, ids_digest(cache.ids))
 
 
-def test_a_board_that_joins_later_builds_what_was_built_by_name(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with control(tmp_path) as it:
-            it.it.caches.keep(DOC)
-            await eventually(lambda: everywhere(it, DOC))
-            it.cluster.boards["d"] = FakeBoard("d")
-            await eventually(lambda: everywhere(it, DOC))
-            it.cluster["a"].restart(disk=False)  # its disk was replaced
-            await eventually(lambda: everywhere(it, DOC))
-            await it.again()  # so does a successor, which reads the ledger
-            it.cluster["b"].restart(disk=False)
-            await eventually(lambda: everywhere(it, DOC))
-            assert it.cluster["c"].asked["build_cache"] == 1, "what is there is not built again"
-
-    run_loop(main())
+async def test_a_board_that_joins_later_builds_what_was_built_by_name(tmp_path: Path) -> None:
+    async with control(tmp_path) as it:
+        it.it.caches.keep(DOC)
+        await eventually(lambda: everywhere(it, DOC))
+        it.cluster.boards["d"] = FakeBoard("d")
+        await eventually(lambda: everywhere(it, DOC))
+        it.cluster["a"].restart(disk=False)  # its disk was replaced
+        await eventually(lambda: everywhere(it, DOC))
+        await it.again()  # so does a successor, which reads the ledger
+        it.cluster["b"].restart(disk=False)
+        await eventually(lambda: everywhere(it, DOC))
+        assert it.cluster["c"].asked["build_cache"] == 1, "what is there is not built again"
 
 
-def test_another_content_takes_the_place_of_the_first_on_boards_that_were_away(
+async def test_another_content_takes_the_place_of_the_first_on_boards_that_were_away(
     tmp_path: Path,
 ) -> None:
-    async def main() -> None:
-        async with control(tmp_path) as it:
+    async with control(tmp_path) as it:
+        it.it.caches.keep(DOC)
+        await eventually(lambda: everywhere(it, DOC))
+        away = it.cluster.boards.pop("c")
+        other = DesiredCache(MODEL, "doc", (4, 5, 6, 7), at_s=2.0)
+        it.it.caches.keep(other)
+        await eventually(lambda: everywhere(it, other))
+        away.restart()
+        it.cluster.boards["c"] = away
+        await eventually(lambda: everywhere(it, other))
+
+
+async def test_what_was_deleted_does_not_come_back_with_a_board(tmp_path: Path) -> None:
+    async with control(tmp_path) as it:
+        it.it.caches.keep(DOC)
+        await eventually(lambda: everywhere(it, DOC))
+        away = it.cluster.boards.pop("c")
+        assert it.it.caches.drop(MODEL, "doc")
+        assert not it.it.caches.drop(MODEL, "doc")
+        assert not it.it.caches.drop(MODEL, "other")
+        await eventually(lambda: have(it) == {})
+        await it.again()
+        away.restart()
+        it.cluster.boards["c"] = away
+        await eventually(lambda: have(it) == {})
+        assert it.it.caches.told(MODEL) == []
+
+
+async def test_a_board_that_cannot_build_it_is_told_of_and_stops_nothing(tmp_path: Path) -> None:
+    async with control(tmp_path) as it:
+        it.cluster["b"].refuses["build_cache"] = CacheUnsupported("The disk is full.")
+        it.it.caches.keep(DOC)
+        await eventually(lambda: set(have(it)) == {"a", "c"})
+        await eventually(lambda: it.it.caches.told(MODEL)[0]["failed"])
+        (told,) = it.it.caches.told(MODEL)
+        assert told["failed"] == [{"board": "b", "message": "The disk is full."}]
+        assert (told["cache_name"], told["tokens"], told["configured"]) == ("doc", 3, False)
+        assert (await it.pause()).status == 200
+        assert (await it.resume()).status == 200
+
+
+async def test_an_adapter_s_cache_follows_its_active_version(tmp_path: Path) -> None:
+    async with control(tmp_path) as it:
+        versions = {name: it.store.add(name, name.encode() * 40) for name in ("v1", "v2")}
+        for version in versions.values():
+            assert (await it.stage(version)).status == 200
+        it.it.caches.keep(DesiredCache(MODEL, "doc", (1, 2), line="tone"))
+        it.it.caches.keep(DesiredCache(MODEL, "old", (1, 2), line="tone", version="v1"))
+        await asyncio.sleep(0.3)
+        assert have(it) == {}, "no version is served yet"
+
+        def keys(name: str) -> set[str | None]:
+            boards = it.cluster.boards.values()
+            return {board.prompts[name].adapter for board in boards if name in board.prompts}
+
+        assert (await it.roll("v1")).status == 200
+        await eventually(lambda: keys("doc") == {versions["v1"].key} and len(have(it)) == 3)
+        assert (await it.roll("v2")).status == 200
+        await eventually(lambda: keys("doc") == {versions["v2"].key})
+        assert keys("old") == {versions["v1"].key}
+
+
+async def test_boards_that_sleep_or_are_paused_are_left_alone(tmp_path: Path) -> None:
+    async with control(tmp_path) as it:
+        assert (await it.sleep(mode="keep", level=1)).status == 200
+        it.it.caches.keep(DOC)
+        await asyncio.sleep(0.3)
+        assert all(not board.asked["build_cache"] for board in it.cluster.boards.values())
+        assert (await it.wake()).status == 200
+        await eventually(lambda: everywhere(it, DOC))
+
+
+async def test_the_configured_system_prompt_is_on_every_board_from_its_start(
+    tmp_path: Path,
+) -> None:
+    async with control(tmp_path, system_prompts={"only": SYSTEM}) as it:
+        await eventually(lambda: everywhere(it, SYSTEM))
+        it.cluster.boards["d"] = FakeBoard("d")
+        await eventually(lambda: everywhere(it, SYSTEM))
+        (told,) = it.it.caches.told(MODEL)
+        assert (told["cache_name"], told["configured"]) == (SYSTEM_PROMPT, True)
+        for refused in (
+            lambda: it.it.caches.keep(DesiredCache(MODEL, SYSTEM_PROMPT, (1,))),
+            lambda: it.it.caches.drop(MODEL, SYSTEM_PROMPT),
+        ):
+            with pytest.raises(RequestError, match=r"prompt_cache\.system_prompt"):
+                refused()
+
+
+async def test_a_model_has_so_many_named_caches_at_most(tmp_path: Path) -> None:
+    async with control(tmp_path) as it:
+        for board in it.cluster.boards.values():
+            board.refuses["caches"] = CacheUnsupported("none here")
+        for number in range(MAX_CACHES):
+            it.it.caches.keep(DesiredCache(MODEL, f"doc-{number}", (1,)))
+        with pytest.raises(RequestError, match=f"the limit is {MAX_CACHES}"):
             it.it.caches.keep(DOC)
-            await eventually(lambda: everywhere(it, DOC))
-            away = it.cluster.boards.pop("c")
-            other = DesiredCache(MODEL, "doc", (4, 5, 6, 7), at_s=2.0)
-            it.it.caches.keep(other)
-            await eventually(lambda: everywhere(it, other))
-            away.restart()
-            it.cluster.boards["c"] = away
-            await eventually(lambda: everywhere(it, other))
-
-    run_loop(main())
-
-
-def test_what_was_deleted_does_not_come_back_with_a_board(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with control(tmp_path) as it:
-            it.it.caches.keep(DOC)
-            await eventually(lambda: everywhere(it, DOC))
-            away = it.cluster.boards.pop("c")
-            assert it.it.caches.drop(MODEL, "doc")
-            assert not it.it.caches.drop(MODEL, "doc")
-            assert not it.it.caches.drop(MODEL, "other")
-            await eventually(lambda: have(it) == {})
-            await it.again()
-            away.restart()
-            it.cluster.boards["c"] = away
-            await eventually(lambda: have(it) == {})
-            assert it.it.caches.told(MODEL) == []
-
-    run_loop(main())
-
-
-def test_a_board_that_cannot_build_it_is_told_of_and_stops_nothing(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with control(tmp_path) as it:
-            it.cluster["b"].refuses["build_cache"] = CacheUnsupported("The disk is full.")
-            it.it.caches.keep(DOC)
-            await eventually(lambda: set(have(it)) == {"a", "c"})
-            await eventually(lambda: it.it.caches.told(MODEL)[0]["failed"])
-            (told,) = it.it.caches.told(MODEL)
-            assert told["failed"] == [{"board": "b", "message": "The disk is full."}]
-            assert (told["cache_name"], told["tokens"], told["configured"]) == ("doc", 3, False)
-            assert (await it.pause()).status == 200
-            assert (await it.resume()).status == 200
-
-    run_loop(main())
-
-
-def test_an_adapter_s_cache_follows_its_active_version(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with control(tmp_path) as it:
-            versions = {name: it.store.add(name, name.encode() * 40) for name in ("v1", "v2")}
-            for version in versions.values():
-                assert (await it.stage(version)).status == 200
-            it.it.caches.keep(DesiredCache(MODEL, "doc", (1, 2), line="tone"))
-            it.it.caches.keep(DesiredCache(MODEL, "old", (1, 2), line="tone", version="v1"))
-            await asyncio.sleep(0.3)
-            assert have(it) == {}, "no version is served yet"
-
-            def keys(name: str) -> set[str | None]:
-                boards = it.cluster.boards.values()
-                return {board.prompts[name].adapter for board in boards if name in board.prompts}
-
-            assert (await it.roll("v1")).status == 200
-            await eventually(lambda: keys("doc") == {versions["v1"].key} and len(have(it)) == 3)
-            assert (await it.roll("v2")).status == 200
-            await eventually(lambda: keys("doc") == {versions["v2"].key})
-            assert keys("old") == {versions["v1"].key}
-
-    run_loop(main())
-
-
-def test_boards_that_sleep_or_are_paused_are_left_alone(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with control(tmp_path) as it:
-            assert (await it.sleep(mode="keep", level=1)).status == 200
-            it.it.caches.keep(DOC)
-            await asyncio.sleep(0.3)
-            assert all(not board.asked["build_cache"] for board in it.cluster.boards.values())
-            assert (await it.wake()).status == 200
-            await eventually(lambda: everywhere(it, DOC))
-
-    run_loop(main())
-
-
-def test_the_configured_system_prompt_is_on_every_board_from_its_start(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with control(tmp_path, system_prompts={"only": SYSTEM}) as it:
-            await eventually(lambda: everywhere(it, SYSTEM))
-            it.cluster.boards["d"] = FakeBoard("d")
-            await eventually(lambda: everywhere(it, SYSTEM))
-            (told,) = it.it.caches.told(MODEL)
-            assert (told["cache_name"], told["configured"]) == (SYSTEM_PROMPT, True)
-            for refused in (
-                lambda: it.it.caches.keep(DesiredCache(MODEL, SYSTEM_PROMPT, (1,))),
-                lambda: it.it.caches.drop(MODEL, SYSTEM_PROMPT),
-            ):
-                with pytest.raises(RequestError, match=r"prompt_cache\.system_prompt"):
-                    refused()
-
-    run_loop(main())
-
-
-def test_a_model_has_so_many_named_caches_at_most(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with control(tmp_path) as it:
-            for board in it.cluster.boards.values():
-                board.refuses["caches"] = CacheUnsupported("none here")
-            for number in range(MAX_CACHES):
-                it.it.caches.keep(DesiredCache(MODEL, f"doc-{number}", (1,)))
-            with pytest.raises(RequestError, match=f"the limit is {MAX_CACHES}"):
-                it.it.caches.keep(DOC)
-            it.it.caches.keep(DesiredCache(MODEL, "doc-1", (2,)))
-            assert it.it.caches.drop(MODEL, "doc-2")
-            it.it.caches.keep(DOC)
-
-    run_loop(main())
+        it.it.caches.keep(DesiredCache(MODEL, "doc-1", (2,)))
+        assert it.it.caches.drop(MODEL, "doc-2")
+        it.it.caches.keep(DOC)
 
 
 def config(**cache: Any) -> RkserveConfig:

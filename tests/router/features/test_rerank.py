@@ -15,8 +15,9 @@ from rkserve.config.router import RouterConfig
 from rkserve.core.errors import EngineDied
 from tests.support.boards.embedding_boards import MODEL, VectorBoards, embed_house, model, vector_of
 from tests.support.boards.fake_boards import eventually
-from tests.support.boards.own_time import run_loop
 from tests.support.http.router_house import House, house, send
+
+pytestmark = pytest.mark.virtual_time
 
 QUERY = "a cat"
 DOCUMENTS = ["trains leave for Berlin", "a cat", "some cats sat on many mats"]
@@ -210,16 +211,13 @@ def test_a_ranking_that_loses_its_board_is_made_by_another_one() -> None:
     of.expect_nothing_left()
 
 
-def test_a_hang_up_frees_the_boards() -> None:
-    async def main() -> None:
-        boards = VectorBoards.of("a", "b", gate=asyncio.Event())
-        of = embed_house(boards)
-        body = {"model": MODEL, "query": QUERY, "documents": DOCUMENTS}
-        asked = asyncio.create_task(of("POST", "/v1/rerank", json=body))
-        await eventually(lambda: boards.running == 2)
-        asked.cancel()
-        await asyncio.gather(asked, return_exceptions=True)
-        await eventually(lambda: boards.running == 0)
-        of.expect_nothing_left()
-
-    run_loop(main())
+async def test_a_hang_up_frees_the_boards() -> None:
+    boards = VectorBoards.of("a", "b", gate=asyncio.Event())
+    of = embed_house(boards)
+    body = {"model": MODEL, "query": QUERY, "documents": DOCUMENTS}
+    asked = asyncio.create_task(of("POST", "/v1/rerank", json=body))
+    await eventually(lambda: boards.running == 2)
+    asked.cancel()
+    await asyncio.gather(asked, return_exceptions=True)
+    await eventually(lambda: boards.running == 0)
+    of.expect_nothing_left()

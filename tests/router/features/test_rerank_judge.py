@@ -25,8 +25,9 @@ from rkserve.core.run_params import Scored
 from rkserve.models.rerank import RerankSettings
 from rkserve.router.service import ServedModel
 from tests.support.boards.fake_boards import FakeBoards, accepted, eventually, report
-from tests.support.boards.own_time import run_loop
 from tests.support.http.router_house import House, model, send
+
+pytestmark = pytest.mark.virtual_time
 
 SETTINGS = RerankSettings(yes="A", no="No")
 DOCUMENTS = ["mats", "a cat sat on many mats", "cats"]
@@ -110,35 +111,29 @@ def test_a_score_is_the_verdict_of_each_pair() -> None:
     assert 0 < first < second < 1
 
 
-def test_as_many_are_asked_at_once_as_there_are_boards() -> None:
-    async def main() -> None:
-        boards = judges("a", "b", gate=asyncio.Event())
-        of = judging(boards)
-        body = {"model": "sim-chat", "query": "x", "documents": ["a", "b", "c", "d", "e"]}
-        asking = asyncio.create_task(of("POST", "/v1/rerank", json=body))
-        await eventually(lambda: boards.running == 2)
-        assert boards.gate is not None
-        boards.gate.set()
-        assert (await asking).status_code == 200
-        assert boards.most == 2
-        of.expect_nothing_left()
-
-    run_loop(main())
+async def test_as_many_are_asked_at_once_as_there_are_boards() -> None:
+    boards = judges("a", "b", gate=asyncio.Event())
+    of = judging(boards)
+    body = {"model": "sim-chat", "query": "x", "documents": ["a", "b", "c", "d", "e"]}
+    asking = asyncio.create_task(of("POST", "/v1/rerank", json=body))
+    await eventually(lambda: boards.running == 2)
+    assert boards.gate is not None
+    boards.gate.set()
+    assert (await asking).status_code == 200
+    assert boards.most == 2
+    of.expect_nothing_left()
 
 
-def test_a_client_that_hangs_up_frees_the_boards() -> None:
-    async def main() -> None:
-        boards = judges("a", gate=asyncio.Event())
-        of = judging(boards)
-        body = {"model": "sim-chat", "query": "x", "documents": ["a", "b"]}
-        asking = asyncio.create_task(of("POST", "/v1/rerank", json=body))
-        await eventually(lambda: boards.running == 1)
-        asking.cancel()
-        await asyncio.wait({asking})
-        await eventually(lambda: boards.running == 0)
-        of.expect_nothing_left()
-
-    run_loop(main())
+async def test_a_client_that_hangs_up_frees_the_boards() -> None:
+    boards = judges("a", gate=asyncio.Event())
+    of = judging(boards)
+    body = {"model": "sim-chat", "query": "x", "documents": ["a", "b"]}
+    asking = asyncio.create_task(of("POST", "/v1/rerank", json=body))
+    await eventually(lambda: boards.running == 1)
+    asking.cancel()
+    await asyncio.wait({asking})
+    await eventually(lambda: boards.running == 0)
+    of.expect_nothing_left()
 
 
 def test_an_answer_that_is_not_ready_in_time_is_a_504() -> None:

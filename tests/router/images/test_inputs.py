@@ -21,10 +21,11 @@ from rkserve.models.vision import VisionSettings
 from rkserve.router.images.inputs import ImageInputs
 from rkserve.router.service import ServedModel
 from tests.support.boards.fake_boards import FakeBoards, Step, answer, report
-from tests.support.boards.own_time import run_loop
 from tests.support.http.router_house import CHAT, House, send
 from tests.support.http.router_house import house as blind
 from tests.support.paths import PROJECT
+
+pytestmark = pytest.mark.virtual_time
 
 MODEL = "sim-vision"
 FOLDER = PROJECT / "models" / MODEL
@@ -228,18 +229,14 @@ def test_what_is_wrong_with_an_image_is_said_before_a_board_is_asked(
     house.expect_nothing_left()
 
 
-def test_a_request_brings_no_more_pixels_than_one_frame_can_hold() -> None:
+async def test_a_request_brings_no_more_pixels_than_one_frame_can_hold() -> None:
     large = VisionSettings(size=2048, tokens=1, tags=("", "", ""))
     images = tuple(ImagePart(f"m[{at}]", data=file_of("red")) for at in range(3))
-
-    async def main() -> None:
-        sight = ImageInputs(ImagesConfig())
-        assert len(await sight.pictures(images[:2], large)) == 2
-        with pytest.raises(RequestError, match="2 images") as caught:
-            await sight.pictures(images, large)
-        assert caught.value.param == "m[2]"
-
-    run_loop(main())
+    sight = ImageInputs(ImagesConfig())
+    assert len(await sight.pictures(images[:2], large)) == 2
+    with pytest.raises(RequestError, match="2 images") as caught:
+        await sight.pictures(images, large)
+    assert caught.value.param == "m[2]"
 
 
 def test_a_context_full_of_images_is_an_overflow() -> None:
