@@ -15,8 +15,8 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 from pydantic import BaseModel
 
-from rkserve.board.engine.lifecycle import TRANSITIONS as BOARD_TRANSITIONS
 from rkserve.board.rules.generation_states import TRANSITIONS as GENERATION_TRANSITIONS
+from rkserve.board.run.supervisor import TRANSITIONS as BOARD_TRANSITIONS
 from rkserve.config.explain import allowed, inner_model
 from rkserve.config.serve_config import RkserveConfig
 from rkserve.core.board_report import BoardReport, BoardState, Hardware
@@ -173,7 +173,7 @@ def states() -> str:
             "## One RKLLM handle (`rkserve/native/handle_states.py`)",
             "",
             *_diagram(HANDLE_TRANSITIONS),
-            "## One board (`rkserve/board/engine/lifecycle.py`)",
+            "## One board (`rkserve/board/run/supervisor.py`)",
             "",
             *_diagram(BOARD_TRANSITIONS),
             "## One generation on a board (`rkserve/board/rules/generation_states.py`)",

@@ -14,9 +14,7 @@ PACKAGE = PROJECT / "rkserve"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 
 BASE = frozenset({"core", "config", "models"})
-ENGINE_PROTOCOL = frozenset(
-    {"native.runtime", "native.handle_states", "native.engine_frames", "native.step_params"}
-)
+ENGINE_PROTOCOL = frozenset({"native.runtime", "native.handle_states", "native.engine_frames"})
 API = frozenset({"api.json", "api.prompting", "api.parsing", "api.common"})
 BOARD_RULES = frozenset({"board.answer", "board.engine", "board.rules", "board.storage"})
 # Rooms from the bottom up. The longest name that fits a module is its room; a name stands for all
@@ -59,7 +57,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "router.images": BASE | {"api.prompting"},
     "router.stored_responses": BASE | {"api", "router.auth"},
     "router": BASE
-    | {"fleet", "control", "api", "sampling.trial_limits"}
+    | {"fleet", "control", "api", "sampling.trial"}
     | {"router.auth", "router.dispatch", "router.images", "router.queue"}
     | {"router.stored_responses"},
     "router.features": BASE | {"fleet", "control", "api", "router"},

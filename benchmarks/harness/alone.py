@@ -19,6 +19,7 @@ from rkserve.core.run_params import Guide, GuideKind, Sampling, Stepwise
 from rkserve.models.folder import open_model_folder
 from rkserve.native import engine_frames
 from rkserve.native.binding.runtime import open_runtime
+from rkserve.native.engine_frames import StepParams
 from rkserve.native.runtime import (
     LoadParams,
     RunEnd,
@@ -28,7 +29,6 @@ from rkserve.native.runtime import (
     Step,
     TokenInput,
 )
-from rkserve.native.step_params import StepParams
 
 GREEDY = Sampling(temperature=0.0, top_k=1, repeat_penalty=1.0)
 

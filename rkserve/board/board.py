@@ -22,9 +22,8 @@ from rkserve.board.operations import report as reporting
 from rkserve.board.operations.adapters import AdapterLoader, AdapterProbes
 from rkserve.board.operations.adopt import StateAdopter
 from rkserve.board.operations.base_weights import BaseWeights, ModelFileDigest, StartEngine
-from rkserve.board.operations.cache_calls import CacheCalls
 from rkserve.board.operations.embedding import EmbeddingService
-from rkserve.board.operations.report import PrefixReport
+from rkserve.board.operations.report import CacheCalls, PrefixReport
 from rkserve.board.operations.sleep import BoardSleep
 from rkserve.board.operations.swap_weights import WeightSwap
 from rkserve.board.rules.admission import Admission, Decision, Expire, Start
@@ -39,8 +38,7 @@ from rkserve.board.run.run import loop_time_s
 from rkserve.board.run.runner import RequestRunner
 from rkserve.board.run.settings import BoardSettings
 from rkserve.board.run.supervisor import EngineSupervisor
-from rkserve.board.storage.adapters import StagedAdapters
-from rkserve.board.storage.base_weights import Intake, StagedWeights
+from rkserve.board.storage.staged_artifacts import Intake, StagedAdapters, StagedWeights
 from rkserve.core.board_report import (
     BoardReport,
     BoardState,

@@ -19,7 +19,7 @@ from rkserve.core.child_process import ChildProcess
 from rkserve.core.errors import RateLimited, RequestError
 from rkserve.core.run_params import Guide
 from rkserve.router.queue.admission import ANONYMOUS
-from rkserve.sampling.trial_limits import LIMIT_S, MAX_CHARS, PROGRAM, ask, refuse, too_long
+from rkserve.sampling.trial import LIMIT_S, MAX_CHARS, PROGRAM, ask, refuse, too_long
 
 KEPT = 128
 # Starting takes a moment, and the answer may wait for a processor.

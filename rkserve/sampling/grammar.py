@@ -17,9 +17,7 @@ from rkserve.core.errors import StepsRefused
 from rkserve.core.run_params import Guide, GuideKind
 from rkserve.models.vocabulary import Vocabulary
 from rkserve.sampling.draw import Allowed
-from rkserve.sampling.finite_schemas import is_endless
-from rkserve.sampling.tool_call_grammar import as_lark, one_by_one
-from rkserve.sampling.trial_limits import refuse, too_long
+from rkserve.sampling.schemas import as_lark, is_endless, one_by_one
 
 # Unbounded whitespace lets a small model generate blank lines forever.
 _WHITESPACE = r"[ \n\r\t]{0,32}"
@@ -34,21 +32,8 @@ _JSON = {
 _JSON_IN_LARK = {"x-guidance": _JSON}
 
 
-def check_guide(guide: Guide, param: str) -> None:
-    """Check that a grammar can be compiled, which takes milliseconds to tenths of a second.
-
-    Raises:
-        RequestError: naming ``param``, with the reason.
-    """
-    reason = refusal(guide)
-    if reason is not None:
-        refuse(reason, param)
-
-
 def refusal(guide: Guide) -> str | None:
     """Return the error of a grammar, or None. A hostile one takes minutes: see ``trial``."""
-    if (reason := too_long(guide)) is not None:
-        return reason
     if guide.kind is GuideKind.JSON_SCHEMA and is_endless(json.loads(guide.text)):
         return "the schema requires itself within itself, so that it has no finite instance."
     try:

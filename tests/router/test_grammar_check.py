@@ -17,7 +17,7 @@ from rkserve.core.errors import RateLimited, RequestError
 from rkserve.core.run_params import Guide, GuideKind
 from rkserve.router.grammar_check import KEPT, GrammarChecker, GrammarCheckRules
 from rkserve.sampling import trial
-from rkserve.sampling.trial_limits import MAX_CHARS, PROGRAM, READY, ask
+from rkserve.sampling.trial import MAX_CHARS, PROGRAM, READY, ask
 from tests.support.boards.fake_boards import FakeBoards
 from tests.support.boards.fakes import run_loop
 from tests.support.http.router_house import CHAT, House, chat

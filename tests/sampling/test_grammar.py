@@ -15,15 +15,16 @@ from hypothesis import strategies as st
 from rkserve.core.errors import RequestError, StepsRefused
 from rkserve.core.run_params import Guide, GuideKind
 from rkserve.models.vocabulary import Vocabulary
-from rkserve.sampling.finite_schemas import is_endless
-from rkserve.sampling.grammar import GrammarCompiler, check_guide
-from rkserve.sampling.trial_limits import MAX_CHARS
+from rkserve.sampling.grammar import GrammarCompiler
+from rkserve.sampling.schemas import is_endless
+from rkserve.sampling.trial import MAX_CHARS
 from tests.support.values.grammar_walk import (
     END,
     EOS,
     GUIDES,
     IDS,
     VOCABULARY,
+    check_guide,
     followed,
     lark,
     regex,

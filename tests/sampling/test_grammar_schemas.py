@@ -25,9 +25,8 @@ from rkserve.core.errors import RequestError, StepsRefused
 from rkserve.core.run_params import Guide, Sampling, Stepwise
 from rkserve.native import engine_frames
 from rkserve.native.engine.stepwise import StepwiseRuns
-from rkserve.native.engine_frames import FrameKind, FrameReader
+from rkserve.native.engine_frames import FrameKind, FrameReader, StepParams
 from rkserve.native.runtime import Matrix, Runtime
-from rkserve.native.step_params import StepParams
 from rkserve.router.grammar_check import GrammarChecker
 from tests.support.boards.fakes import run_loop
 from tests.support.values.grammar_walk import EOS, TOKENS, VOCABULARY

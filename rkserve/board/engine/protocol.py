@@ -13,8 +13,8 @@ from typing import Any, Protocol
 
 from rkserve.core.errors import EngineDied
 from rkserve.core.run_params import Embeds, EncoderStates, Picture, Pooling, Scored
+from rkserve.native.engine_frames import StepParams
 from rkserve.native.runtime import LoadParams, Perf, RunEnd, VisionParams
-from rkserve.native.step_params import StepParams
 
 # Receives every token of a run: entry of the batch, token id, text, and whether the library still
 # holds text back (``waiting``).

@@ -9,8 +9,7 @@ from pathlib import Path
 
 from rkserve.board.answer.kv_plan import Ids
 from rkserve.board.engine.protocol import EntryCommand
-from rkserve.board.rules.loaded_adapters import AdapterReady, RenewEngine
-from rkserve.board.run.loaded_engine import LoadedEngine
+from rkserve.board.run.loaded_engine import AdapterReady, LoadedEngine, RenewEngine
 from rkserve.board.run.ports import EngineSlot, RunQueue
 from rkserve.board.run.prompt_caching import PromptCaching
 from rkserve.board.run.run import EngineRun, RunSpec, loop_time_s

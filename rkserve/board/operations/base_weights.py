@@ -19,7 +19,7 @@ from rkserve.board.engine.protocol import Engine
 from rkserve.board.rules.obligations import Obligations
 from rkserve.board.run.prompt_caching import PromptCaching
 from rkserve.board.run.run import loop_time_s
-from rkserve.board.storage.base_weights import StagedWeights
+from rkserve.board.storage.staged_artifacts import StagedWeights
 from rkserve.core.board_report import HASHING, UNREADABLE
 from rkserve.core.desired_state import BaseVersion
 from rkserve.core.durable_files import sync, write_private

@@ -16,8 +16,8 @@ from rkserve.board.engine.protocol import EntryCommand, RunEnded
 from rkserve.board.run.job import Job
 from rkserve.board.storage.prompt_cache import CacheHit
 from rkserve.core.run_params import Pooling
+from rkserve.native.engine_frames import StepParams
 from rkserve.native.runtime import Perf
-from rkserve.native.step_params import StepParams
 
 
 def loop_time_s() -> float:

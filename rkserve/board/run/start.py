@@ -19,7 +19,7 @@ from rkserve.board.run.settings import BoardSettings
 from rkserve.core.errors import Misuse, NativeError
 from rkserve.core.messages import Kv
 from rkserve.core.run_params import NEVER_ENDS, Guided, Stepwise
-from rkserve.native.step_params import StepParams
+from rkserve.native.engine_frames import StepParams
 
 
 class RunPlanner:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rkserve.core.errors import CallFailed, Misuse
-from rkserve.native.binding.handle import Handle
+from rkserve.native.binding.library import Handle
 from rkserve.native.handle_states import TRANSITIONS, HandleEvent, HandleState, advance
 from rkserve.native.runtime import (
     CallState,

@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 from rkserve.core.errors import CallFailed, Misuse, NothingComputed
 from rkserve.native.binding import preconditions
 from rkserve.native.binding.callback import Ended, NativeRun, ResultCallback
-from rkserve.native.binding.handle import Handle
-from rkserve.native.binding.kv_context import KvContext, PromptCache
+from rkserve.native.binding.library import Handle
+from rkserve.native.binding.preconditions import KvContext, PromptCache
 from rkserve.native.handle_states import HandleState
 from rkserve.native.runtime import (
     EvaluateMode,

@@ -19,10 +19,8 @@ from typing import Any
 from rkserve.core.errors import LoadFailed, Misuse
 from rkserve.native.binding import preconditions
 from rkserve.native.binding.callback import Ended, ResultCallback, keep_for_good
-from rkserve.native.binding.handle import Handle, ModelCallbacks
-from rkserve.native.binding.inputs import c_path, c_string
-from rkserve.native.binding.library import detect
-from rkserve.native.binding.releases import CallbackPointers, RuntimeRelease
+from rkserve.native.binding.library import Handle, ModelCallbacks, detect
+from rkserve.native.binding.releases import CallbackPointers, RuntimeRelease, c_path, c_string
 from rkserve.native.binding.runs import HandleRuns, fitting
 from rkserve.native.handle_states import HandleEvent, HandleState, advance
 from rkserve.native.quirks import quirks_for

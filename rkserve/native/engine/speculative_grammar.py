@@ -8,15 +8,16 @@ enough. For the board all of it is one stepwise run.
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Callable
 from contextlib import suppress
 from enum import Enum, auto
 
 from rkserve.core.errors import CallFailed, NativeError, StepsRefused
+from rkserve.models.vocabulary import Vocabulary
 from rkserve.native import engine_frames
-from rkserve.native.engine.detokenizer import Detokenizer
+from rkserve.native.engine_frames import Ids, StepParams
 from rkserve.native.runtime import RunEnd, RunParams, Runtime, SinkAction, Step, TokenInput
-from rkserve.native.step_params import Ids, StepParams
 from rkserve.sampling.draw import Row, Sampler
 from rkserve.sampling.grammar import GrammarMatcher
 
@@ -230,3 +231,27 @@ class SpeculativeRun:
         self._context.append(token_id)
         self._told += 1
         self._over = token_id in self._steps.eos or self._trail.over
+
+
+class Detokenizer:
+    """The text of one answer's tokens, by one vocabulary."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._held = b""
+
+    @property
+    def size(self) -> int:
+        """The number of tokens; further columns of a row of logits are padding."""
+        return len(self._vocabulary)
+
+    def text_of(self, token_id: int) -> tuple[bytes, bool]:
+        """Return the text of a token, and True if it is delayed to the next token."""
+        self._held += self._vocabulary.said(token_id)
+        self._decoder.reset()
+        self._decoder.decode(self._held)
+        if self._decoder.getstate()[0]:
+            return b"", True
+        said, self._held = self._held, b""
+        return said, False

@@ -22,10 +22,9 @@ from rkserve.core.errors import ConfigError, StepsRefused
 from rkserve.models.vocabulary import Vocabulary, read_vocabulary
 from rkserve.native import engine_frames
 from rkserve.native.engine import commands
-from rkserve.native.engine.detokenizer import Detokenizer
-from rkserve.native.engine.speculative_grammar import SpeculativeRun
+from rkserve.native.engine.speculative_grammar import Detokenizer, SpeculativeRun
+from rkserve.native.engine_frames import Ids, StepParams
 from rkserve.native.runtime import EvaluateMode, Matrix, Perf, RunEnd, Runtime, TokenInput
-from rkserve.native.step_params import Ids, StepParams
 from rkserve.sampling.draw import Allowed, Row, Sampler, score, scores
 from rkserve.sampling.grammar import GrammarCompiler, GrammarMatcher
 

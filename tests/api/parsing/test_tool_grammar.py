@@ -20,12 +20,12 @@ from rkserve.api.responses.requests import parse_response
 from rkserve.core.errors import RequestError
 from rkserve.core.messages import Delta
 from rkserve.core.run_params import GuideKind
-from rkserve.sampling.grammar import check_guide, refusal
+from rkserve.sampling.grammar import refusal
 from tests.support.boards.fakes import run_loop
 from tests.support.http.router_house import CHAT, chat, house
 from tests.support.http.tool_talk import Talk, function, gathered, message, user
 from tests.support.sim.sim_board import FOLDER, Sim
-from tests.support.values.grammar_walk import followed
+from tests.support.values.grammar_walk import check_guide, followed
 
 CITY = {
     "type": "object",

@@ -18,8 +18,8 @@ from rkserve.board.rules.counters import BoardCounters
 from rkserve.board.rules.obligations import Obligations
 from rkserve.board.run.prompt_caching import CacheRules, PromptCaching
 from rkserve.board.run.run import RunTimeouts
-from rkserve.board.storage.base_weights import StagedWeights
 from rkserve.board.storage.prompt_cache import CacheFingerprint, CacheStore
+from rkserve.board.storage.staged_artifacts import StagedWeights
 from rkserve.core.board_report import HASHING, UNREADABLE, BoardState, GenerationState
 from rkserve.core.desired_state import ActivePause, Adoption, InFlight, PauseMode, Scope, SleepLevel
 from rkserve.core.errors import (

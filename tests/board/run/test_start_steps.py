@@ -26,7 +26,7 @@ from rkserve.core.messages import (
     Paused,
 )
 from rkserve.core.run_params import Guide, GuideKind, Sampling, Scored, Stepwise
-from rkserve.native.step_params import StepParams
+from rkserve.native.engine_frames import StepParams
 from rkserve.router.dispatch.failover import GenerationProgress
 from tests.support.boards.board_bench import SETTINGS, Bench, answer, request
 from tests.support.boards.fakes import Script, run_loop, tokens_of

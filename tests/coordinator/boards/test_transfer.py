@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from rkserve.board.storage.adapters import StagedAdapters
-from rkserve.board.storage.base_weights import Intake, StagedWeights
+from rkserve.board.storage.staged_artifacts import Intake, StagedAdapters, StagedWeights
 from rkserve.coordinator.boards.transfer import ALIVE, TransferLimits, TransferResult, stage
 from rkserve.core.desired_state import AdapterVersion, Artifact, BaseVersion
 from rkserve.core.errors import (

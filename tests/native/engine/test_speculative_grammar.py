@@ -12,9 +12,8 @@ import pytest
 from rkserve.core.errors import CallFailed, NativeError
 from rkserve.core.run_params import Sampling, Stepwise
 from rkserve.native import engine_frames
-from rkserve.native.engine.detokenizer import Detokenizer
-from rkserve.native.engine.speculative_grammar import MOST_AGREEMENTS, SpeculativeRun
-from rkserve.native.engine_frames import FrameReader
+from rkserve.native.engine.speculative_grammar import MOST_AGREEMENTS, Detokenizer, SpeculativeRun
+from rkserve.native.engine_frames import FrameReader, Ids, StepParams
 from rkserve.native.runtime import (
     Perf,
     RunEnd,
@@ -26,7 +25,6 @@ from rkserve.native.runtime import (
     TokenInput,
     TokenPiece,
 )
-from rkserve.native.step_params import Ids, StepParams
 from tests.support.values.grammar_walk import END, EOS, GUIDES, IDS, TOKENS, VOCABULARY, regex
 
 GREEDY = Sampling(temperature=0.0, top_k=1, repeat_penalty=1.0)

@@ -14,9 +14,8 @@ from rkserve.core.errors import StepsRefused
 from rkserve.core.run_params import Guide, GuideKind, Sampling, Scored, Stepwise
 from rkserve.native import engine_frames as frames
 from rkserve.native.engine.stepwise import LogitsMemory, StepwiseRuns
-from rkserve.native.engine_frames import FrameKind, FrameReader
+from rkserve.native.engine_frames import FrameKind, FrameReader, StepParams
 from rkserve.native.runtime import EvaluateMode, Matrix, Runtime, TokenInput
-from rkserve.native.step_params import StepParams
 
 GREEDY = Sampling(temperature=0.0, repeat_penalty=1.0)
 # Id 0 ends answers; 1 to 3 are the bytes of a character; then letters.

@@ -10,7 +10,8 @@ import numpy as np
 
 from rkserve.core.run_params import Guide, GuideKind
 from rkserve.models.vocabulary import read_vocabulary
-from rkserve.sampling.grammar import GrammarCompiler
+from rkserve.sampling.grammar import GrammarCompiler, refusal
+from rkserve.sampling.trial import refuse, too_long
 from tests.support.paths import PROJECT
 
 TOKENS = PROJECT / "models" / "sim-chat" / "tokenizer.json"
@@ -32,6 +33,13 @@ def regex(text: str) -> Guide:
 
 def lark(text: str) -> Guide:
     return Guide(GuideKind.LARK, text)
+
+
+def check_guide(guide: Guide, param: str) -> None:
+    """Raise ``RequestError`` for a grammar that a trial process refuses, without such a process."""
+    reason = too_long(guide) or refusal(guide)
+    if reason is not None:
+        refuse(reason, param)
 
 
 def followed(guide: Guide, seed: int = 0) -> tuple[str, bool]:

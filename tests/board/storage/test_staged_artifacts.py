@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from rkserve.board.storage.adapters import StagedAdapters
 from rkserve.board.storage.partial_files import PART_AGE_S, RESERVE_BYTES
+from rkserve.board.storage.staged_artifacts import StagedAdapters
 from rkserve.core.desired_state import AdapterVersion
 from rkserve.core.errors import AdapterBroken, ConfigError, StageFailed
 from rkserve.core.messages import AdapterRef
@@ -340,7 +340,7 @@ def test_what_does_not_fit_on_the_disk_is_refused_before_it_comes(tmp_path: Path
 
 CHILD = textwrap.dedent("""
     import hashlib, pathlib, resource, sys
-    from rkserve.board.storage.adapters import StagedAdapters
+    from rkserve.board.storage.staged_artifacts import StagedAdapters
     from rkserve.core.desired_state import AdapterVersion
     from rkserve.core.errors import StageFailed
     from rkserve.core.messages import AdapterRef

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rkserve.board.rules.loaded_adapters import AdapterReady, AdapterTable, LoadAdapter, RenewEngine
+from rkserve.board.run.loaded_engine import AdapterReady, AdapterTable, LoadAdapter, RenewEngine
 from rkserve.core.errors import AdapterBroken
 from rkserve.core.messages import AdapterRef
 

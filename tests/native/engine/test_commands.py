@@ -10,7 +10,7 @@ import pytest
 from rkserve.core.errors import FrameCorrupt, NothingComputed
 from rkserve.core.run_params import Pooling
 from rkserve.native import engine_frames
-from rkserve.native.engine.pooling import MAX_BYTES, pooled
+from rkserve.native.engine.commands import MAX_BYTES, pooled
 from rkserve.native.engine_frames import FrameKind, FrameReader
 from rkserve.native.runtime import Matrix
 

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from rkserve.board.storage.adapters import StagedAdapters
-from rkserve.board.storage.base_weights import Intake, StagedWeights
 from rkserve.board.storage.partial_files import PART_AGE_S, RESERVE_BYTES
+from rkserve.board.storage.staged_artifacts import Intake, StagedAdapters, StagedWeights
 from rkserve.core.desired_state import AdapterVersion, BaseVersion
 from rkserve.core.errors import ConfigError, StageFailed
 from rkserve.core.file_digests import file_digest

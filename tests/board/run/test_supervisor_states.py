@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from rkserve.board.engine.lifecycle import OPEN, SICK, TRANSITIONS, BoardEvent, CrashLog, advance
+from rkserve.board.run.supervisor import OPEN, SICK, TRANSITIONS, BoardEvent, CrashLog, advance
 from rkserve.core.board_report import BoardState
 from rkserve.core.errors import Misuse
 
