@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip -q --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-quick unit cluster page-test fuzz compat compat-lock check format bench bench-control bench-scale bench-kills bench-multi-turn bench-overload docs docs-serve lock sim sanitize clean
+.PHONY: help demo test test-quick unit cluster page-test fuzz mutation compat compat-lock check format bench bench-control bench-scale bench-kills bench-multi-turn bench-overload docs docs-serve lock sim sanitize clean
 
 help:
 	@echo "make demo    a chat model on three simulated boards, an embedding model on a fourth, until Ctrl-C"
@@ -18,6 +18,7 @@ help:
 	@echo "make cluster tests on a local Ray cluster"
 	@echo "make page-test  the chat page in a real Chromium, with axe"
 	@echo "make fuzz    odd requests by the thousand, held to the OpenAPI document; SEED=n makes others"
+	@echo "make mutation  change the pure rooms at random and run their tests; SEED=n draws others"
 	@echo "make compat  other people's clients against a cluster; SUITES=\"openai-2 llm\" for some"
 	@echo "make check   ruff, mypy and generated docs"
 	@echo "make format  reformat the code"
@@ -77,6 +78,11 @@ fuzz: $(READY)
 	@test -d $(FUZZ_VENV) || "$(PYTHON)" -m venv $(FUZZ_VENV)
 	@$(FUZZ_VENV)/bin/python -m pip -q --disable-pip-version-check install $(FUZZ_TOOLS)
 	$(BIN)/python scripts/fuzz.py --schemathesis $(CURDIR)/$(FUZZ_VENV)/bin/schemathesis --seed $(SEED)
+
+# AREAS="control board/rules" for some, COUNT=n mutants of each.
+COUNT ?= 40
+mutation: $(READY) sim
+	$(BIN)/python scripts/mutation.py $(AREAS) --count $(COUNT) --seed $(SEED)
 
 # Programs that others wrote, each in an environment of its own in .compat; writes
 # docs/reference/compatibility.md. Node's need node and npm.

@@ -9,12 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from rkserve.native.sim import adapters
+from scripts import make_sim_chat
 from tests.support.sim.sim_driver import Sim, chat, child, violations
 from tests.support.sim.sim_features import FeatureSim, opened, turn
-
-import make_sim_chat  # isort: skip - sim_driver says where the scripts are
-
-from rkserve.native.sim import adapters
 
 pytest_plugins = ["tests.support.sim.sim_fixtures"]
 pytestmark = pytest.mark.usefixtures("fast_env")

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from scripts import make_sim_chat
 from tests.support.paths import PROJECT
 from tests.support.sim.sim_driver import FINISH, MODEL, Sim, chat, ids_of, tokenizer
-
-import make_sim_chat  # isort: skip - sim_driver says where the scripts are
 
 pytest_plugins = ["tests.support.sim.sim_fixtures"]
 pytestmark = pytest.mark.usefixtures("fast_env")

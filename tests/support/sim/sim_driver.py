@@ -28,7 +28,6 @@ from tests.support.paths import PROJECT
 if TYPE_CHECKING:  # children start in a third of the time without it
     import pytest
 
-sys.path.append(str(PROJECT / "scripts"))  # make_sim_chat is a script, and tests look into it
 MODEL = PROJECT / "models" / "sim-chat"
 NORMAL, WAITING, FINISH, ERROR = range(4)
 PROMPT, TOKEN, EMBED, MULTIMODAL = range(4)
