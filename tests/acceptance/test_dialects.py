@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from openai.types.responses import ResponseInputParam
 
 from tests.support.cluster.local_cluster import App
 from tests.support.http.talk import ENDLESS, MODEL, chat_body
@@ -79,7 +80,12 @@ def test_the_model_calls_a_tool_in_every_dialect(boards: App) -> None:
 
 def test_openai_s_client_goes_on_from_a_stored_response(boards: App) -> None:
     client = openai.OpenAI(base_url=f"{boards.url}/v1", api_key="x", max_retries=0, timeout=60)
-    first = client.responses.create(model=MODEL, input=f"{SAYS} once")
+    # Long enough that a prefill of it decides the choice of the board, also on a busy machine.
+    rules: ResponseInputParam = [
+        {"role": "developer", "content": "Follow every rule to the letter. " * 150},
+        {"role": "user", "content": f"{SAYS} once"},
+    ]
+    first = client.responses.create(model=MODEL, input=rules)
     with client.responses.stream(
         model=MODEL, input=f"{SAYS} twice", previous_response_id=first.id
     ) as events:
@@ -90,7 +96,7 @@ def test_openai_s_client_goes_on_from_a_stored_response(boards: App) -> None:
     assert second.usage.input_tokens_details.cached_tokens >= first.usage.total_tokens - 1
     assert client.responses.retrieve(second.id).output_text == second.output_text
     listed = [item.id for item in client.responses.input_items.list(second.id, limit=1)]
-    assert len(listed) == 3
+    assert len(listed) == 4
     assert first.output[0].id in listed
     client.responses.delete(first.id)
     with pytest.raises(openai.NotFoundError) as caught:
