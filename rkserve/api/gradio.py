@@ -11,11 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from rkserve.api.common import sse
-from rkserve.api.common.answer import AnswerOrigin, BaseAnswer
+from rkserve.api.common import output
+from rkserve.api.common.answer import AnswerOrigin, AnyCall, BaseAnswer, Dialect
 from rkserve.api.common.calls import parse_chat
-from rkserve.api.common.dialect import AnyCall, Dialect
-from rkserve.api.common.errors import error_object
+from rkserve.api.common.output import error_object
 from rkserve.api.json.body import JsonObject, parse_object
 from rkserve.api.json.fields import Fields, Range, as_fields, wrong_type
 from rkserve.api.parsing.parts import Part, Retraction, TextPart
@@ -336,7 +335,7 @@ class EventFraming(Protocol):
 class QueueFraming:
     """Messages of a session's stream: outputs after the first are sent as edits."""
 
-    ping = sse.data({"msg": "heartbeat"})
+    ping = output.data({"msg": "heartbeat"})
 
     def __init__(self, event_id: str) -> None:
         self._id = event_id
@@ -363,13 +362,13 @@ class QueueFraming:
         return self._message("process_completed", output=output, success=False)
 
     def _message(self, name: str, **rest: Any) -> bytes:
-        return sse.data({"msg": name, "event_id": self._id, **rest})
+        return output.data({"msg": name, "event_id": self._id, **rest})
 
 
 class CallFraming:
     """Named events of one call's stream; each has the whole output."""
 
-    ping = sse.event("heartbeat", None)
+    ping = output.event("heartbeat", None)
 
     def opening(self) -> bytes:
         """Return nothing: the first event has an output."""
@@ -377,15 +376,15 @@ class CallFraming:
 
     def generating(self, value: Any, edit: list[Any]) -> bytes:  # noqa: ARG002 - values are whole
         """Return the output so far."""
-        return sse.event("generating", [value])
+        return output.event("generating", [value])
 
     def completed(self, data: list[Any]) -> bytes:
         """Return the event with all outputs."""
-        return sse.event("complete", data)
+        return output.event("complete", data)
 
     def failed(self, exc: BaseException) -> bytes:
         """Return the event of an error."""
-        return sse.event("error", error_message(exc))
+        return output.event("error", error_message(exc))
 
 
 def error_message(exc: BaseException) -> str:

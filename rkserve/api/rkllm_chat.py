@@ -11,15 +11,14 @@ from collections.abc import Collection
 from functools import partial
 from typing import Any
 
-from rkserve.api.common import sse
-from rkserve.api.common.answer import AnswerOrigin, BaseAnswer
+from rkserve.api.common import output
+from rkserve.api.common.answer import AnswerOrigin, AnyCall, BaseAnswer, Dialect
 from rkserve.api.common.calls import ChatCall, read_chat
-from rkserve.api.common.dialect import AnyCall, Dialect
-from rkserve.api.common.errors import error_object
-from rkserve.api.common.tool_definitions import as_object
+from rkserve.api.common.output import error_object
 from rkserve.api.json.body import JsonObject, parse_object
 from rkserve.api.json.fields import Fields
 from rkserve.api.parsing.parts import Part, ReasoningPart, TextPart
+from rkserve.api.parsing.tool_choice import as_object
 from rkserve.core.errors import RequestError
 from rkserve.core.messages import Delta, Finished, FinishReason, Paused
 
@@ -83,7 +82,7 @@ def _as_text(arguments: Any) -> Any:
     if not isinstance(arguments, dict):
         return arguments
     try:
-        return sse.dumps(arguments)
+        return output.dumps(arguments)
     except ValueError:
         raise RequestError(
             "Invalid 'function_call.arguments': a number is too large.", "messages"
@@ -154,11 +153,11 @@ class _RkllmAnswer(BaseAnswer):
 
     def _called(self) -> str:
         """Return the tool calls in the format of Hermes and Qwen models."""
-        return "".join(
-            f"<tool_call>\n{sse.dumps({'name': one.name, 'arguments': as_object(one.arguments)})}"
-            "\n</tool_call>"
+        calls = (
+            {"name": one.name, "arguments": as_object(one.arguments)}
             for one in self.speech(0).calls
         )
+        return "".join(f"<tool_call>\n{output.dumps(one)}\n</tool_call>" for one in calls)
 
     def _line(self, text: str) -> bytes:
         return _framed(self._object("delta", text, None)) if text else b""
@@ -193,7 +192,7 @@ def broken(exc: BaseException) -> bytes:
 
 
 def _framed(value: JsonObject) -> bytes:
-    return f"{sse.dumps(value)}\n\n".encode()
+    return f"{output.dumps(value)}\n\n".encode()
 
 
 def rkllm_dialect(served: Collection[str], default_model: str) -> Dialect:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from rkserve.api.common import sse, unsupported
-from rkserve.api.common.answer import AnswerOrigin, BaseAnswer
+from rkserve.api.common import output, unsupported
+from rkserve.api.common.answer import AnswerOrigin, AnyCall, BaseAnswer, Dialect
 from rkserve.api.common.calls import (
     REQUEST_PREFIX,
     CompletionCall,
@@ -18,9 +18,8 @@ from rkserve.api.common.calls import (
     read_shared,
     read_stop,
 )
-from rkserve.api.common.dialect import AnyCall, Dialect
-from rkserve.api.common.errors import error_event
 from rkserve.api.common.logprobs import of_prompt
+from rkserve.api.common.output import error_event
 from rkserve.api.json.body import JsonObject, parse_object
 from rkserve.api.json.fields import Fields, Range, missing
 from rkserve.api.json.limits import MAX_CHOICES, MAX_STOP_SEQUENCES, MAX_TOP_LOGPROBS
@@ -165,24 +164,24 @@ class SglangAnswer(BaseAnswer):
         """Return the answer of a choice so far."""
         self.add(index, delta)
         found, void = self._tokens[index].news()
-        return sse.data(self._so_far(index)) if found or void or delta.text else b""
+        return output.data(self._so_far(index)) if found or void or delta.text else b""
 
     def paused(self, _index: int, _paused: Paused) -> bytes:
         """Return a comment."""
-        return sse.PAUSED
+        return output.PAUSED
 
     def finish(self, index: int, finished: Finished) -> bytes:
         """Return the whole answer of a choice."""
         self.end(index, finished)
-        return sse.data(self._so_far(index))
+        return output.data(self._so_far(index))
 
     def closing(self) -> bytes:
         """Return the end of the stream."""
-        return sse.DONE
+        return output.DONE
 
     def broken(self, exc: BaseException) -> bytes:
         """Return the error event that ends a stream which breaks."""
-        return error_event(exc) + sse.DONE
+        return error_event(exc) + output.DONE
 
     def whole(self) -> Any:
         """Return the answer, or the answers. Every choice must have ended."""
@@ -255,11 +254,11 @@ class SglangAnswer(BaseAnswer):
 
 
 def _ping(_call: AnyCall) -> bytes:
-    return sse.PING
+    return output.PING
 
 
 def _broken(exc: BaseException) -> bytes:
-    return error_event(exc) + sse.DONE
+    return error_event(exc) + output.DONE
 
 
 GENERATE = Dialect(parse_generate, SglangAnswer, REQUEST_PREFIX, _ping, _broken)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from rkserve.api.common import sse, unsupported
-from rkserve.api.common.answer import AnswerOrigin, BaseAnswer, pause_status
+from rkserve.api.common import output, unsupported
+from rkserve.api.common.answer import AnswerOrigin, AnyCall, BaseAnswer, Dialect, pause_status
 from rkserve.api.common.calls import (
     REQUEST_PREFIX,
     TOP_K_OFF,
@@ -16,9 +16,8 @@ from rkserve.api.common.calls import (
     read_request_id,
     read_shared,
 )
-from rkserve.api.common.dialect import AnyCall, Dialect
-from rkserve.api.common.errors import error_event
 from rkserve.api.common.logprobs import Chosen, chat_logprobs
+from rkserve.api.common.output import error_event
 from rkserve.api.json.body import JsonObject, parse_object
 from rkserve.api.json.fields import Fields, Range, missing, wrong_type
 from rkserve.api.json.limits import MAX_TOP_LOGPROBS
@@ -140,29 +139,31 @@ class GenerateAnswer(BaseAnswer):
         if not found and not void:
             return b""
         more = {"rkserve": {"retract_tokens": void}} if void else {}
-        return sse.data({**self._chunk([self._choice(index, found, None)]), **more})
+        return output.data({**self._chunk([self._choice(index, found, None)]), **more})
 
     def paused(self, index: int, paused: Paused) -> bytes:
         """Return the events of a pause."""
         if not self._tells_of_pauses:
-            return sse.PAUSED
-        return sse.PAUSED + sse.data({**self._chunk([]), "rkserve": pause_status(index, paused)})
+            return output.PAUSED
+        return output.PAUSED + output.data(
+            {**self._chunk([]), "rkserve": pause_status(index, paused)}
+        )
 
     def finish(self, index: int, finished: Finished) -> bytes:
         """Return the chunk that ends a choice."""
         self.end(index, finished)
         found, _ = self._tokens[index].news()
         last = self._choice(index, found, finished.reason.value) | self._spans(index)
-        return sse.data({**self._chunk([last]), **self._seal([self._version(index)])})
+        return output.data({**self._chunk([last]), **self._seal([self._version(index)])})
 
     def closing(self) -> bytes:
         """Return the usage, where it was asked for, and the end of the stream."""
-        usage = sse.data({**self._chunk([]), "usage": self.usage()})
-        return (usage if self._call.include_usage else b"") + sse.DONE
+        usage = output.data({**self._chunk([]), "usage": self.usage()})
+        return (usage if self._call.include_usage else b"") + output.DONE
 
     def broken(self, exc: BaseException) -> bytes:
         """Return the error event that ends a stream which breaks."""
-        return error_event(exc) + sse.DONE
+        return error_event(exc) + output.DONE
 
     def whole(self) -> JsonObject:
         """Return the answer. Every choice must have ended."""
@@ -222,11 +223,11 @@ def cut(scored: Scored, top: int) -> Scored:
 
 
 def _ping(_call: AnyCall) -> bytes:
-    return sse.PING
+    return output.PING
 
 
 def _broken(exc: BaseException) -> bytes:
-    return error_event(exc) + sse.DONE
+    return error_event(exc) + output.DONE
 
 
 GENERATE = Dialect(parse_generate, GenerateAnswer, REQUEST_PREFIX, _ping, _broken)

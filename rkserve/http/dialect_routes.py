@@ -12,11 +12,10 @@ from rkserve import __version__
 from rkserve.api import sglang_generate, vllm_generate
 from rkserve.api.anthropic import answers as anthropic_answers
 from rkserve.api.anthropic.requests import parse_count
-from rkserve.api.common.dialect import Dialect
-from rkserve.api.common.errors import error_object
+from rkserve.api.common.answer import Dialect
+from rkserve.api.common.output import error_object
 from rkserve.api.json.body import JsonObject
 from rkserve.api.ollama import answers as ollama_answers
-from rkserve.api.ollama import embed as ollama_embed
 from rkserve.api.ollama import models as ollama_models
 from rkserve.api.ollama.requests import parse_load
 from rkserve.api.openai.embeddings import EmbeddingDialect
@@ -122,19 +121,19 @@ def _add_ollama_embeddings(app: FastAPI, service: Service) -> None:
         if asked is not None:
             with let_in(service, visit.caller):
                 await make_ready(service, asked.model)
-            return JSONResponse(ollama_embed.nothing(asked, what))
+            return JSONResponse(ollama_models.nothing(asked, what))
         made, headers = await embeddings.create(body, visit, form)
         return Response(made, media_type=JSON, headers=headers)
 
     @app.post(f"{_OLLAMA}/embed")
     async def embed(request: Request) -> Response:
         """Make vectors of texts as Ollama does."""
-        return await answer(request, ollama_embed.EMBED, "input")
+        return await answer(request, ollama_models.EMBED, "input")
 
     @app.post(f"{_OLLAMA}/embeddings")
     async def embed_one(request: Request) -> Response:
         """Make the vector of a text, as Ollama did before."""
-        return await answer(request, ollama_embed.EMBED_ONE, "prompt")
+        return await answer(request, ollama_models.EMBED_ONE, "prompt")
 
 
 def _add_ollama_models(app: FastAPI, service: Service) -> None:

@@ -19,7 +19,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
 from rkserve.api import gradio
-from rkserve.api.common import sse
+from rkserve.api.common import output
 from rkserve.api.common.calls import read_chat
 from rkserve.api.json.body import parse_object
 from rkserve.api.json.fields import Fields
@@ -245,7 +245,8 @@ class _Routes:
             return
         service = self._service
         asked = gradio.chat_body(pending.call, service.default_model)
-        body, dialect = sse.dumps(asked).encode(), gradio.dialect_of(pending.call, asked, framing)
+        body = output.dumps(asked).encode()
+        dialect = gradio.dialect_of(pending.call, asked, framing)
         opening = asyncio.get_running_loop().create_task(service.open(body, dialect, caller=caller))
         async with aclosing(stream_late(service, opening, dialect, dialect.parse(body))) as events:
             async for chunk in events:
@@ -330,4 +331,4 @@ def _streamed(events: AsyncGenerator[bytes, None]) -> Response:
     async def end() -> None:
         """Nothing is left: closing the generator ends its calls."""
 
-    return StreamedAnswer(events, end, sse.HEADERS)
+    return StreamedAnswer(events, end, output.HEADERS)

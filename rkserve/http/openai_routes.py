@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
-from rkserve.api.common.headers import TIMEOUT, read_timeout
+from rkserve.api.common.output import TIMEOUT, read_timeout
 from rkserve.api.common.version_policy import POLICY, SESSION, read_policy
 from rkserve.api.openai.answers import CHAT, COMPLETION
 from rkserve.api.responses.answers import RESPONSES

@@ -13,8 +13,8 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
-from rkserve.api.common.dialect import AnyCall, Dialect
-from rkserve.api.common.headers import TIMEOUT, read_timeout, tool_headers
+from rkserve.api.common.answer import AnyCall, Dialect
+from rkserve.api.common.output import TIMEOUT, read_timeout, tool_headers
 from rkserve.api.common.version_policy import POLICY, SESSION, read_policy
 from rkserve.core.errors import RkserveError
 from rkserve.http.auth import check_client

@@ -22,9 +22,8 @@ from pydantic import ValidationError
 
 from rkserve.api.admin.caches import ids_of, parse_build
 from rkserve.api.admin.query import ControlRequest
-from rkserve.api.common.answer import AnswerOrigin
+from rkserve.api.common.answer import AnswerOrigin, AnyCall
 from rkserve.api.common.calls import ChatCall, CompletionCall
-from rkserve.api.common.dialect import AnyCall
 from rkserve.api.common.logprobs import TokenTexts
 from rkserve.api.common.plan import held, plan, prompt_texts, reading
 from rkserve.api.common.renderer import Renderer

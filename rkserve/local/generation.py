@@ -16,9 +16,8 @@ from typing import Any
 
 from rkserve.api.admin.generations import EditCall, edit_of, parse_edit
 from rkserve.api.admin.query import ControlRequest
-from rkserve.api.common.answer import AnswerOrigin
+from rkserve.api.common.answer import AnswerOrigin, AnyCall
 from rkserve.api.common.calls import ChatCall
-from rkserve.api.common.dialect import AnyCall
 from rkserve.api.common.logprobs import ChoiceTokens
 from rkserve.api.common.renderer import Renderer
 from rkserve.api.json.body import JsonObject

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rkserve.api.common import headers, version_policy
+from rkserve.api.common import output, version_policy
 from rkserve.api.json import limits
 from rkserve.reference import failures
 from rkserve.reference.endpoints import (
@@ -41,7 +41,7 @@ OPENAI = "OpenAI"
 SIM = "sim-chat"
 HELLO = [{"role": "user", "content": "Hello"}]
 TIMEOUT = in_header(
-    headers.TIMEOUT,
+    output.TIMEOUT,
     number(0, limits.MAX_TIMEOUT_S, above=True),
     "Seconds for which the answer is of use.",
 )
@@ -55,13 +55,13 @@ ASKED: tuple[EndpointParameter, ...] = (
     TIMEOUT,
 )
 ANSWERED = {
-    headers.BOARD: "The boards that answer.",
-    headers.RELEASE: "The release of their runtime.",
-    headers.QUEUED_AHEAD: "How many requests were before this one.",
-    headers.SAMPLING_IGNORED: "Sampling parameters that the runtime could not honour.",
-    headers.TOOLS_IGNORED: "Types of offered tools that are not known here and were left out.",
-    headers.EPOCH: "The epoch of what the boards obey.",
-    headers.WEIGHT_VERSION: "The versions of the weights.",
+    output.BOARD: "The boards that answer.",
+    output.RELEASE: "The release of their runtime.",
+    output.QUEUED_AHEAD: "How many requests were before this one.",
+    output.SAMPLING_IGNORED: "Sampling parameters that the runtime could not honour.",
+    output.TOOLS_IGNORED: "Types of offered tools that are not known here and were left out.",
+    output.EPOCH: "The epoch of what the boards obey.",
+    output.WEIGHT_VERSION: "The versions of the weights.",
 }
 
 

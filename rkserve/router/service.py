@@ -12,12 +12,10 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
 
-from rkserve.api.common.answer import AnswerOrigin
+from rkserve.api.common.answer import AnswerOrigin, AnyCall, Dialect, DialectAnswer
 from rkserve.api.common.calls import ChatCall, CompletionCall, named_answer
-from rkserve.api.common.dialect import AnyCall, Dialect, DialectAnswer
-from rkserve.api.common.errors import error_object
-from rkserve.api.common.headers import answer_headers, tool_headers
 from rkserve.api.common.logprobs import TokenTexts
+from rkserve.api.common.output import answer_headers, error_object, tool_headers
 from rkserve.api.common.plan import held, plan, prompt_texts, reading
 from rkserve.api.common.renderer import Renderer
 from rkserve.api.common.version_policy import (

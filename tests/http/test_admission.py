@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from rkserve.api.common import sse
+from rkserve.api.common import output
 from rkserve.config.router import RouterConfig
 from rkserve.control.operations import OperationKind
 from rkserve.core.board_report import GenerationInfo, GenerationState, RouterGenerations
@@ -428,8 +428,8 @@ async def test_a_stream_that_waits_for_long_gets_its_headers_and_pings() -> None
     response = await late
     assert (response.status_code, (await whole).status_code) == (200, 200)
     assert response.headers["content-type"].startswith("text/event-stream")
-    assert response.text.startswith(sse.PING.decode())
-    assert 5 <= response.text.count(sse.PING.decode()) <= 10
+    assert response.text.startswith(output.PING.decode())
+    assert 5 <= response.text.count(output.PING.decode()) <= 10
     told = [one for one in events(response.text) if isinstance(one, dict)]
     text = "".join(one["choices"][0]["delta"].get("content", "") for one in told)
     assert text == "hello"

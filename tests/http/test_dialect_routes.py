@@ -11,7 +11,7 @@ import pytest
 from starlette.requests import Request
 
 from rkserve.api.anthropic.answers import anthropic_error
-from rkserve.api.common.errors import error_object
+from rkserve.api.common.output import error_object
 from rkserve.api.ollama.answers import ollama_error
 from rkserve.config.router import RouterConfig
 from rkserve.core.errors import BoardFailed, EngineDied, QueueFull

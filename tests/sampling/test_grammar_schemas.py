@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from rkserve.api.common.calls import parse_chat
-from rkserve.api.parsing.grammar import Named
+from rkserve.api.parsing.sampling import Named
 from rkserve.core.errors import RequestError, StepsRefused
 from rkserve.core.run_params import Guide, Sampling, Stepwise
 from rkserve.native import engine_frames

@@ -12,7 +12,7 @@ from rkserve.api.admin.generations import AT_ONCE, AT_RESUME, Ranges, choice_of,
 from rkserve.api.admin.pause import texts
 from rkserve.api.admin.query import ControlRequest, ParameterKind, ParameterKinds
 from rkserve.api.common.calls import TextOrIds, read_prompt
-from rkserve.api.common.errors import told
+from rkserve.api.common.output import told
 from rkserve.api.common.renderer import PromptHeader, Renderer
 from rkserve.api.json.body import JsonObject
 from rkserve.api.json.fields import Fields, missing

@@ -6,11 +6,16 @@ The blocks of an answer are in ``_OPENED``.
 from __future__ import annotations
 
 from rkserve.api.anthropic.requests import parse_messages
-from rkserve.api.common import sse
-from rkserve.api.common.answer import AnswerOrigin, BaseAnswer, pause_status, timings_of
-from rkserve.api.common.dialect import AnyCall, Dialect
-from rkserve.api.common.errors import error_object
-from rkserve.api.common.tool_definitions import as_object
+from rkserve.api.common import output
+from rkserve.api.common.answer import (
+    AnswerOrigin,
+    AnyCall,
+    BaseAnswer,
+    Dialect,
+    pause_status,
+    timings_of,
+)
+from rkserve.api.common.output import error_object
 from rkserve.api.json.body import JsonObject
 from rkserve.api.parsing.answer_parser import TOOL_CALLS
 from rkserve.api.parsing.parts import (
@@ -21,6 +26,7 @@ from rkserve.api.parsing.parts import (
     ToolCallDelta,
     ToolCallStart,
 )
+from rkserve.api.parsing.tool_choice import as_object
 from rkserve.core.errors import ContextOverflow
 from rkserve.core.messages import Delta, Finished, FinishReason, Paused
 
@@ -44,14 +50,14 @@ class MessageAnswer(BaseAnswer):
         self._max_tokens = call.max_tokens
         self._blocks = 0  # that were opened
         self._open: str | None = None  # the kind of the last one, until it is closed
-        self._frame: sse.EventTemplate | None = None  # of its deltas
+        self._frame: output.EventTemplate | None = None  # of its deltas
         self._calls: dict[int, int] = {}  # the index of each call's block
 
     def opening(self, _index: int) -> bytes:
         """Return the event that begins the message. The cached tokens are known at its end only."""
         usage = _usage({"prompt_tokens": self._stamp.prompt_tokens})
         message = self._message([], None, None, usage)
-        return sse.event("message_start", {"type": "message_start", "message": message})
+        return output.event("message_start", {"type": "message_start", "message": message})
 
     def delta(self, _index: int, delta: Delta) -> bytes:
         """Return the events of a delta."""
@@ -70,7 +76,7 @@ class MessageAnswer(BaseAnswer):
                 self._calls[index] = self._blocks
                 return self._begin(_CALL, {"id": call_id, "name": name})
             case ToolCallDelta(arguments=arguments, index=index):
-                return sse.event(_PIECE, _piece(_CALL, self._calls[index], arguments))
+                return output.event(_PIECE, _piece(_CALL, self._calls[index], arguments))
             case Retraction(words=words, thoughts=thoughts, calls=calls):
                 void = {
                     "retract": words,
@@ -78,13 +84,13 @@ class MessageAnswer(BaseAnswer):
                     "retract_tool_use": calls,
                 }
                 told = {key: count for key, count in void.items() if count}
-                return sse.event("ping", {"type": "ping", "rkserve": told})
+                return output.event("ping", {"type": "ping", "rkserve": told})
 
     def paused(self, index: int, paused: Paused) -> bytes:
         """Return a ping, with the pause's status for clients that asked for pauses."""
         if not self._tells_of_pauses:
             return PING
-        return sse.event("ping", {"type": "ping", "rkserve": pause_status(index, paused)})
+        return output.event("ping", {"type": "ping", "rkserve": pause_status(index, paused)})
 
     def finish(self, index: int, finished: Finished) -> bytes:
         """Return the end of the message: of its block, with the reason and the usage."""
@@ -97,11 +103,11 @@ class MessageAnswer(BaseAnswer):
             "usage": _usage(self.usage()),
             **self._told(),
         }
-        return ended + sse.event("message_delta", event)
+        return ended + output.event("message_delta", event)
 
     def closing(self) -> bytes:
         """Return the last event."""
-        return sse.event("message_stop", {"type": "message_stop"})
+        return output.event("message_stop", {"type": "message_stop"})
 
     def broken(self, exc: BaseException) -> bytes:
         """Return the event that ends a message which breaks off."""
@@ -154,8 +160,8 @@ class MessageAnswer(BaseAnswer):
         """Return the delta of a block, which is opened first if it is not open."""
         begun = b"" if self._open == kind else self._begin(kind)
         if self._frame is None:
-            value = _piece(kind, self._blocks - 1, sse.EventTemplate.HOLE)
-            self._frame = sse.EventTemplate(value, before=f"event: {_PIECE}\ndata: ")
+            value = _piece(kind, self._blocks - 1, output.EventTemplate.HOLE)
+            self._frame = output.EventTemplate(value, before=f"event: {_PIECE}\ndata: ")
         return begun + self._frame.fill(text)
 
     def _begin(self, kind: str, more: JsonObject | None = None) -> bytes:
@@ -167,18 +173,18 @@ class MessageAnswer(BaseAnswer):
             "content_block": {**_OPENED[kind][0], **(more or {})},
         }
         self._open, self._blocks = kind, self._blocks + 1
-        return closed + sse.event("content_block_start", event)
+        return closed + output.event("content_block_start", event)
 
     def _close(self) -> bytes:
         if self._open is None:
             return b""
         self._open = self._frame = None
         event = {"type": "content_block_stop", "index": self._blocks - 1}
-        return sse.event("content_block_stop", event)
+        return output.event("content_block_stop", event)
 
 
 _PIECE = "content_block_delta"
-PING = sse.event("ping", {"type": "ping"})
+PING = output.event("ping", {"type": "ping"})
 
 
 def _piece(kind: str, block: int, text: str) -> JsonObject:
@@ -235,7 +241,7 @@ def anthropic_error(exc: BaseException) -> tuple[int, dict[str, str], JsonObject
 
 
 def _broken(exc: BaseException) -> bytes:
-    return sse.event("error", anthropic_error(exc)[2])
+    return output.event("error", anthropic_error(exc)[2])
 
 
 def _ping(_: AnyCall) -> bytes:

@@ -12,14 +12,12 @@ from typing import Any
 
 from rkserve.api.common import unsupported
 from rkserve.api.common.calls import ChatCall, read_model, read_shared, read_stop
-from rkserve.api.common.tool_definitions import read_tools
 from rkserve.api.json.body import parse_object
 from rkserve.api.json.fields import Fields, Range, as_fields, missing, quoted, wrong_type
 from rkserve.api.json.limits import MAX_MESSAGES, MAX_STOP_SEQUENCES
-from rkserve.api.parsing.grammar import Named, schema_guide
 from rkserve.api.parsing.reasoning import EFFORTS, ReasoningOptions, read_wish
-from rkserve.api.parsing.sampling import read_extras
-from rkserve.api.parsing.tool_choice import NO_TOOLS, ToolOptions
+from rkserve.api.parsing.sampling import Named, read_extras, schema_guide
+from rkserve.api.parsing.tool_choice import NO_TOOLS, ToolOptions, read_definitions
 from rkserve.api.prompting.conversation import Message, check_prefill
 from rkserve.api.prompting.images import ImagePart, image_at, image_file, shown
 from rkserve.core.errors import RequestError, UnsupportedParameter
@@ -141,7 +139,7 @@ _REFUSED: dict[str, unsupported.Harmless] = {
 
 def _tools(fields: Fields) -> ToolOptions:
     """Read the client-side tools of ``tools`` and ``tool_choice``."""
-    offer = read_tools(fields, "custom", "input_schema", default="custom")
+    offer = read_definitions(fields, "custom", "input_schema", default="custom")
     none = replace(NO_TOOLS, left_out=offer.left_out)
     choice = fields.child("tool_choice")
     kind = None if choice is None else choice.choice("type", "auto", "any", "tool", "none")

@@ -8,10 +8,11 @@ cache.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
+from rkserve.api.common import output
 from rkserve.api.common.calls import ChatCall, CompletionCall
 from rkserve.api.common.logprobs import ChoiceTokens, SpecialTokens, TokenTexts
 from rkserve.api.json.body import JsonObject
@@ -200,3 +201,60 @@ def timings_of(ends: list[Finished]) -> JsonObject:
 
 def _total(measured: list[Timings], name: str) -> Any:
     return sum(getattr(timings, name) for timings in measured)
+
+
+AnyCall = ChatCall | CompletionCall
+
+
+class DialectAnswer(Protocol):
+    """The answer to a call: ``delta`` and ``finish`` stream it, ``add`` and ``end`` collect it."""
+
+    id: str
+
+    @property
+    def versions(self) -> list[str]:
+        """The version of the weights behind each choice, as far as it is known."""
+
+    def opening(self, index: int) -> bytes:
+        """Return the bytes before the first delta of a choice."""
+
+    def delta(self, index: int, delta: Delta) -> bytes:
+        """Return the bytes of a delta."""
+
+    def paused(self, index: int, paused: Paused) -> bytes:
+        """Return the event of a pause."""
+
+    def finish(self, index: int, finished: Finished) -> bytes:
+        """Return the bytes that end a choice."""
+
+    def closing(self) -> bytes:
+        """Return the bytes after the last choice."""
+
+    def broken(self, exc: BaseException) -> bytes:
+        """Return the event that ends a broken stream."""
+
+    def add(self, index: int, delta: Delta) -> object:
+        """Add a delta to a whole answer."""
+
+    def end(self, index: int, finished: Finished) -> object:
+        """End a choice of a whole answer."""
+
+    def whole(self) -> JsonObject:
+        """Return the whole answer. Every choice must have ended."""
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """The reader and the answers of one API.
+
+    ``parse`` reads a body, or raises ``RequestError``. ``answer`` takes a call, its ID (which
+    begins with ``prefix``), the time in seconds since 1970 and the origin. ``ping`` keeps a silent
+    stream open, also before a board has accepted it; ``broken`` ends one without an answer.
+    """
+
+    parse: Callable[[bytes], AnyCall]
+    answer: Callable[[AnyCall, str, int, AnswerOrigin], DialectAnswer]
+    prefix: str
+    ping: Callable[[AnyCall], bytes]
+    broken: Callable[[BaseException], bytes]
+    headers: Mapping[str, str] = field(default_factory=lambda: output.HEADERS)

@@ -11,9 +11,8 @@ from rkserve.api.common.renderer import Prompt, PromptHeader, Renderer
 from rkserve.api.common.version_policy import ResolvedModel
 from rkserve.api.json.limits import TEXT_MODE_MAX_TOP_K
 from rkserve.api.parsing.answer_parser import ParserOptions
-from rkserve.api.parsing.grammar import is_extension
-from rkserve.api.parsing.sampling import check_ids
-from rkserve.api.parsing.tool_grammar import calls_guide
+from rkserve.api.parsing.sampling import check_ids, is_extension
+from rkserve.api.parsing.tool_choice import calls_guide
 from rkserve.core.errors import ContextOverflow, RequestError, UnsupportedParameter
 from rkserve.core.messages import GenerateRequest, Thinking
 from rkserve.core.run_params import Embeds, EncoderStates, Picture, Sampling, Stepwise

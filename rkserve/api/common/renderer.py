@@ -14,11 +14,16 @@ from rkserve.api.json.body import JsonObject
 from rkserve.api.json.limits import CHARS_PER_TOKEN, COUNTED_CHARS_PER_POSITION
 from rkserve.api.parsing.tools import FORMATS, guess
 from rkserve.api.parsing.tools.base import ToolCallParser
-from rkserve.api.prompting.control_tokens import LEFT_OFF, ControlTokenGuard, PromptSegment, pieces
 from rkserve.api.prompting.conversation import Message, with_thoughts
 from rkserve.api.prompting.images import ImagePlaceholders, with_stand_ins
 from rkserve.api.prompting.templates import ChatTemplate, Clock, hold_to_context, local_time
-from rkserve.api.prompting.tokenizer import Tokenizer
+from rkserve.api.prompting.tokenizer import (
+    LEFT_OFF,
+    ControlTokenGuard,
+    PromptSegment,
+    Tokenizer,
+    pieces,
+)
 from rkserve.core.errors import ConfigError, ContextOverflow, RequestError, UnsupportedParameter
 from rkserve.core.run_params import Embeds, EncoderShape, EncoderStates
 from rkserve.models.folder import CONTEXT_MAX, ModelFolder

@@ -6,14 +6,20 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
 
-from rkserve.api.common import sse
-from rkserve.api.common.answer import AnswerOrigin, BaseAnswer, pause_status, timings_of
-from rkserve.api.common.dialect import AnyCall, Dialect
-from rkserve.api.common.errors import error_object
-from rkserve.api.common.tool_definitions import as_object
+from rkserve.api.common import output
+from rkserve.api.common.answer import (
+    AnswerOrigin,
+    AnyCall,
+    BaseAnswer,
+    Dialect,
+    pause_status,
+    timings_of,
+)
+from rkserve.api.common.output import error_object
 from rkserve.api.json.body import JsonObject
 from rkserve.api.ollama.requests import LoadRequest, parse_chat, parse_generate
 from rkserve.api.parsing.parts import Part, ReasoningPart, Retraction, TextPart
+from rkserve.api.parsing.tool_choice import as_object
 from rkserve.core.messages import Delta, Finished, Paused
 
 HEADERS = {
@@ -30,7 +36,7 @@ class _Lines(BaseAnswer, ABC):
 
     def __init__(self, call: AnyCall, answer_id: str, created: int, stamp: AnswerOrigin) -> None:
         super().__init__(call, answer_id, created, stamp)
-        self._frames: dict[str, sse.EventTemplate] = {}
+        self._frames: dict[str, output.EventTemplate] = {}
 
     def opening(self, _index: int) -> bytes:
         """Return nothing: answers begin with their first text."""
@@ -60,10 +66,10 @@ class _Lines(BaseAnswer, ABC):
     def _more(self, kind: str, text: str) -> bytes:
         frame = self._frames.get(kind)
         if frame is None:
-            hole = sse.EventTemplate.HOLE
+            hole = output.EventTemplate.HOLE
             said = self._said(hole) if kind == _WORDS else self._said(thoughts=hole)
             value = {**self._head(), **said, "done": False}
-            frame = self._frames[kind] = sse.EventTemplate(value, before="", after="\n")
+            frame = self._frames[kind] = output.EventTemplate(value, before="", after="\n")
         return frame.fill(text)
 
     def paused(self, index: int, paused: Paused) -> bytes:
@@ -173,7 +179,7 @@ def loaded(load: LoadRequest, created: int, *, chat: bool) -> JsonObject:
 
 def line(value: JsonObject) -> bytes:
     """Frame a JSON value as a line."""
-    return f"{sse.dumps(value)}\n".encode()
+    return f"{output.dumps(value)}\n".encode()
 
 
 def timestamp(seconds: int) -> str:

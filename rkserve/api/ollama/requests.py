@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rkserve.api.common import unsupported
+from rkserve.api.common.answer import AnyCall
 from rkserve.api.common.calls import (
     ChatCall,
     CompletionCall,
@@ -19,13 +20,17 @@ from rkserve.api.common.calls import (
     read_shared,
     read_stop,
 )
-from rkserve.api.common.dialect import AnyCall
 from rkserve.api.json.body import parse_object
 from rkserve.api.json.fields import Fields, as_fields, missing, wrong_type
 from rkserve.api.json.limits import MAX_MESSAGES, MAX_STOP_SEQUENCES
-from rkserve.api.parsing.grammar import JSON_OBJECT, Named, schema_guide
 from rkserve.api.parsing.reasoning import EFFORTS, ReasoningOptions, read_wish
-from rkserve.api.parsing.sampling import SamplingOptions, read_draws
+from rkserve.api.parsing.sampling import (
+    JSON_OBJECT,
+    Named,
+    SamplingOptions,
+    read_draws,
+    schema_guide,
+)
 from rkserve.api.parsing.tool_choice import read_tools
 from rkserve.api.prompting.conversation import Message, PendingToolCalls
 from rkserve.api.prompting.images import ImagePart, image_file, shown

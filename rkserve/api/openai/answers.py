@@ -10,12 +10,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from rkserve.api.common import sse
-from rkserve.api.common.answer import AnswerOrigin, BaseAnswer, pause_status, timings_of
+from rkserve.api.common import output
+from rkserve.api.common.answer import AnswerOrigin, BaseAnswer, Dialect, pause_status, timings_of
 from rkserve.api.common.calls import ChatCall, CompletionCall, parse_chat, parse_completion
-from rkserve.api.common.dialect import Dialect
-from rkserve.api.common.errors import error_event
 from rkserve.api.common.logprobs import Chosen, CompletionLog, TokenTexts, chat_logprobs, of_prompt
+from rkserve.api.common.output import error_event
 from rkserve.api.json.body import JsonObject
 from rkserve.api.parsing.answer_parser import TOOL_CALLS
 from rkserve.api.parsing.parts import (
@@ -46,7 +45,7 @@ class _Answer(BaseAnswer, ABC):
         self._lexicon, self._top = stamp.lexicon, call.steps.top_logprobs
         self._tells = self._top is not None or call.token_ids  # of single tokens
         self._begun: set[int] = set()  # choices of which a chunk was sent
-        self._frames: dict[tuple[int, str], sse.EventTemplate] = {}
+        self._frames: dict[tuple[int, str], output.EventTemplate] = {}
 
     def opening(self, index: int) -> bytes:  # noqa: ARG002 - completions open with nothing
         """Return the bytes before the first delta of a choice."""
@@ -81,7 +80,7 @@ class _Answer(BaseAnswer, ABC):
     def _sent(self, index: int, piece: JsonObject, more: JsonObject | None = None) -> bytes:
         """Return a chunk of a piece, with the new tokens of its choice."""
         if not self._tells:
-            return sse.data({**self._chunk([piece]), **(more or {})})
+            return output.data({**self._chunk([piece]), **(more or {})})
         found, void = self._tokens[index].news()
         if index not in self._begun:
             self._begun.add(index)
@@ -91,7 +90,7 @@ class _Answer(BaseAnswer, ABC):
         if void:
             more = more or {}
             more = {**more, "rkserve": {**more.get("rkserve", {}), "retract_tokens": void}}
-        return sse.data({**self._chunk([piece]), **(more or {})})
+        return output.data({**self._chunk([piece]), **(more or {})})
 
     @abstractmethod
     def _logprobs(self, index: int, found: list[Chosen]) -> JsonObject:
@@ -107,8 +106,10 @@ class _Answer(BaseAnswer, ABC):
     def paused(self, index: int, paused: Paused) -> bytes:
         """Return a comment for a pause, and a chunk for clients that asked for pauses."""
         if not self._tells_of_pauses:
-            return sse.PAUSED
-        return sse.PAUSED + sse.data({**self._chunk([]), "rkserve": pause_status(index, paused)})
+            return output.PAUSED
+        return output.PAUSED + output.data(
+            {**self._chunk([]), "rkserve": pause_status(index, paused)}
+        )
 
     def finish(self, index: int, finished: Finished) -> bytes:
         """Return the chunk that ends a choice."""
@@ -127,11 +128,11 @@ class _Answer(BaseAnswer, ABC):
         """Return the last chunk, which has no choices; nothing unless the client asked for it."""
         if not self._include_usage:
             return b""
-        return sse.data({**self._chunk([]), "usage": self.usage()})
+        return output.data({**self._chunk([]), "usage": self.usage()})
 
     def closing(self) -> bytes:
         """Return the bytes after the last choice."""
-        return self.usage_chunk() + sse.DONE
+        return self.usage_chunk() + output.DONE
 
     def broken(self, exc: BaseException) -> bytes:
         """Return the error event that ends a stream which breaks."""
@@ -175,8 +176,8 @@ class _Answer(BaseAnswer, ABC):
             return self._sent(index, self._piece(index, text, None, kind))
         frame = self._frames.get((index, kind))
         if frame is None:
-            piece = self._piece(index, sse.EventTemplate.HOLE, None, kind)
-            frame = self._frames[index, kind] = sse.EventTemplate(self._chunk([piece]))
+            piece = self._piece(index, output.EventTemplate.HOLE, None, kind)
+            frame = self._frames[index, kind] = output.EventTemplate(self._chunk([piece]))
         return frame.fill(text)
 
     @abstractmethod
@@ -200,7 +201,7 @@ class ChatAnswer(_Answer):
         """Return the chunk that names the role, once per choice."""
         role = {"role": "assistant", "content": "", "refusal": None}
         chunk = self._chunk([_chat_piece(index, role, None)])
-        return sse.data({**chunk, **(self._prompt_ids() if index == 0 else {})})
+        return output.data({**chunk, **(self._prompt_ids() if index == 0 else {})})
 
     def whole(self) -> JsonObject:
         """Return the answer, with the ids of its prompt where they were asked for."""
@@ -320,7 +321,7 @@ class CompletionAnswer(_Answer):
 
     def _prompt(self, index: int, told: JsonObject) -> bytes:
         piece = self._piece(index, self._words.prompt_text(index), None)
-        return sse.data(self._chunk([piece | told]))
+        return output.data(self._chunk([piece | told]))
 
     def _of_prompt(self, index: int, scored: Sequence[Scored]) -> JsonObject:
         return self._logs_of(index, of_prompt(self._words.prompts[index], scored))
@@ -387,11 +388,11 @@ def _chat_piece(index: int, delta: dict[str, Any], reason: str | None) -> JsonOb
 
 
 def _ping(_call: ChatCall | CompletionCall) -> bytes:
-    return sse.PING
+    return output.PING
 
 
 def _broken(exc: BaseException) -> bytes:
-    return error_event(exc) + sse.DONE
+    return error_event(exc) + output.DONE
 
 
 CHAT = Dialect(parse_chat, ChatAnswer, "chatcmpl-", _ping, _broken)

@@ -1,18 +1,25 @@
-"""The reader of ``tools`` and ``tool_choice``.
+"""The readers of tools and of the choice among them, and the grammar of a required call.
 
-``functions`` and ``function_call`` are the deprecated names of the same things.
+In OpenAI's bodies ``functions`` and ``function_call`` are the deprecated names of the same things;
+dialects that differ from OpenAI's form use ``read_definitions``.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 
+from pydantic_core import from_json
+
 from rkserve.api.json.body import JsonObject
 from rkserve.api.json.fields import Fields, as_fields, missing, quoted, wrong_type
 from rkserve.api.json.limits import MAX_TOOL_NAME_CHARS, MAX_TOOLS
+from rkserve.api.parsing.sampling import Named
+from rkserve.api.parsing.tools.base import CallSyntax, ToolCallParser
 from rkserve.core.errors import RequestError, UnsupportedParameter
+from rkserve.core.run_params import Guide, GuideKind
 
 # OpenAI's characters, and those of MCP servers' names. A name is put into the prompt unchanged.
 _NAME = re.compile(rf"[A-Za-z0-9_.:/-]{{1,{MAX_TOOL_NAME_CHARS}}}")
@@ -266,3 +273,140 @@ def _check_known(name: str, given: tuple[JsonObject, ...], path: str) -> None:
 def _check_offered(given: tuple[JsonObject, ...], key: str) -> None:
     if not given:
         raise RequestError(f"'{key}' asks for a call, but the request offers no tools.", key)
+
+
+PARAM = "tools"
+# Names that are valid in calls with keyword arguments.
+_PYTHON_NAME = re.compile(r"[A-Za-z_][\w.]*", re.ASCII)
+_KEYWORD = re.compile(r"[A-Za-z_]\w*", re.ASCII)
+
+
+def calls_guide(tools: ToolOptions, form: type[ToolCallParser]) -> Named | None:
+    """Return the grammar after the opening of a call; None if there is none.
+
+    There is one only if a call is required and one of the allowed tools is strict.
+
+    Raises:
+        RequestError: a strict tool cannot be called by its name in this form.
+    """
+    possible = tools.possible
+    strict = [tool for tool in possible if tool["function"]["name"] in tools.strict]
+    if not tools.forced or not strict:
+        return None
+    shape = form.shape
+    if shape.keywords:
+        for tool in strict:
+            _check_name(tool["function"]["name"])
+        possible = tuple(one for one in possible if _PYTHON_NAME.fullmatch(one["function"]["name"]))
+    several = tools.named is None and tools.most_calls != 1
+    given = {
+        "calls": [_call(tool, tools, shape) for tool in possible],
+        "between": shape.between if several else None,
+        "end": shape.end,
+    }
+    text = json.dumps(given, separators=(",", ":"), ensure_ascii=False)
+    return PARAM, Guide(GuideKind.CALLS, text)
+
+
+def _call(tool: JsonObject, tools: ToolOptions, shape: CallSyntax) -> JsonObject:
+    name, parameters = tool["function"]["name"], tool["function"]["parameters"]
+    return {
+        "name": name,
+        "before": shape.before.format(name) if tools.named is None else "",
+        "schema": parameters if name in tools.strict else _loose(parameters, shape),
+        "after": shape.after,
+        "keywords": shape.keywords,
+    }
+
+
+def _loose(parameters: JsonObject, shape: CallSyntax) -> JsonObject:
+    """Return the schema of the arguments of a tool that is not strict: any object."""
+    if not shape.keywords:
+        return {"type": "object"}
+    properties = parameters.get("properties")
+    names = properties if isinstance(properties, dict) else {}
+    return {"properties": {name: {} for name in names if _KEYWORD.fullmatch(name)}}
+
+
+def _check_name(name: str) -> None:
+    if not _PYTHON_NAME.fullmatch(name):
+        raise RequestError(
+            f"Invalid '{PARAM}': this model calls tools as Python calls functions, and "
+            f"'{name}', which is strict, is no name of one.",
+            PARAM,
+        )
+
+
+RAW = "raw_arguments"
+_TYPE = re.compile(r"[A-Za-z0-9_.:-]{1,64}")  # left-out types stand in a response header
+
+
+@dataclass(frozen=True)
+class ToolDefinitions:
+    """The tools of a body. ``left_out`` are the types of tools that only other servers know."""
+
+    tools: tuple[JsonObject, ...] = ()
+    strict: frozenset[str] = frozenset()
+    left_out: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The names of the tools."""
+        return frozenset(tool["function"]["name"] for tool in self.tools)
+
+
+def read_definitions(
+    fields: Fields, known: str, schema: str, default: str | None = None
+) -> ToolDefinitions:
+    """Read ``tools``: those of the type ``known``, whose arguments the key ``schema`` describes.
+
+    A tool of another type that the client only offers is left out: agents offer their provider's
+    own tools to every server and do not need them. ``default`` is the type of a tool without one.
+
+    Raises:
+        RequestError: a tool without a name, or a wrong type.
+    """
+    found = fields.get("tools")
+    given = [] if found in (None, []) else fields.items("tools")
+    if len(given) > MAX_TOOLS:
+        raise RequestError(f"Invalid 'tools': at most {MAX_TOOLS} are read.", "tools")
+    listed = [as_fields(one, f"tools[{at}]") for at, one in enumerate(given)]
+    kinds = [one.text("type") or default for one in listed]
+    own = [one for one, kind in zip(listed, kinds, strict=True) if kind == known]
+    others = (one for one, kind in zip(listed, kinds, strict=True) if kind != known)
+    left_out = dict.fromkeys(map(_other_type, others))
+    tools = tuple(_definition(one, schema) for one in own)
+    return ToolDefinitions(tools, strict_names(own), tuple(left_out))
+
+
+def _other_type(tool: Fields) -> str:
+    kind, path = tool.text("type"), tool.path("type")
+    if kind is None:
+        raise missing(path)
+    if not _TYPE.fullmatch(kind):
+        raise RequestError(f"Invalid '{path}': {quoted(kind)} is not the name of a type.", path)
+    return kind
+
+
+def _definition(tool: Fields, schema: str) -> JsonObject:
+    """Return a tool with ``name`` and ``description``, whose arguments ``schema`` describes."""
+    function: JsonObject = {"name": check_name(tool.required_text("name"), tool.path("name"))}
+    if (description := tool.text("description")) is not None:
+        function["description"] = description
+    empty: JsonObject = {"type": "object", "properties": {}}
+    given = tool.child(schema)
+    function["parameters"] = empty if given is None else tool.get(schema)
+    return {"type": "function", "function": function}
+
+
+def as_object(arguments: str) -> JsonObject:
+    """Return the arguments of a tool call as an object.
+
+    Models do not always write JSON; invalid text is passed on unchanged under a key of its own, so
+    that the client can see the mistake.
+    """
+    try:
+        found = from_json(arguments or "{}", allow_inf_nan=False)
+    except ValueError:
+        found = None
+    return found if isinstance(found, dict) else {RAW: arguments}

@@ -15,7 +15,7 @@ from typing import Any
 
 from rkserve.api.json.fields import Fields, missing, quoted, wrong_type
 from rkserve.api.json.limits import MAX_PATH_CHARS
-from rkserve.api.prompting.control_tokens import IMAGE, ControlTokenGuard, PromptSegment
+from rkserve.api.prompting.tokenizer import IMAGE, ControlTokenGuard, PromptSegment
 from rkserve.core.errors import RequestError, UnsupportedParameter
 from rkserve.models.vision import VisionSettings
 

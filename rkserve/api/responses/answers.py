@@ -12,11 +12,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from rkserve.api.common import sse
-from rkserve.api.common.answer import AnswerOrigin, BaseAnswer, pause_status, timings_of
-from rkserve.api.common.dialect import AnyCall, Dialect
-from rkserve.api.common.errors import error_object
+from rkserve.api.common import output
+from rkserve.api.common.answer import (
+    AnswerOrigin,
+    AnyCall,
+    BaseAnswer,
+    Dialect,
+    pause_status,
+    timings_of,
+)
 from rkserve.api.common.logprobs import chat_logprobs
+from rkserve.api.common.output import error_object
 from rkserve.api.json.body import JsonObject
 from rkserve.api.parsing.parts import (
     Part,
@@ -138,8 +144,8 @@ class ResponseAnswer(BaseAnswer):
     def paused(self, index: int, paused: Paused) -> bytes:
         """Return a comment for a pause, and an event for clients that asked for pauses."""
         if not self._tells_of_pauses:
-            return sse.PAUSED
-        return sse.PAUSED + self._events([self._own(pause_status(index, paused))])
+            return output.PAUSED
+        return output.PAUSED + self._events([self._own(pause_status(index, paused))])
 
     def finish(self, index: int, finished: Finished) -> bytes:
         """Return the events that end the items."""
@@ -151,11 +157,11 @@ class ResponseAnswer(BaseAnswer):
         """Return the last event, with all of the response."""
         response = self._ended()
         done = "completed" if response["status"] == "completed" else "incomplete"
-        return self._events([(f"response.{done}", {"response": response})]) + sse.DONE
+        return self._events([(f"response.{done}", {"response": response})]) + output.DONE
 
     def broken(self, exc: BaseException) -> bytes:
         """Return the event that ends a response which has failed."""
-        return self._events([("response.failed", {"response": self.failed(exc)})]) + sse.DONE
+        return self._events([("response.failed", {"response": self.failed(exc)})]) + output.DONE
 
     # -- kept -----------------------------------------------------------------------------------
 
@@ -345,7 +351,7 @@ class ResponseAnswer(BaseAnswer):
         raw = b""
         for name, more in events:
             numbered = {"type": name, "sequence_number": self._sequence, **more}
-            raw += sse.event(name, numbered)
+            raw += output.event(name, numbered)
             self._sequence += 1
         return raw
 
@@ -363,7 +369,7 @@ def _extra(item: _Item) -> JsonObject:
 
 
 def _ping(_: AnyCall) -> bytes:
-    return sse.PING
+    return output.PING
 
 
 def _broken(exc: BaseException) -> bytes:
@@ -371,7 +377,7 @@ def _broken(exc: BaseException) -> bytes:
     told = error_object(exc)[2]["error"]
     event: JsonObject = {"type": "error", "sequence_number": 0}
     event |= {key: told[key] for key in ("code", "message", "param")}
-    return sse.event("error", event) + sse.DONE
+    return output.event("error", event) + output.DONE
 
 
 RESPONSES = Dialect(parse_response, ResponseAnswer, PREFIX, _ping, _broken)

@@ -15,8 +15,7 @@ from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from rkserve.api.common.errors import error_object
-from rkserve.api.common.headers import answer_headers
+from rkserve.api.common.output import answer_headers, error_object
 from rkserve.api.common.renderer import Prompt, Renderer
 from rkserve.api.common.version_policy import ANY, ResolvedModel, VersionPolicy, read_session
 from rkserve.api.openai.embeddings import (

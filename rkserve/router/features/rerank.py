@@ -14,20 +14,23 @@ from collections.abc import Sequence
 from contextlib import aclosing
 from functools import partial
 
-from rkserve.api.common.headers import answer_headers
+from rkserve.api.common.output import answer_headers
 from rkserve.api.common.renderer import Prompt
 from rkserve.api.common.version_policy import read_session
 from rkserve.api.json.body import JsonObject
 from rkserve.api.openai.embeddings import VectorOptions, finished_vector, texts_of
 from rkserve.api.openai.rerank import (
     RankedText,
+    RerankModel,
+    judge_of,
     parse_rerank,
     parse_score,
     rank_answer,
+    requests_of,
     score_answer,
     similarity,
+    verdict,
 )
-from rkserve.api.openai.rerank_prompts import RerankModel, judge_of, requests_of, verdict
 from rkserve.core.errors import DeadlineExceeded, NoBoard, RunFailed
 from rkserve.core.messages import FIRST_LABEL, Accepted, Delta, Finished, GenerateRequest
 from rkserve.router.auth import claim_of

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from rkserve.api.common.dialect import AnyCall, DialectAnswer
+from rkserve.api.common.answer import AnyCall, DialectAnswer
 from rkserve.api.json.body import JsonObject
 from rkserve.api.responses.answers import ResponseAnswer
 from rkserve.api.responses.requests import ResponseCall, remembered

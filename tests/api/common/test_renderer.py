@@ -1,9 +1,8 @@
-"""Messages and prompts to token ids: templates, the tokenizer, and markers that clients type."""
+"""Prompts of chats and completions as token ids or text."""
 
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +12,14 @@ from hypothesis import strategies as st
 
 from rkserve.api.common.renderer import PromptHeader, Renderer
 from rkserve.api.json.limits import CHARS_PER_TOKEN
-from rkserve.api.prompting.control_tokens import ControlTokenGuard, pieces
-from rkserve.api.prompting.named_templates import NAMED
-from rkserve.api.prompting.templates import ChatTemplate
-from rkserve.api.prompting.tokenizer import SLICE_CHARS, Tokenizer
-from rkserve.core.errors import ConfigError, ContextOverflow, RequestError, UnsupportedParameter
+from rkserve.api.prompting.templates import NAMED
+from rkserve.core.errors import ContextOverflow, RequestError, UnsupportedParameter
 from rkserve.models.folder import ModelFolder
 from tests.support.http.wire_folders import (
     CHATML,
     CONTROL,
     VOCABULARY,
     make_folder,
-    make_tokenizer,
     read_back,
 )
 
@@ -39,7 +34,6 @@ TALK_IN_CHATML = (
     "<|im_start|>assistant\nOn the hills.<|im_end|>\n<|im_start|>user\nWhy?<|im_end|>\n"
     "<|im_start|>assistant\n"
 )
-NOON = datetime(2026, 3, 4, 12, 0, tzinfo=timezone.utc)
 
 
 @pytest.fixture(scope="module")
@@ -61,11 +55,6 @@ def text_folder(tmp_path: Path) -> ModelFolder:
 
 def user(content: str) -> dict[str, Any]:
     return {"role": "user", "content": content}
-
-
-def render(tmp_path: Path, template: str, *messages: dict[str, Any]) -> str:
-    folder = make_folder(tmp_path / "m", tokenizer=False, template=template)
-    return ChatTemplate(folder, lambda: NOON).render(messages or (user("x"),), 4096)
 
 
 # --- chat prompts ---
@@ -154,166 +143,6 @@ def test_no_message_brings_a_control_token_or_loses_a_character(
     )
 
 
-@settings(max_examples=200, deadline=None)
-@given(st.recursive(st.text(max_size=6), lambda x: st.lists(x) | st.dictionaries(st.text(), x)))
-def test_a_shield_gives_back_what_it_took(value: Any) -> None:
-    shield, typed = ControlTokenGuard(["<|a|>", "<|a|>b", "0"]), list[str]()
-
-    def shown(hidden: Any) -> Any:
-        if isinstance(hidden, str):
-            return "".join(piece.text for piece in pieces(hidden, typed))
-        if isinstance(hidden, list):
-            return [shown(item) for item in hidden]
-        return {shown(key): shown(item) for key, item in hidden.items()}
-
-    assert shown(shield.hide(value, typed)) == value
-
-
-def test_the_longest_marker_is_taken_whole() -> None:
-    typed: list[str] = []
-    ControlTokenGuard(["<a>", "<a>b"]).hide("<a>b", typed)
-    assert typed == ["<a>b"]
-
-
-def test_a_control_token_of_one_character_has_no_spelling_and_is_left_out(tmp_path: Path) -> None:
-    folder = make_folder(tmp_path / "m", bare=("¶", "<|¶|>"))
-    ids = Renderer(folder).chat([user("a¶b <|¶|>")]).ids
-    assert [i for i in ids if i < len(CONTROL) + 2] == [1, 2, 1]
-    assert "ab <||>" in read_back(folder, ids)
-
-
-# --- templates ---
-
-
-@pytest.mark.parametrize(
-    ("template", "text"),
-    [
-        pytest.param(
-            "{% for m in messages %}\n  {% if true %}\n{{ m.content }}\n  {% endif %}\n"
-            "{% endfor %}\n",
-            "x\n",
-            id="blocks leave no blanks and no line breaks",
-        ),
-        pytest.param(
-            "{% for i in range(9) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}",
-            "01",
-            id="loop controls",
-        ),
-        pytest.param("{{ {'a': '<é>'} | tojson }}", '{"a": "<é>"}', id="tojson without HTML"),
-        pytest.param("{{ [1] | tojson(indent=1) }}", "[\n 1\n]", id="tojson with an indent"),
-        pytest.param("{{ bos_token }}{{ eos_token }}", "<|endoftext|><|im_end|>", id="tokens"),
-        pytest.param("{{ pad_token }}.", ".", id="a token that the model has not"),
-        pytest.param("{{ strftime_now('%d %b %Y') }}", "04 Mar 2026", id="strftime_now"),
-        pytest.param(
-            "{% generation %}{{ messages[0].content }}{% endgeneration %}", "x", id="generation"
-        ),
-        pytest.param("{{ tools is none }}{{ add_generation_prompt }}", "TrueTrue", id="globals"),
-        pytest.param("{{ '<&>' }}", "<&>", id="nothing is escaped"),
-    ],
-)
-def test_a_template_finds_what_hugging_face_gives_it(
-    tmp_path: Path, template: str, text: str
-) -> None:
-    assert render(tmp_path, template) == text
-
-
-@pytest.mark.parametrize(
-    ("template", "says"),
-    [
-        pytest.param("{{ raise_exception('Roles must alternate') }}", "alternate", id="raises"),
-        pytest.param("{{ messages[7].content.x }}", "no element 7", id="undefined"),
-        pytest.param("{{ 1 + 'a' }}", "unsupported operand", id="a TypeError"),
-        pytest.param("{{ 1 / 0 }}", "division", id="a ZeroDivisionError"),
-        pytest.param("{{ ''.__class__.__mro__ }}", "unsafe", id="a way out of the sandbox"),
-        pytest.param("{{ messages.append(1) }}", "unsafe", id="changing messages"),
-        pytest.param("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion", id="endless"),
-        pytest.param("{% for i in range(10**9) %}{% endfor %}", "Range too big", id="a huge range"),
-    ],
-)
-def test_a_template_that_fails_is_a_400_with_its_message(
-    tmp_path: Path, template: str, says: str
-) -> None:
-    with pytest.raises(RequestError, match=says) as caught:
-        render(tmp_path, template)
-    assert caught.value.param == "messages"
-
-
-def test_a_template_that_runs_away_is_stopped(tmp_path: Path) -> None:
-    template = (
-        "{% for i in range(99999) %}{% for j in range(99999) %}"
-        "0123456789abcdef{% endfor %}{% endfor %}"
-    )
-    with pytest.raises(ContextOverflow, match="at least 4096 tokens"):
-        render(tmp_path, template)
-
-
-def test_a_template_that_is_not_jinja_stops_the_start(tmp_path: Path) -> None:
-    folder = make_folder(tmp_path / "m", tokenizer=False, template="{% for %}")
-    with pytest.raises(ConfigError, match="not valid Jinja"):
-        ChatTemplate(folder)
-
-
-def test_a_model_without_a_template_has_no_chat_but_completions(tmp_path: Path) -> None:
-    renderer = Renderer(make_folder(tmp_path / "base", template=None))
-    with pytest.raises(RequestError, match="/v1/completions") as caught:
-        renderer.chat(TALK)
-    assert caught.value.param == "messages"
-    assert renderer.text("The board").ids
-
-
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("chatml", TALK_IN_CHATML),
-        (
-            "llama3",
-            "<|endoftext|><|start_header_id|>system<|end_header_id|>\n\nBe kind.<|eot_id|>"
-            "<|start_header_id|>user<|end_header_id|>\n\nRain?<|eot_id|>"
-            "<|start_header_id|>assistant<|end_header_id|>\n\nOn the hills.<|eot_id|>"
-            "<|start_header_id|>user<|end_header_id|>\n\nWhy?<|eot_id|>"
-            "<|start_header_id|>assistant<|end_header_id|>\n\n",
-        ),
-        (
-            "mistral",
-            "<|endoftext|>[INST] Be kind.\n\nRain? [/INST] On the hills.</s>[INST] Why? [/INST]",
-        ),
-        (
-            "gemma",
-            "<|endoftext|><start_of_turn>user\nBe kind.\n\nRain?<end_of_turn>\n"
-            "<start_of_turn>model\nOn the hills.<end_of_turn>\n"
-            "<start_of_turn>user\nWhy?<end_of_turn>\n<start_of_turn>model\n",
-        ),
-        (
-            "plain",
-            "System: Be kind.\nUser: Rain?\nAssistant: On the hills.\nUser: Why?\nAssistant:",
-        ),
-    ],
-)
-def test_a_built_in_template_renders(tmp_path: Path, name: str, text: str) -> None:
-    folder = make_folder(
-        tmp_path / "m", tokenizer=False, template=CHATML, settings=f"chat_template: {name}"
-    )
-    assert Renderer(folder).chat(TALK).text == text
-
-
-def test_every_built_in_template_is_tested() -> None:
-    marks = test_a_built_in_template_renders.pytestmark  # type: ignore[attr-defined]
-    assert {case[0] for case in marks[0].args[1]} == set(NAMED)
-
-
-@pytest.mark.parametrize("name", ["mistral", "gemma"])
-def test_a_role_that_a_template_does_not_know_is_a_400(tmp_path: Path, name: str) -> None:
-    folder = make_folder(tmp_path / "m", tokenizer=False, settings=f"chat_template: {name}")
-    with pytest.raises(RequestError, match="knows no role tool"):
-        Renderer(folder).chat([{"role": "tool", "content": "x"}])
-
-
-def test_an_unknown_template_name_stops_the_start(tmp_path: Path) -> None:
-    folder = make_folder(tmp_path / "m", settings="chat_template: nonesuch")
-    with pytest.raises(ConfigError, match="chatml, gemma, llama3"):
-        Renderer(folder)
-
-
 # --- raw prompts ---
 
 
@@ -354,45 +183,6 @@ def test_a_hopelessly_long_text_is_refused_before_it_is_tokenized(renderer: Rend
     assert caught.value.param == "messages"
 
 
-def test_no_token_has_more_characters_than_the_tokenizer_says(renderer: Renderer) -> None:
-    tokenizer = renderer.tokenizer
-    assert tokenizer is not None
-    texts = [tokenizer.whole_text([i]) for i in range(tokenizer.vocab_size)]
-    assert max(map(len, texts)) <= tokenizer.longest < CHARS_PER_TOKEN
-
-
-@pytest.mark.parametrize(
-    "piece",
-    [
-        "word ",
-        "a",
-        " ",
-        "\n",
-        "the quick brown fox",
-        "äöü日本",
-        "🙂",
-        "e\u0301",
-        "=-",
-        "12",
-        "<|im_end|>",
-    ],
-)
-def test_a_measured_text_has_as_many_tokens_at_least(renderer: Renderer, piece: str) -> None:
-    tokenizer = renderer.tokenizer
-    assert tokenizer is not None
-    text = piece * (5 * SLICE_CHARS // len(piece))
-    whole = tokenizer.encode(text, add_special_tokens=False)
-    same, found = tokenizer.beginning(text, len(whole) + 1)
-    assert same == text
-    assert 0.9 * len(whole) <= found <= len(whole)
-    cut, found = tokenizer.beginning(text, len(whole) // 3)
-    assert len(cut) < len(text)
-    assert (
-        tokenizer.encode(cut, add_special_tokens=False)[: len(whole) // 3 - 16]
-        == whole[: len(whole) // 3 - 16]
-    )
-
-
 def test_a_long_text_is_refused_before_all_of_it_is_tokenized(renderer: Renderer) -> None:
     text = "a b " * 25_000  # not long enough to be refused by its characters
     for refused in (
@@ -416,31 +206,6 @@ def test_one_tokenizer_serves_many_threads(renderer: Renderer) -> None:
     alone = [renderer.chat([user(text)]) for text in texts]
     with ThreadPoolExecutor(8) as pool:
         assert list(pool.map(lambda text: renderer.chat([user(text)]), texts)) == alone
-
-
-def test_truncation_and_padding_left_in_the_file_are_off(tmp_path: Path) -> None:
-    folder = make_folder(tmp_path / "m")
-    assert folder.tokenizer_file is not None
-    raw = folder.tokenizer_file.read_text(encoding="utf-8")
-    cut = '"truncation":{"direction":"Right","max_length":4,"strategy":"LongestFirst","stride":0}'
-    assert '"truncation": null' in raw
-    folder.tokenizer_file.write_text(raw.replace('"truncation": null', cut), encoding="utf-8")
-    assert len(Renderer(folder).text("The board answers when it is asked.").ids) > 4
-
-
-@pytest.mark.parametrize("content", ["", "{}", "not JSON"])
-def test_a_broken_tokenizer_stops_the_start(tmp_path: Path, content: str) -> None:
-    file = tmp_path / "tokenizer.json"
-    file.write_text(content)
-    with pytest.raises(ConfigError, match=r"tokenizer\.json"):
-        Tokenizer(file)
-
-
-def test_the_vocabulary_counts_added_tokens(tmp_path: Path) -> None:
-    make_tokenizer(tmp_path / "t.json")
-    tokenizer = Tokenizer(tmp_path / "t.json")
-    assert tokenizer.vocab_size == VOCABULARY
-    assert tokenizer.control == set(CONTROL)  # <tool_call> is no special token
 
 
 # --- text mode ---

@@ -1,9 +1,9 @@
-"""Answers as OpenAI's own client reads them: streamed and whole, models and errors."""
+"""Chats and completions as OpenAI's own client reads them: streamed and whole."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import httpx2
@@ -12,18 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rkserve.api.common import sse
-from rkserve.api.common.answer import AnswerOrigin, fingerprint
+from rkserve.api.common import output
+from rkserve.api.common.answer import AnswerOrigin
 from rkserve.api.common.calls import ChatCall, CompletionCall
-from rkserve.api.common.errors import error_event, error_object
-from rkserve.api.common.headers import answer_headers
 from rkserve.api.openai.answers import ChatAnswer, CompletionAnswer
-from rkserve.api.openai.models import model_entry, models_list
-from rkserve.core.board_report import BoardReport, BoardState
-from rkserve.core.desired_state import Desired
-from rkserve.core.errors import ModelNotFound, QueueFull, RkserveError
 from rkserve.core.messages import (
-    Accepted,
     Delta,
     Finished,
     FinishReason,
@@ -57,12 +50,12 @@ def completion_answer(prompts: int = 1, **keys: Any) -> CompletionAnswer:
 
 def stream(answer: ChatAnswer | CompletionAnswer, choices: int = 1) -> bytes:
     """What a router sends for ``choices`` interleaved choices."""
-    events = [sse.PING, *(answer.opening(i) for i in range(choices))]
+    events = [output.PING, *(answer.opening(i) for i in range(choices))]
     events += [
         answer.delta(i, Delta(text, (7,))) for text in ("Grüß", " 你好\n") for i in range(choices)
     ]
     events += [answer.finish(i, finished()) for i in range(choices)]
-    return b"".join([*events, answer.usage_chunk(), sse.DONE])
+    return b"".join([*events, answer.usage_chunk(), output.DONE])
 
 
 def chunks(raw: bytes) -> list[dict[str, Any]]:
@@ -82,7 +75,7 @@ def client_of(answer: Callable[[httpx2.Request], httpx2.Response], strict: bool)
 
 
 def streaming(raw: bytes) -> Callable[[httpx2.Request], httpx2.Response]:
-    return lambda _request: httpx2.Response(200, content=raw, headers=sse.HEADERS)
+    return lambda _request: httpx2.Response(200, content=raw, headers=output.HEADERS)
 
 
 def whole(body: Any, status: int = 200, headers: dict[str, str] | None = None) -> Any:
@@ -157,91 +150,6 @@ def test_the_client_reads_a_streamed_completion() -> None:
     assert got[-1].choices == []
 
 
-def test_the_client_reads_models(strict: bool) -> None:
-    boards = [
-        BoardReport("b2", "tiny", BoardState.FAILED, reason="library missing"),
-        BoardReport("b1", "tiny", BoardState.READY, release="1.3.0", platform="RK3588"),
-    ]
-    entry = model_entry("tiny", 1700000000, 4096, boards, Desired())
-    with client_of(whole(models_list([entry])), strict) as client:
-        (got,) = client.models.list().data
-    with client_of(whole(entry), strict) as client:
-        assert client.models.retrieve("tiny") == got
-    assert (got.id, got.object, got.created, got.owned_by) == (
-        "tiny",
-        "model",
-        1700000000,
-        "rkserve",
-    )
-    assert got.model_extra == {
-        "type": "model",
-        "display_name": "tiny",
-        "lifecycle": "active",
-        "created_at": "2023-11-14T22:13:20Z",
-        "rkserve": {
-            "context_length": 4096,
-            "state": "ready",
-            "embedding": None,
-            "vision": None,
-            "boards": [
-                {
-                    "id": "b1",
-                    "state": "ready",
-                    "reason": "",
-                    "release": "1.3.0",
-                    "platform": "RK3588",
-                    "library": "",
-                    "node": "",
-                },
-                {
-                    "id": "b2",
-                    "state": "failed",
-                    "reason": "library missing",
-                    "release": "",
-                    "platform": "",
-                    "library": "",
-                    "node": "",
-                },
-            ],
-        },
-    }
-
-
-@pytest.mark.parametrize(
-    ("error", "raised"),
-    [
-        pytest.param(ModelNotFound("x"), openai.NotFoundError, id="unknown model"),
-        pytest.param(QueueFull(3, 7), openai.RateLimitError, id="full queue"),
-    ],
-)
-def test_the_client_raises_its_own_errors(
-    strict: bool, error: RkserveError, raised: type[openai.APIStatusError]
-) -> None:
-    status, headers, body = error_object(error)
-    with (
-        client_of(whole(body, status, headers), strict) as client,
-        pytest.raises(raised) as caught,
-    ):
-        client.models.list()
-    assert (caught.value.code, caught.value.param) == (error.code, error.param)
-    assert error.message in caught.value.message
-
-
-def test_the_client_raises_an_error_in_mid_stream(strict: bool) -> None:
-    answer = chat_answer(stream=True)
-    raw = answer.opening(0) + answer.delta(0, Delta("Hi", (1,))) + error_event(QueueFull(3, 7))
-
-    def texts(client: openai.OpenAI) -> Iterator[str]:
-        for chunk in client.chat.completions.create(model="tiny", messages=[], stream=True):
-            yield chunk.choices[0].delta.content or ""
-
-    with client_of(streaming(raw), strict) as client:
-        got = texts(client)
-        assert [next(got), next(got)] == ["", "Hi"]
-        with pytest.raises(openai.APIError, match="All boards are busy"):
-            next(got)
-
-
 # --- the chunks ---
 
 
@@ -309,14 +217,14 @@ def test_a_delta_without_text_sends_nothing(answer: ChatAnswer | CompletionAnswe
 
 @given(st.text(max_size=50), st.text(max_size=20), st.integers(0, 15))
 def test_a_pre_rendered_delta_is_the_plain_json(text: str, model: str, index: int) -> None:
-    answer = ChatAnswer(ChatCall(model + sse.EventTemplate.HOLE, None, n=16), "u", 1, STAMP)
+    answer = ChatAnswer(ChatCall(model + output.EventTemplate.HOLE, None, n=16), "u", 1, STAMP)
     raw = answer.delta(index, Delta(text or "x", (1,)))
     assert raw.startswith(b"data: ")
     assert raw.endswith(b"\n\n")
     assert raw.count(b"\n") == 2
     assert b"\r" not in raw
     chunk = json.loads(raw[6:])
-    assert chunk["model"] == model + sse.EventTemplate.HOLE
+    assert chunk["model"] == model + output.EventTemplate.HOLE
     assert chunk["choices"] == [
         {
             "index": index,
@@ -330,7 +238,7 @@ def test_a_pre_rendered_delta_is_the_plain_json(text: str, model: str, index: in
 @pytest.mark.parametrize("reason", list(FinishReason))
 def test_the_finish_reason_is_told_as_it_is(reason: FinishReason) -> None:
     answer = chat_answer()
-    (event,) = chunks(answer.finish(0, finished(reason=reason)) + sse.DONE)
+    (event,) = chunks(answer.finish(0, finished(reason=reason)) + output.DONE)
     assert event["choices"][0]["finish_reason"] == reason.value
     assert answer.whole()["choices"][0]["finish_reason"] == reason.value
 
@@ -342,7 +250,7 @@ PAUSED = Paused("</tool_call>", 17, Kv.KEPT)
 
 
 def test_a_pause_is_a_comment_and_for_those_who_asked_for_it_a_chunk() -> None:
-    assert chat_answer(stream=True).paused(0, PAUSED) == sse.PAUSED
+    assert chat_answer(stream=True).paused(0, PAUSED) == output.PAUSED
     asked = chat_answer(stream=True, pause_on=("</tool_call>",), n=2)
     comment, event, rest = asked.paused(1, PAUSED).decode().split("\n\n")
     assert (comment, rest) == (": paused", "")
@@ -366,7 +274,7 @@ def test_the_client_reads_over_a_pause_and_a_retraction(strict: bool) -> None:
             answer.paused(0, PAUSED),
             answer.delta(0, Delta("lo", (2,), retract=1)),
             answer.finish(0, finished()),
-            sse.DONE,
+            output.DONE,
         ]
     )
     text = ""
@@ -383,7 +291,7 @@ def test_the_client_reads_over_a_pause_and_a_retraction(strict: bool) -> None:
 def test_a_retraction_is_told_even_if_nothing_takes_its_place(
     answer: ChatAnswer | CompletionAnswer, text: str
 ) -> None:
-    (chunk,) = chunks(answer.delta(0, Delta(text, (), retract=3)) + sse.DONE)
+    (chunk,) = chunks(answer.delta(0, Delta(text, (), retract=3)) + output.DONE)
     assert chunk["rkserve"] == {"retract": 3}
     (choice,) = chunk["choices"]
     assert choice.get("text", choice.get("delta", {}).get("content", "")) == text
@@ -422,82 +330,3 @@ def test_timings_tell_of_pauses_and_batches_where_there_were_any(extra: dict[str
     assert {
         k: v for k, v in told if k in {*extra, "batch", "paused_ms", "encode_ms", "continued"}
     } == extra
-
-
-# --- counting ---
-
-
-def test_a_prompt_and_its_cached_tokens_count_once_for_all_its_choices() -> None:
-    answer = completion_answer(prompts=2, n=2)
-    for i, (prompt, completion, cached) in enumerate(
-        [(10, 1, 4), (10, 2, 10), (20, 3, 8), (20, 4, 0)]
-    ):
-        answer.end(i, finished(prompt, completion, cached))
-    assert answer.usage() == {
-        "prompt_tokens": 30,
-        "completion_tokens": 10,
-        "total_tokens": 40,
-        "prompt_tokens_details": {"cached_tokens": 4},
-        "completion_tokens_details": {"reasoning_tokens": 0},
-    }
-
-
-def test_timings_add_up_over_choices() -> None:
-    answer = chat_answer(n=2)
-    for i in range(2):
-        answer.end(i, finished())
-    assert answer.whole()["timings"] == {
-        "queue_ms": 2.0,
-        "prefill_ms": 40.0,
-        "prefill_tokens": 8,
-        "decode_ms": 200.0,
-        "decode_tokens": 4,
-        "tokens_per_s": 20.0,
-        "cached": 4,
-    }
-
-
-def test_no_decode_time_is_no_speed() -> None:
-    answer = chat_answer()
-    answer.end(0, Finished(FinishReason.STOP, Usage(5, 1), Timings(0, 1, 5, 0.0, 0, 0)))
-    assert answer.whole()["timings"]["tokens_per_s"] is None
-
-
-# --- the rest ---
-
-
-def test_a_fingerprint_tells_model_release_and_adapter_apart() -> None:
-    same = [fingerprint("m", "1.3.0", None), fingerprint("m", "1.3.0", "")]
-    other = [
-        fingerprint("m", "1.2.3", None),
-        fingerprint("m2", "1.3.0", None),
-        fingerprint("m", "1.3.0", "a"),
-        fingerprint("m1", ".3.0", None),
-    ]
-    assert same[0] == same[1]
-    assert len({same[0], *other}) == 5
-    assert same[0].startswith("fp_")
-    assert len(same[0]) == 13
-
-
-def test_headers_name_boards_releases_and_what_was_ignored_once_each() -> None:
-    accepted = [
-        Accepted("b1", "1.2.3", 0, ("top_k", "temperature")),
-        Accepted("b2", "1.3.0", 0),
-        Accepted("b1", "1.2.3", 1, ("top_k", "temperature")),
-    ]
-    assert answer_headers(accepted, ["tone@v1", "default", "tone@v1"]) == {
-        "x-rkserve-board": "b1, b2",
-        "x-rkserve-release": "1.2.3, 1.3.0",
-        "x-rkserve-queued-ahead": "1",
-        "x-rkserve-sampling-ignored": "top_k, temperature",
-        "x-rkserve-epoch": "0",
-        "x-weight-version": "tone@v1, default",
-    }
-    assert "x-rkserve-sampling-ignored" not in answer_headers([accepted[1]], ["default"])
-
-
-def test_a_frame_holds_no_line_break_and_no_nan() -> None:
-    assert sse.data({"a": "x\ny é"}) == 'data: {"a":"x\\ny é"}\n\n'.encode()
-    with pytest.raises(ValueError, match="JSON compliant"):
-        sse.data({"a": float("nan")})

@@ -11,8 +11,7 @@ from pydantic import ValidationError
 
 from rkserve.api.common.renderer import Renderer
 from rkserve.api.common.version_policy import ResolvedModel
-from rkserve.api.openai.rerank import RankedText
-from rkserve.api.openai.rerank_prompts import RerankModel, judge_of, requests_of, verdict
+from rkserve.api.openai.rerank import RankedText, RerankModel, judge_of, requests_of, verdict
 from rkserve.core.errors import InputTooLong, UnsupportedParameter
 from rkserve.core.messages import AdapterRef, Delta
 from rkserve.core.run_params import Scored

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rkserve.api.common import sse
+from rkserve.api.common import output
 from rkserve.api.common.answer import AnswerOrigin
 from rkserve.api.common.calls import ChatCall, parse_chat
 from rkserve.api.common.plan import plan, reading
@@ -503,7 +503,7 @@ def answer() -> ChatAnswer:
 def streamed(text: str, reason: FinishReason = FinishReason.STOP) -> bytes:
     made = answer()
     raw = made.opening(0) + b"".join(made.delta(0, Delta(letter, (1,))) for letter in text)
-    return raw + made.finish(0, finished(reason=reason)) + sse.DONE
+    return raw + made.finish(0, finished(reason=reason)) + output.DONE
 
 
 @pytest.mark.parametrize("strict", [True, False], ids=["strict", "lenient"])
@@ -577,7 +577,7 @@ def test_an_edit_that_takes_back_thoughts_is_told() -> None:
     made = answer()
     made.delta(0, Delta("<think>It rains.", (1,)))
     raw = made.delta(0, Delta("snows.", (1,), retract=6))
-    retracted, added = chunks(raw + sse.DONE)
+    retracted, added = chunks(raw + output.DONE)
     assert retracted["rkserve"] == {"retract_reasoning": 6}
     assert added["choices"][0]["delta"] == {"reasoning_content": "snows."}
 

@@ -13,8 +13,7 @@ import pytest
 from rkserve.api.anthropic.requests import parse_messages
 from rkserve.api.common.calls import parse_chat
 from rkserve.api.parsing.answer_parser import AnswerParser, ParserOptions, ToolCall
-from rkserve.api.parsing.tool_choice import ToolOptions
-from rkserve.api.parsing.tool_grammar import calls_guide
+from rkserve.api.parsing.tool_choice import ToolOptions, calls_guide
 from rkserve.api.parsing.tools import FORMATS
 from rkserve.api.responses.requests import parse_response
 from rkserve.core.errors import RequestError

@@ -10,7 +10,7 @@ from dataclasses import asdict
 
 import pytest
 
-from rkserve.api.common import sse
+from rkserve.api.common import output
 from rkserve.bench.harness.child import BenchFailed
 from rkserve.bench.harness.client import CHAT, hang_up, interrupt
 from rkserve.bench.harness.stream import (
@@ -73,7 +73,7 @@ def test_a_refusal_is_an_error_with_the_servers_words() -> None:
     ("events", "error"),
     [
         pytest.param(
-            (chunk("a"), sse.data({"error": {"message": "it died"}})), "it died", id="it says so"
+            (chunk("a"), output.data({"error": {"message": "it died"}})), "it died", id="it says so"
         ),
         pytest.param((chunk("a"),), "the answer ended without its usage", id="it just ends"),
     ],
@@ -87,7 +87,7 @@ def test_an_answer_that_breaks_off_is_an_error(events: tuple[bytes, ...], error:
 
 def test_the_text_and_the_id_of_a_stream_are_read_from_its_events() -> None:
     incoming = Incoming(sent_s=0.0)
-    incoming.feed(HEAD + b"".join(chunked((sse.PING, *EVENTS))), 1.0)
+    incoming.feed(HEAD + b"".join(chunked((output.PING, *EVENTS))), 1.0)
 
     assert read_text(incoming) == "Hello wörld"
     assert read_id(incoming) == "role"
@@ -198,7 +198,7 @@ class PausableBoard:
 
     async def _stream(self, writer: asyncio.StreamWriter) -> None:
         texts = [chunk(f"{n} ", id="chatcmpl-7") for n in range(12)]
-        events = (chunk("", id="chatcmpl-7"), *texts, chunk(None, id="x", usage=USAGE), sse.DONE)
+        events = (chunk("", id="chatcmpl-7"), *texts, chunk(None, id="x", usage=USAGE), output.DONE)
         writer.write(HEAD)
         for part in chunked(events):
             await self._goes_on.wait()

@@ -14,7 +14,7 @@ import pytest
 from benchmarks.control.answers import Answer, Call, Span, read_answer
 from benchmarks.control.figures import pause_figures
 from benchmarks.control.load import Load
-from rkserve.api.common import sse
+from rkserve.api.common import output
 from rkserve.bench.harness.child import BenchFailed, Json
 from rkserve.bench.harness.client import CHAT
 from rkserve.bench.harness.stream import Incoming
@@ -64,9 +64,9 @@ class Cluster:
         usage = {**USAGE, "completion_tokens": WORDS}
         words = [chunk(f"{prompt}{n} ") for n in range(WORDS)]
         told = {"weight_version": "tone@a", "timings": timings}
-        last = sse.data({"choices": [choice], **told})
+        last = output.data({"choices": [choice], **told})
         writer.write(STAMPED)
-        for part in chunked((sse.PING, *words, last, chunk(None, usage=usage), sse.DONE)):
+        for part in chunked((output.PING, *words, last, chunk(None, usage=usage), output.DONE)):
             if not self._late:
                 await self.goes_on.wait()
             writer.write(part)

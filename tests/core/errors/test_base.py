@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rkserve.api.common.errors import error_object
+from rkserve.api.common.output import error_object
 from rkserve.api.openai.models import adapter_entry, board_entry, model_entry
 from rkserve.core.board_report import BoardReport, BoardState
 from rkserve.core.desired_state import Desired

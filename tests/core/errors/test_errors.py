@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from rkserve.api.common.errors import UNEXPECTED, error_event, error_object
+from rkserve.api.common.output import UNEXPECTED, error_event, error_object
 from rkserve.core import errors
 from rkserve.core.errors import RkserveError
 from tests.support.paths import PROJECT

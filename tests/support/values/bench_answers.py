@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks.serving.batches import BatchCost, Batches, BatchPace, BatchRun
 from benchmarks.serving.parked import ParkedRound
-from rkserve.api.common import sse
+from rkserve.api.common import output
 from rkserve.bench.harness.procfs import MachineTimes, ProcessIdentity, ProcessReading, Stat
 from rkserve.bench.harness.stream import Exchange, HangUp, InterruptedAnswer, PausedSpan
 
@@ -48,7 +48,7 @@ def reading(at_s: float, busy_ms: float, **cpu_ms: float) -> ProcessReading:
 
 def chunk(text: str | None, **more: object) -> bytes:
     choices = [] if text is None else [{"index": 0, "delta": {"content": text}}]
-    return sse.data({"choices": choices, **more})
+    return output.data({"choices": choices, **more})
 
 
 USAGE = {
@@ -58,11 +58,11 @@ USAGE = {
 }
 EVENTS = (
     chunk("", id="role"),
-    sse.PING,
+    output.PING,
     chunk("Hello"),
     chunk(" wörld"),
-    sse.data({"choices": [{"delta": {}}], "timings": {"queue_ms": 12.5, "prefill_ms": 7.0}}),
-    chunk(None, usage=USAGE) + sse.DONE,
+    output.data({"choices": [{"delta": {}}], "timings": {"queue_ms": 12.5, "prefill_ms": 7.0}}),
+    chunk(None, usage=USAGE) + output.DONE,
 )
 HEAD = b"HTTP/1.1 200 OK\r\nX-Rkserve-Board: sim-1\r\nTransfer-Encoding: chunked\r\n\r\n"
 
