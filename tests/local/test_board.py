@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import os
 import re
@@ -18,13 +17,7 @@ import pytest
 
 from rkserve.core.errors import (
     ConfigError,
-    EmbeddingUnsupported,
-    HookFailed,
-    ModelNotFound,
     NativeError,
-    RequestError,
-    RkserveError,
-    StateConflict,
 )
 from rkserve.core.messages import Embedded, EmbedRequest
 from rkserve.core.run_params import Pooling
@@ -33,7 +26,6 @@ from rkserve.local import (
     AsyncGeneration,
     AsyncLocalBoard,
     Decoded,
-    Generation,
     LocalBoard,
     open_board,
 )
@@ -114,183 +106,11 @@ def test_an_answer_has_text_ids_usage_and_openais_object(board: LocalBoard) -> N
     assert "".join(one["token"] for one in logged).startswith(COUNTED)
 
 
-def test_a_stream_says_what_the_whole_answer_does(board: LocalBoard) -> None:
-    pieces = list(board.stream([{"role": "user", "content": "Count to 8"}], temperature=0))
-    assert "".join(map(str, pieces)) == COUNTED
-    assert len(pieces) > 1
-
-
-def test_a_raw_prompt_is_taken_as_text_or_ids(board: LocalBoard) -> None:
-    as_text = board.generate(prompt="Once upon a time", temperature=0, max_tokens=5)
-    assert as_text.usage.completion_tokens == 5
-    assert as_text.finish_reason == "length"
-    assert board.generate(prompt=[5, 6, 7], temperature=0, max_tokens=3).usage.prompt_tokens == 3
-
-
-def test_a_stream_that_is_left_frees_the_board(board: LocalBoard) -> None:
-    stream = board.stream("Count to 500", temperature=0)
-    next(stream)
-    stream.close()
-    assert board.generate("Count to 8", temperature=0).text == COUNTED
-    assert board.generations() == []
-
-
-def test_answers_follow_a_schema(board: LocalBoard) -> None:
-    schema = {"type": "object", "properties": {"a": {"const": 7}}, "required": ["a"]}
-    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
-    answer = board.generate("Give me JSON", temperature=0, response_format=form)
-    assert json.loads(answer.text) == {"a": 7}
-
-
-@pytest.mark.parametrize(
-    ("options", "param"),
-    [
-        ({"temprature": 0}, "temprature"),
-        ({"n": 2}, "n"),
-        ({"temperature": 7}, "temperature"),
-        ({"pause_on": ["x"]}, "on_pause"),
-        ({"prompt": "and a prompt"}, "messages"),
-    ],
-)
-def test_what_cannot_be_served_is_refused_by_name(
-    board: LocalBoard, options: dict[str, object], param: str
-) -> None:
-    with pytest.raises(RequestError) as refused:
-        board.generate("x", **options)
-    assert refused.value.param == param
-
-
-def test_a_grammar_that_cannot_be_followed_is_an_error_and_the_board_goes_on(
-    board: LocalBoard,
-) -> None:
-    with pytest.raises(RkserveError):
-        board.generate("x", guided_regex="(unclosed")
-    assert board.generate("Count to 8", temperature=0).text == COUNTED
-
-
-def test_a_model_without_vectors_says_so(board: LocalBoard) -> None:
-    with pytest.raises(EmbeddingUnsupported, match="'embedding' section"):
-        board.embed(["x"])
-
-
 # -- pausing ----------------------------------------------------------------------------------
 
 
 def at_five(piece: Decoded) -> str | None:
     return "five is there" if piece.answer.endswith("5") else None
-
-
-def test_a_condition_pauses_and_its_handler_edits(board: LocalBoard) -> None:
-    seen: list[tuple[str, str | None, str]] = []
-    threads = []
-
-    def handler(generation: Generation) -> None:
-        assert generation.paused is not None
-        seen.append((generation.text, generation.paused.by, generation.paused.kv.value))
-        threads.append(threading.current_thread())
-        info = generation.edit(" five", replace_last=1)
-        assert info.state.value == "paused"
-
-    answer = board.generate("Count to 8", temperature=0, pause_when=at_five, on_pause=handler)
-    assert seen == [("1, 2, 3, 4, 5", "five is there", "kept")]
-    assert threads == [threading.current_thread()], "a handler may wait: it holds nobody up"
-    assert answer.text.startswith("1, 2, 3, 4, five")
-    assert len(answer.token_ids) == answer.usage.completion_tokens
-
-
-def test_an_unedited_pause_changes_nothing(board: LocalBoard) -> None:
-    pauses: list[str] = []
-    answer = board.generate(
-        "Count to 8",
-        temperature=0,
-        pause_when=lambda piece: piece.text.strip() == ",",
-        on_pause=lambda generation: pauses.append(generation.text),
-    )
-    assert answer.text == COUNTED
-    assert len(pauses) == 7
-
-
-def test_a_handler_may_abort(board: LocalBoard) -> None:
-    def stop(generation: Generation) -> None:
-        generation.abort()
-
-    answer = board.generate("Count to 60", temperature=0, pause_on=["9"], on_pause=stop)
-    assert (answer.text, answer.finish_reason) == (f"{COUNTED[:-1]}, 9", "abort")
-
-
-def test_a_handler_that_raises_frees_the_board(board: LocalBoard) -> None:
-    def fail(_: Generation) -> None:
-        raise KeyError("mine")
-
-    with pytest.raises(KeyError, match="mine"):
-        board.generate("Count to 60", temperature=0, pause_when=at_five, on_pause=fail)
-    assert board.generate("Count to 8", temperature=0).text == COUNTED
-
-
-def test_a_condition_that_raises_ends_its_generation_alone(board: LocalBoard) -> None:
-    def broken(_: Decoded) -> bool:
-        raise KeyError("mine")
-
-    with pytest.raises(HookFailed, match="KeyError"):
-        board.generate("x", pause_when=broken, on_pause=lambda _: None)
-    assert board.generate("Count to 8", temperature=0).text == COUNTED
-
-
-def test_a_generation_is_controlled_from_another_thread(board: LocalBoard) -> None:
-    with board.start("Count to 60", temperature=0, pause_when=at_five) as generation:
-        for piece in generation:
-            if piece.paused is not None:
-                break
-        with pytest.raises(StateConflict):
-            generation.pause()
-        done = threading.Thread(target=lambda: (generation.edit("!"), generation.resume()))
-        done.start()
-        answer = generation.answer()
-        done.join()
-    assert "5!" in answer.text
-    assert generation.info() is None
-
-
-def test_a_call_from_the_boards_own_thread_is_refused_and_does_not_hang(
-    board: LocalBoard,
-) -> None:
-    def meddle(_: Decoded) -> bool:
-        board.kv()
-        return False
-
-    with pytest.raises(HookFailed, match="RuntimeError"):
-        board.generate("x", pause_when=meddle, on_pause=lambda _: None)
-
-
-# -- KV cache, caches, adapters, life -----------------------------------------------------------
-
-
-def test_the_kv_cache_is_shown_and_cleared(board: LocalBoard) -> None:
-    answer = board.generate("Count to 8", temperature=0)
-    held = sum(board.kv().entries)
-    assert held >= answer.usage.prompt_tokens
-    assert board.clear_kv(keep_system_prompt=False).status == "cleared"
-    assert sum(board.kv().entries) == 0
-
-
-def test_a_prompt_cache_is_built_used_and_deleted() -> None:
-    system = {"role": "system", "content": "You are a very patient board. " * 20}
-    messages = [system, {"role": "user", "content": "Count to 8"}]
-    # A board of its own: after an aborted run no cache file is loaded into a handle.
-    with open_board(MODEL, simulated=SIMULATED) as fresh:
-        built = fresh.build_cache("patient", [system])
-        fresh.clear_kv(keep_system_prompt=False)
-        answer = fresh.generate(messages, temperature=0, use_cache="patient")
-        assert answer.usage.cached_tokens == built.tokens
-        assert [one.name for one in fresh.caches() if one.name] == ["patient"]
-        assert fresh.delete_cache("patient")
-        assert not fresh.delete_cache("patient")
-
-
-def test_an_unknown_adapter_is_an_error(board: LocalBoard) -> None:
-    assert board.adapters() == ["pirate@v2"]  # the one that the examples of the pages use
-    with pytest.raises(ModelNotFound):
-        board.generate("x", adapter="nobody")
 
 
 def test_adapters_of_the_folder_change_the_answer(tmp_path: Path) -> None:

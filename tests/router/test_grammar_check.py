@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import json
-import subprocess
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -16,8 +13,7 @@ import pytest
 from rkserve.core.errors import RateLimited, RequestError
 from rkserve.core.run_params import Guide, GuideKind
 from rkserve.router.grammar_check import KEPT, GrammarChecker, GrammarCheckRules
-from rkserve.sampling import trial
-from rkserve.sampling.trial import MAX_CHARS, PROGRAM, READY, ask
+from rkserve.sampling.trial import MAX_CHARS
 from tests.support.boards.fake_boards import FakeBoards
 from tests.support.boards.fakes import run_loop
 from tests.support.http.router_house import CHAT, House, chat
@@ -272,22 +268,3 @@ def test_a_grammar_that_is_too_long_is_not_even_tried() -> None:
                 await made.check(Guide(GuideKind.REGEX, "a" * (MAX_CHARS + 1)), "x")
 
     run_loop(body())
-
-
-def test_the_process_says_that_it_is_ready_and_answers_line_by_line() -> None:
-    out = io.StringIO()
-    trial.serve(io.StringIO(ask(GOOD) + ask(BAD)), out)
-    ready, good, bad = map(json.loads, out.getvalue().splitlines())
-    assert (ready, good) == (READY, None)
-    assert "Unimplemented" in bad
-
-
-def test_neither_engines_nor_routers_load_a_compiler_that_nobody_asked_for() -> None:
-    code = (
-        "import sys, rkserve.native.engine.process, rkserve.native.binding.runtime;"
-        "import rkserve.router.grammar_check;"
-        "print([name for name in ('numpy', 'llguidance') if name in sys.modules])"
-    )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert found.stdout == "[]\n"
-    assert trial.__name__ == PROGRAM

@@ -16,7 +16,6 @@ from rkserve.core.errors import RequestError, StepsRefused
 from rkserve.core.run_params import Guide, GuideKind
 from rkserve.models.vocabulary import Vocabulary
 from rkserve.sampling.grammar import GrammarCompiler
-from rkserve.sampling.schemas import is_endless
 from rkserve.sampling.trial import MAX_CHARS
 from tests.support.values.grammar_walk import (
     END,
@@ -77,44 +76,6 @@ def test_what_cannot_be_followed_is_a_400_with_the_reason(guide: Guide, reason: 
 def test_a_grammar_may_be_as_long_as_the_limit() -> None:
     body = '{"const":""}'
     check_guide(Guide(GuideKind.JSON_SCHEMA, body + " " * (MAX_CHARS - len(body))), "x")
-
-
-@pytest.mark.parametrize(
-    ("value", "endless"),
-    [
-        pytest.param(LOOP, True, id="required"),
-        pytest.param({**LOOP, "required": []}, False, id="not required"),
-        pytest.param({"anyOf": [{"$ref": "#"}, {"type": "null"}]}, False, id="a way out"),
-        pytest.param({"anyOf": [{"$ref": "#"}, LOOP]}, True, id="no way out"),
-        pytest.param({"allOf": [{"$ref": "#/$defs/a"}], "$defs": {"a": LOOP}}, True, id="all of"),
-        pytest.param({"type": "array", "items": {"$ref": "#"}}, False, id="an empty array"),
-        pytest.param({"type": "array", "items": {"$ref": "#"}, "minItems": 1}, True, id="items"),
-        pytest.param(
-            {"type": "array", "prefixItems": [{"$ref": "#"}], "minItems": 1}, True, id="prefix"
-        ),
-        pytest.param(
-            {"type": ["array", "null"], "items": {"$ref": "#"}, "minItems": 1}, False, id="or null"
-        ),
-        pytest.param(
-            {
-                "$ref": "#/$defs/a",
-                "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}},
-            },
-            True,
-            id="round and round",
-        ),
-        pytest.param({"$ref": "#/x~1y/%25", "x/y": {"%": {"type": "null"}}}, False, id="escapes"),
-        pytest.param(
-            {"const": 1, "properties": {"a": {"$ref": "#"}}, "required": ["a"]}, False, id="const"
-        ),
-        pytest.param({"properties": {"a": {"$ref": "#"}}, "required": ["a"]}, True, id="no type"),
-        pytest.param({"required": [1, {}], "properties": []}, False, id="nonsense"),
-        pytest.param({"$ref": 5, "minItems": "x", "type": {}}, False, id="wrong types"),
-        pytest.param(True, False, id="true"),
-    ],
-)
-def test_a_schema_that_demands_itself_has_no_end(value: Any, endless: bool) -> None:
-    assert is_endless(value) is endless
 
 
 # -- what follows -----------------------------------------------------------------------------

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from rkserve.native.binding.releases import RELEASES
-from rkserve.native.runtime import CallState
 from rkserve.native.sim import build
 from tests.support.paths import PROJECT, TESTS
 
@@ -69,12 +68,6 @@ def test_the_enums_have_the_vendors_numbers(version: str) -> None:
     ffi = declarations(version)
     for name, values in FACTS[version]["enums"].items():
         assert ffi.typeof(name).relements == values
-
-
-def test_call_states_are_those_of_the_header() -> None:
-    for version in VERSIONS:
-        values = FACTS[version]["enums"]["LLMCallState"]
-        assert {f"RKLLM_RUN_{state.name}": state.value for state in CallState} == values
 
 
 def prototypes(lines: list[str]) -> dict[str, str]:

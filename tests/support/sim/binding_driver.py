@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import struct
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
@@ -14,6 +16,7 @@ from rkserve.native.runtime import RunOutcome, RunParams, Sink, SinkAction, Toke
 from rkserve.native.runtime import Step as RunStep
 from tests.support.sim.rkllm_fake import WAIT_ABORT, WAIT_GO, Step
 
+Open = Callable[..., Binding]
 WAIT_S = 60.0
 RELEASES = ("1.2.3", "1.3.0")
 IDS = RunParams((TokenInput((11, 12, 13)),))
@@ -59,3 +62,15 @@ def until(condition: Callable[[], bool]) -> None:
             return
         pause.wait(0.001)
     pytest.fail("it never came to that")
+
+
+def floats(*values: float) -> bytes:
+    return struct.pack(f"{len(values)}f", *values)
+
+
+def ints(*values: int) -> bytes:
+    return struct.pack(f"{len(values)}i", *values)
+
+
+def batch(n: int, **changes: Any) -> RunParams:
+    return RunParams(tuple(TokenInput((10 * i + 1, 10 * i + 2)) for i in range(n)), **changes)

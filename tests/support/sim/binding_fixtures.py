@@ -6,7 +6,9 @@ On the way out the library itself is asked whether anything was done to it that 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,7 +16,7 @@ from rkserve.native.binding.runtime import Binding, open_runtime
 from rkserve.native.handle_states import HandleState
 from rkserve.native.runtime import LoadParams
 from tests.support.sim import rkllm_fake
-from tests.support.sim.binding_driver import RELEASES
+from tests.support.sim.binding_driver import RELEASES, Open
 from tests.support.sim.rkllm_fake import Fake
 
 
@@ -62,3 +64,35 @@ def handle(fake: Fake, load: LoadParams) -> Iterator[Binding]:
     if binding.state in (HandleState.IDLE, HandleState.PAUSED):
         fake.script.other_return = 0
         binding.destroy()
+
+
+@pytest.fixture
+def opened(fake: Fake, load: LoadParams) -> Iterator[Open]:
+    """Opens bindings with quirks and changes of the load, and destroys them."""
+    made: list[Binding] = []
+
+    def open_with(quirks: dict[str, bool] | None = None, **changes: Any) -> Binding:
+        binding = open_runtime(fake.path, quirks)
+        binding.load(replace(load, **changes))
+        made.append(binding)
+        return binding
+
+    yield open_with
+    fake.script.other_return = 0
+    for binding in made:
+        if binding.state in (HandleState.IDLE, HandleState.PAUSED):
+            binding.destroy()
+
+
+@pytest.fixture
+def adapter(tmp_path: Path) -> str:
+    path = tmp_path / "adapter.rkllm"
+    path.write_bytes(b"lora")
+    return str(path)
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> str:
+    path = tmp_path / "cache é.bin"
+    path.write_bytes(b"kv")
+    return str(path)
