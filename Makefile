@@ -43,8 +43,8 @@ test: $(READY) sim
 	@$(MAKE) --no-print-directory unit
 	@$(MAKE) --no-print-directory cluster
 
-# A file's tests stay in one process, which shares their fixtures.
-PYTEST := $(BIN)/python -m pytest --dist loadfile
+# A file's tests stay in one process, which shares their fixtures. The order is that of conftest.py.
+PYTEST := $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder
 
 unit: $(READY) sim
 	$(PYTEST) -n 2 -m "not ray"

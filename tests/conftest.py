@@ -75,6 +75,9 @@ def uses_engine(module: ModuleType) -> bool:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    # Slow files first: at the end one process would wait for the other's.
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
     for item in items:
         if isinstance(item, pytest.Function) and uses_engine(item.module):
             item.add_marker(pytest.mark.engine)

@@ -27,7 +27,7 @@ from tests.support.cluster.local_cluster import App, LocalCluster
 from tests.support.http.talk import CHAT, chat_body
 from tests.support.paths import PROJECT
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 PAGE = (PROJECT / "docs" / "how-to" / "interrupting.md").read_text(encoding="utf-8")
 EXAMPLES = dict(re.findall(r"<!-- example: (\w+) -->\n```python\n(.*?)^```$", PAGE, re.S | re.M))

@@ -20,7 +20,7 @@ from rkserve.core.board_report import BoardReport
 from tests.support.cluster.local_cluster import START_S, App, LocalCluster, wait_for
 from tests.support.http.talk import CHAT, MODEL, chat_body, streaming
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 # What a client may be told while boards come and go.
 PASSING = {429, 503}

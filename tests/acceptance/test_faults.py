@@ -20,7 +20,7 @@ from rkserve.core.board_report import BoardReport
 from tests.support.cluster.local_cluster import App, wait_for
 from tests.support.http.talk import CHAT, ENDLESS, MODEL, Reply, ask, chat_body, streaming
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 # The token at which a scripted fault strikes: the answer is under way by then.
 FAULT_AT = 20

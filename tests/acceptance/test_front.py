@@ -25,6 +25,7 @@ from tests.support.http.talk import CHAT, ENDLESS, ask, chat_body, streaming
 
 pytestmark = [
     pytest.mark.ray,
+    pytest.mark.slow,
     pytest.mark.skipif(not available(), reason="Ray has no HAProxy for this platform"),
 ]
 BODY_LIMIT = 100_000

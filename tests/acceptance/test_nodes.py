@@ -21,7 +21,7 @@ from tests.support.http.talk import CHAT, MODEL, Reply, chat_body, streaming
 from tests.support.paths import PROJECT
 from tests.support.sim import rkllm_fake
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 # Offset of the memory size in the simulated model's file; docs/reference/simulator.md.
 MEMORY_MB_AT = 200

@@ -156,6 +156,7 @@ def test_faster_boards_are_asked_faster(tmp_path: Path) -> None:
 
 
 @pytest.mark.ray
+@pytest.mark.slow
 def test_boards_of_our_own_are_started_loaded_under_each_policy_and_ended(tmp_path: Path) -> None:
     policies: Sequence[str] = ("least_load", "prefix")
     words = [word for name in policies for word in ("--policy", name)]

@@ -20,7 +20,7 @@ from tests.support.cluster.local_cluster import START_S, expect_no_process_of, w
 from tests.support.http.talk import CHAT, MODEL, chat_body
 from tests.support.paths import PROJECT
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 
 @pytest.fixture
