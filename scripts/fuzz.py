@@ -26,8 +26,12 @@ import uvicorn
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from rkserve.reference.document import document  # noqa: E402 - as above
-from tests.support.http.reference_house import CHAT, EMBED, ReferenceHouse  # noqa: E402 - not installed
+from tests.support.http.reference_house import (  # noqa: E402 - not installed
+    CHAT,
+    EMBED,
+    ReferenceHouse,
+    described_api,
+)
 
 HOST = "127.0.0.1"
 CHECKS = (
@@ -82,7 +86,7 @@ def to_try() -> dict[str, Any]:
     It is without the status that only a hook of the operator's may cause, and names what there is
     here: requests for models and generations of random names would all end the same.
     """
-    made = copy.deepcopy(document())
+    made = copy.deepcopy(described_api().document())
     for name, path in made["paths"].items():
         for operation in path.values():
             operation["responses"].pop("500", None)

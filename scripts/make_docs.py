@@ -31,9 +31,18 @@ from rkserve.models.folder import FolderSettings
 from rkserve.native.binding.releases import RELEASES
 from rkserve.native.handle_states import TRANSITIONS as HANDLE_TRANSITIONS
 from rkserve.native.quirks import TABLE as QUIRKS
-from rkserve.reference.page import page as api_reference
 
-DOCS = Path(__file__).resolve().parents[1] / "docs"
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
+sys.path.insert(0, str(ROOT))
+
+from scripts import api_page  # noqa: E402 - not installed
+from tests.support.http.reference_house import described_api  # noqa: E402 - as above
+
+
+def api_reference() -> str:
+    """The reference of the HTTP API, from the routes of a Router."""
+    return api_page.page(described_api())
 
 
 def configuration() -> str:

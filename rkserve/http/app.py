@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 from functools import cache
+from typing import Any, Literal
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
@@ -14,12 +15,24 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from typing_extensions import TypedDict
 
 from rkserve import __version__
 from rkserve.core.errors import MethodNotAllowed, NoBoard, RequestError, RkserveError, RouteNotFound
 from rkserve.http.auth import BrowserGuard, HostAllowList, host_names
 from rkserve.http.cluster_routes import add_cluster
 from rkserve.http.dialect_routes import add_dialects, error_of
+from rkserve.http.endpoints import (
+    JSON,
+    PLAIN,
+    SERVICE,
+    Access,
+    EndpointAnswer,
+    EndpointParameter,
+    Example,
+    described,
+    told,
+)
 from rkserve.http.generation_routes import add_control
 from rkserve.http.gradio_routes import GradioCalls, add_gradio
 from rkserve.http.openai_routes import add_openai
@@ -30,6 +43,7 @@ from rkserve.router.service import Service
 from rkserve.router.stored_responses.store import Responses
 
 log = logging.getLogger(__name__)
+OPEN = Access.OPEN
 
 
 def make_app(
@@ -49,8 +63,8 @@ def make_app(
     clients. Adapters and base weights have length limits of their own.
     """
     # Without redirects a trailing slash is a 404 in OpenAI's format instead of an empty 307.
-    # The framework's API pages would load scripts from elsewhere, and its document would lack the
-    # bodies: rkserve.reference has both.
+    # The framework's API pages would load scripts from elsewhere; the document is our own, because
+    # bodies are read by the handlers themselves.
     app = FastAPI(
         title="rkserve",
         version=__version__,
@@ -68,7 +82,7 @@ def make_app(
     add_gradio(app, service, gradio or GradioCalls())
     if service.config.page:
         add_page(app)
-    add_reference(app, page=service.config.page)
+    add_document(app)
     add_control(app, service, peers)
     add_cluster(app, service, max_adapter_bytes, max_model_bytes)
     allowed = service.config.allowed_origins
@@ -82,21 +96,44 @@ def make_app(
     return _Counted(guarded, service)  # outside of everything, so that a 500 counts as well
 
 
+class HealthAnswer(TypedDict):
+    """A Router that lives."""
+
+    status: Literal["ok"]
+    version: str
+
+
+class ReadyAnswer(TypedDict):
+    """A Router whose models are all served."""
+
+    status: Literal["ready"]
+
+
 def _add_health(app: FastAPI, service: Service) -> None:
-    @app.api_route("/health", methods=["GET", "HEAD"])
+    both = ["GET", "HEAD"]
+
+    @app.api_route(
+        "/health", methods=both, **described(SERVICE, OPEN, told(HealthAnswer, "It lives."))
+    )
     async def health() -> JSONResponse:
         """Say that the Router lives."""
-        return JSONResponse({"status": "ok", "version": __version__})
+        return JSONResponse(HealthAnswer(status="ok", version=__version__))
 
-    @app.api_route("/ready", methods=["GET", "HEAD"])
+    @app.api_route(
+        "/ready",
+        methods=both,
+        **described(SERVICE, OPEN, told(ReadyAnswer, "All models are served."), errors=(503,)),
+    )
     async def ready() -> JSONResponse:
         """Say whether every model has a board that serves."""
         waiting = [m for m in service.fleet.models if not service.fleet.is_ready(m)]
         if waiting:
             raise NoBoard(waiting[0], service.fleet.why_not_ready(waiting[0]))
-        return JSONResponse({"status": "ready"})
+        return JSONResponse(ReadyAnswer(status="ready"))
 
-    @app.get("/metrics")
+    @app.get(
+        "/metrics", **described(SERVICE, OPEN, EndpointAnswer(200, "The metrics.", {PLAIN: str}))
+    )
     async def metrics() -> PlainTextResponse:
         """Export the metrics in Prometheus' text format."""
         try:
@@ -167,16 +204,41 @@ def _methods(request: Request) -> list[str]:
     return sorted({method for route in same for method in route.methods or ()})
 
 
+_TAGGED = {"etag": "What tells this content from another."}
+_FILE = (
+    EndpointAnswer(
+        200,
+        "The file.",
+        dict.fromkeys(("text/html", "text/css", "text/javascript", "image/svg+xml"), str),
+        _TAGGED,
+    ),
+    EndpointAnswer(304, "It is the one that is known already."),
+)
+_KNOWN = EndpointParameter("if-none-match", "header", str, "The `etag` that is known already.")
+
+
 def add_page(app: FastAPI) -> None:
     """Add the page's routes. The files are read once."""
-    found = page_files()
+    found, both = page_files(), ["GET", "HEAD"]
 
-    @app.api_route("/", methods=["GET", "HEAD"])
+    @app.api_route("/", methods=both, **described("Chat page", OPEN, *_FILE, headers=(_KNOWN,)))
     async def page(request: Request) -> Response:
-        """Send the page."""
+        """Send the chat page."""
         return _send(request, found[FRONT])
 
-    @app.api_route("/page/{name}", methods=["GET", "HEAD"])
+    @app.api_route(
+        "/page/{name}",
+        methods=both,
+        **described(
+            "Chat page",
+            OPEN,
+            *_FILE,
+            errors=(404,),
+            paths={"name": "The name of the file."},
+            headers=(_KNOWN,),
+            example=Example(path={"name": "main.js"}),
+        ),
+    )
     async def file(request: Request, name: str) -> Response:
         """Send one of the page's files."""
         if name not in found:
@@ -202,22 +264,22 @@ def _accepts_gzip(accepted: str) -> bool:
     return bool(weight.strip("0."))
 
 
-def add_reference(app: FastAPI, *, page: bool) -> None:
-    """Add the route of the OpenAPI document; ``page``: the chat page is served, too.
+def add_document(app: FastAPI) -> None:
+    """Add the route of the OpenAPI document.
 
     The document is built on first use, because that takes longer than a Router's start or its event
     loop may be blocked.
     """
 
-    @app.get("/openapi.json")
+    @cache
+    def written() -> bytes:
+        from rkserve.http.openapi import document  # late, see above
+
+        return json.dumps(document(app), separators=(",", ":")).encode()
+
+    this = told(dict[str, Any], "This document.")
+
+    @app.get("/openapi.json", **described(SERVICE, OPEN, this))
     async def openapi() -> Response:
-        """Describe all calls."""
-        written = await asyncio.to_thread(_written, page)
-        return Response(written, media_type="application/json")
-
-
-@cache
-def _written(page: bool) -> bytes:
-    from rkserve.reference.document import document  # late, see above
-
-    return json.dumps(document(page=page), separators=(",", ":")).encode()
+        """Describe all of these calls."""
+        return Response(await asyncio.to_thread(written), media_type=JSON)

@@ -14,6 +14,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
+from typing_extensions import TypedDict
 
 from rkserve import __version__
 from rkserve.api.admin.pause import FlushBody, parse_abort_one
@@ -21,6 +22,7 @@ from rkserve.api.admin.query import ControlRequest, ParameterKind
 from rkserve.api.json.body import parse_object
 from rkserve.api.json.fields import Fields
 from rkserve.core.errors import NoBoard, RequestError, UnsupportedParameter
+from rkserve.http.endpoints import SERVICE, Access, EndpointAnswer, described, told
 from rkserve.router.admin.adapters import Adapters
 from rkserve.router.admin.operations import OK, AdminAnswer, Operations, SleepControl
 from rkserve.router.admin.weights import WeightsControl
@@ -170,20 +172,28 @@ def add_trainers(
     _add_health(app, service)
 
 
-def _add_health(app: FastAPI, service: Service) -> None:
-    @app.get("/version")
-    async def version() -> JSONResponse:
-        """Say which release this is, as vLLM does."""
-        return JSONResponse({"version": __version__})
+class VersionAnswer(TypedDict):
+    """The release of rkserve."""
 
-    @app.api_route("/ping", methods=["GET", "POST"])
+    version: str
+
+
+def _add_health(app: FastAPI, service: Service) -> None:
+    alive = EndpointAnswer(OK, "An empty answer.")
+
+    @app.get("/version", **described(SERVICE, Access.OPEN, told(VersionAnswer, "The release.")))
+    async def version() -> JSONResponse:
+        """Say which release this is, in vLLM's words."""
+        return JSONResponse(VersionAnswer(version=__version__))
+
+    @app.api_route("/ping", methods=["GET", "POST"], **described(SERVICE, Access.OPEN, alive))
     async def ping() -> Response:
         """Say that the Router lives."""
         return Response(status_code=OK)
 
-    @app.get("/health_generate")
+    @app.get("/health_generate", **described(SERVICE, Access.OPEN, alive, errors=(503,)))
     async def health_generate() -> Response:
-        """Say that every model has a board that generates."""
+        """Say that every model has a board that generates, in SGLang's words."""
         for model in service.fleet.models:
             if not service.fleet.is_ready(model):
                 raise NoBoard(model, service.fleet.why_not_ready(model))

@@ -24,7 +24,7 @@ def query_of(*models: type[RequestModel]) -> tuple[EndpointParameter, ...]:
     """Return the parameters of a call in its query string, which has no lists of objects."""
     schemas = {name: one for model in models for name, one in model.properties().items()}
     return tuple(
-        in_query(name, _in_query(schema), schema.pop("description"))
+        in_query(name, _in_query(schema), schema["description"])
         for name, schema in schemas.items()
         if schema.get("type") != "array"
     )
@@ -49,4 +49,4 @@ def body_of(model: type[RequestModel]) -> RequestBody:
 
 def _in_query(schema: Schema) -> Schema:
     """Return the schema in a query, where lists are texts with commas."""
-    return TEXT if "anyOf" in schema else schema
+    return TEXT if "anyOf" in schema else {k: v for k, v in schema.items() if k != "description"}

@@ -21,7 +21,7 @@ PUSHED_ADAPTER = (
 )
 
 
-class Access(Enum):
+class _Access(Enum):
     """The callers that an endpoint admits."""
 
     OPEN = "anybody"
@@ -29,7 +29,10 @@ class Access(Enum):
     OPERATOR = "the operator"
 
 
-class ErrorShape(Enum):
+Access = _Access  # until the last description is at its route
+
+
+class _ErrorShape(Enum):
     """The error object of an endpoint, by the name of its schema."""
 
     OPENAI = "Error"
@@ -37,8 +40,11 @@ class ErrorShape(Enum):
     OLLAMA = "OllamaError"
 
 
+ErrorShape = _ErrorShape  # until the last description is at its route
+
+
 @dataclass(frozen=True)
-class EndpointParameter:
+class _EndpointParameter:
     """One parameter of the ``path``, the ``query`` or a ``header``."""
 
     name: str
@@ -48,16 +54,22 @@ class EndpointParameter:
     required: bool = False
 
 
+EndpointParameter = _EndpointParameter  # until the last description is at its route
+
+
 @dataclass(frozen=True)
-class RequestBody:
+class _RequestBody:
     """The body of a request: a schema by media type."""
 
     content: Mapping[str, Schema]
     required: bool = True
 
 
+RequestBody = _RequestBody  # until the last description is at its route
+
+
 @dataclass(frozen=True)
-class EndpointAnswer:
+class _EndpointAnswer:
     """The answer of a status other than an error: a schema by media type, none without a body.
 
     ``pieces`` holds the schemas of single events or lines of a stream, by media type.
@@ -70,8 +82,11 @@ class EndpointAnswer:
     pieces: Mapping[str, Schema] = field(default_factory=dict)
 
 
+EndpointAnswer = _EndpointAnswer  # until the last description is at its route
+
+
 @dataclass(frozen=True)
-class Example:
+class _Example:
     """One call. ``path`` are the values of its parameters; ``file`` is a body from a file.
 
     ``needs`` is what a cluster fresh from ``make demo`` lacks for it.
@@ -86,8 +101,11 @@ class Example:
     needs: str = ""
 
 
+Example = _Example  # until the last description is at its route
+
+
 @dataclass(frozen=True)
-class Endpoint:
+class _Endpoint:
     """One method of one path. ``errors`` are the statuses of its error objects."""
 
     method: str
@@ -108,6 +126,9 @@ class Endpoint:
         """A unique name in letters and digits."""
         parts = self.path.replace("{", "").replace("}", "").replace(".", "_").split("/")
         return "_".join([self.method.lower(), *(part for part in parts if part)])
+
+
+Endpoint = _Endpoint  # until the last description is at its route
 
 
 def told(

@@ -10,14 +10,13 @@ from rkserve.reference import (
     failures,
     generations,
     openai,
-    service,
     texts,
     weights,
 )
 from rkserve.reference.endpoints import Endpoint
 from rkserve.reference.shapes import Schema
 
-_PARTS = (openai, texts, dialects, generations, cluster, weights, service)
+_PARTS = (openai, texts, dialects, generations, cluster, weights)
 _NAMED = (
     failures,
     asking,
@@ -28,7 +27,6 @@ _NAMED = (
     generations,
     cluster,
     weights,
-    service,
 )
 
 SCHEMAS: dict[str, Schema] = {
@@ -36,7 +34,6 @@ SCHEMAS: dict[str, Schema] = {
 }
 
 
-def endpoints(*, page: bool = True) -> tuple[Endpoint, ...]:
-    """Return all endpoints of a Router, with or without the chat page."""
-    found = tuple(one for part in _PARTS for one in part.ENDPOINTS)
-    return (*found, *service.PAGE) if page else found
+def endpoints() -> tuple[Endpoint, ...]:
+    """Return the endpoints that are not described at their routes yet."""
+    return tuple(one for part in _PARTS for one in part.ENDPOINTS)

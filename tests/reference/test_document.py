@@ -16,14 +16,14 @@ from jsonschema import Draft202012Validator
 from rkserve.api.admin import caches, generations
 from rkserve.config.router import RouterConfig
 from rkserve.core.errors import OperationConflict
-from rkserve.reference.document import document
-from rkserve.reference.endpoints import JSON, Access, Endpoint, ErrorShape
-from rkserve.reference.page import HOST, curl
-from rkserve.reference.table import SCHEMAS, endpoints
+from rkserve.http.endpoints import JSON, Access, Endpoint, ErrorShape
+from rkserve.http.openapi import ApiDescription, document
+from scripts.api_page import HOST, curl
 from tests.support.boards.own_time import run_loop
-from tests.support.http.reference_house import ReferenceHouse
+from tests.support.http.reference_house import ReferenceHouse, described_api
 
-ENDPOINTS = endpoints()
+API = described_api()
+ENDPOINTS, SCHEMAS = API.endpoints, API.schemas
 KEYS = "secret-key"
 STREAMED = [one for one in ENDPOINTS if one.answers[0].pieces]
 
@@ -42,12 +42,9 @@ def of(tmp_path: Path) -> Iterator[ReferenceHouse]:
 
 def routes(of: ReferenceHouse) -> set[tuple[str, str]]:
     """Method and path of every route of the application."""
-    app: Any = of.app
-    while not hasattr(app, "routes"):  # beneath what stands around the framework's application
-        app = app._app
     return {
         (method, route.path.replace(":path}", "}"))
-        for route in app.routes
+        for route in of.framework.routes
         for method in route.methods
     }
 
@@ -89,7 +86,9 @@ def validator(written: str) -> Draft202012Validator:
     return Draft202012Validator({"components": {"schemas": CLOSED}, **closed(json.loads(written))})
 
 
-def check(value: Any, schema: Any) -> None:
+def check(value: Any, of: Any) -> None:
+    """Hold a value to a type of an endpoint, or to the schema of a component."""
+    schema = of if isinstance(of, dict) and "type" in of else API.schema(of)
     errors = sorted(validator(json.dumps(schema)).iter_errors(value), key=str)
     assert not errors, "\n".join(f"{e.json_path}: {e.message[:300]}" for e in errors)
 
@@ -102,13 +101,15 @@ def test_every_route_is_declared_and_every_endpoint_exists(of: ReferenceHouse) -
     declared = [(one.method, one.path) for one in ENDPOINTS]
     assert set(declared) == routes(of)
     assert len(declared) == len(set(declared))
+    assert all(one.summary.endswith(".") for one in ENDPOINTS)
 
 
 def test_a_router_without_the_page_declares_none(tmp_path: Path) -> None:
     of = ReferenceHouse(tmp_path, RouterConfig(page=False))
-    assert {(one.method, one.path) for one in endpoints(page=False)} == routes(of)
+    described = ApiDescription(of.framework).endpoints
+    assert {(one.method, one.path) for one in described} == routes(of)
     answer = run_loop(of("GET", "/openapi.json"))
-    assert answer.json() == json.loads(json.dumps(document(page=False)))
+    assert answer.json() == json.loads(json.dumps(document(of.framework)))
     assert "/page/{name}" not in answer.json()["paths"]
 
 
@@ -174,7 +175,7 @@ def test_a_change_that_fails_tells_why_as_declared(of: ReferenceHouse) -> None:
 
 
 def test_the_document_is_valid_and_refers_to_what_is_there() -> None:
-    made = document()
+    made = API.document()
     names = [one["operationId"] for path in made["paths"].values() for one in path.values()]
     assert len(names) == len(set(names)) == len(ENDPOINTS)
     text = json.dumps(made)
@@ -193,7 +194,7 @@ def test_the_document_is_valid_and_refers_to_what_is_there() -> None:
 def test_the_example_s_body_fits_its_own_schema(one: Endpoint) -> None:
     assert one.body is not None
     if one.example.body is not None:
-        schema = one.body.content[JSON]
+        schema = API.schema(one.body.content[JSON])
         whole = {"components": {"schemas": SCHEMAS}, **schema}
         Draft202012Validator(whole).validate(one.example.body)
 
@@ -202,7 +203,7 @@ def asked_by(method: str, path: str) -> set[str]:
     """The keys that a strict body takes."""
     (one,) = [found for found in ENDPOINTS if (found.method, found.path) == (method, path)]
     assert one.body is not None
-    schema = one.body.content[JSON]
+    schema = API.schema(one.body.content[JSON])
     if "$ref" in schema:
         schema = SCHEMAS[schema["$ref"].rpartition("/")[2]]
     assert schema["additionalProperties"] is False

@@ -15,11 +15,10 @@ import httpx
 import pytest
 
 from rkserve.core.run_params import Guide
-from rkserve.reference.endpoints import JSON, OCTETS, Endpoint
-from rkserve.reference.table import SCHEMAS
+from rkserve.http.endpoints import JSON, OCTETS, Endpoint
 from rkserve.router.grammar_check import GrammarChecker
 from rkserve.sampling.grammar import refusal
-from tests.reference.test_document import ENDPOINTS, check, ident, media_of
+from tests.reference.test_document import API, ENDPOINTS, SCHEMAS, check, ident, media_of
 from tests.support.boards.own_time import run_loop
 from tests.support.http.reference_house import ReferenceHouse
 
@@ -134,7 +133,7 @@ def every_key(one: Endpoint) -> dict[str, Any]:
     Grammars are tried in a process of their own, and read by one function for all dialects.
     """
     assert one.body is not None
-    schema = one.body.content[JSON]
+    schema = API.schema(one.body.content[JSON])
     if "$ref" in schema:
         schema = SCHEMAS[schema["$ref"].rpartition("/")[2]]
     names = schema["properties"]

@@ -6,7 +6,10 @@ import json
 import math
 from collections.abc import Iterable, Sequence
 from json.encoder import encode_basestring
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+from typing_extensions import TypedDict
 
 from rkserve.api.json.body import JsonObject
 from rkserve.api.json.fields import Range, quoted
@@ -58,6 +61,41 @@ class EventTemplate:
     def fill(self, text: str) -> bytes:
         """Return the event with ``text``."""
         return f"{self._head}{encode_basestring(text)}{self._tail}".encode()
+
+
+_Message = Annotated[str, Field(description="One sentence for the person who reads it.")]
+_Param = Annotated[str | None, Field(description="The key at fault, where one is.")]
+_Code = Annotated[str | None, Field(description="What went wrong, in one word.")]
+
+
+class ErrorDetails(TypedDict):
+    """The error itself."""
+
+    message: _Message
+    type: str
+    param: _Param
+    code: _Code
+
+
+class ErrorAnswer(TypedDict):
+    """OpenAI's error object. A change of the cluster that failed tells its operation too."""
+
+    error: ErrorDetails
+
+
+class AnthropicErrorAnswer(TypedDict):
+    """Anthropic's error object, with the parameter and the code beside it."""
+
+    type: Literal["error"]
+    error: ErrorDetails
+
+
+class OllamaErrorAnswer(TypedDict):
+    """Ollama's error object, with the parameter and the code beside it."""
+
+    error: _Message
+    param: _Param
+    code: _Code
 
 
 UNEXPECTED = "The server failed while it worked on the request. Its log says why."

@@ -1,21 +1,36 @@
-"""Pydantic models of request bodies, their JSON Schemas, and the translation of their errors.
+"""Schemas of bodies: pydantic models of requests, types of answers, and their JSON Schemas.
 
-A model is the only statement of a body's shape: names, types, bounds and meanings of its keys. The
-reader and the reference documentation both use it.
+A schema is the only statement of a body's shape: names, types, bounds and meanings of its keys.
+Requests are ``RequestModel``s, which read them; a validation error becomes an error of the API with
+the parameter's path. Answers are ``typing_extensions.TypedDict``s: the type checker compares the
+dictionaries that the code builds with them, and nothing is checked or copied at run time. The
+OpenAPI document is made of both.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, TypeVar
+from collections.abc import Iterable, Mapping
+from functools import cache
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetJsonSchemaHandler,
+    TypeAdapter,
+    ValidationError,
+)
+from pydantic_core import CoreSchema
 
 from rkserve.api.json.body import JsonObject
 from rkserve.api.json.fields import Fields, missing, quoted, wrong_type
 from rkserve.core.errors import RequestError
 
 M = TypeVar("M", bound="RequestModel")
+Count = Annotated[int, Field(ge=0)]
+Seconds = Annotated[float, Field(ge=0)]
+REF = "#/components/schemas/"
 
 _TYPES = {
     "string_type": "a string",
@@ -55,19 +70,26 @@ class RequestModel(BaseModel):
         return tuple(key for key, name in cls.keys().items() if fields[name].is_required())
 
     @classmethod
-    def properties(cls) -> dict[str, JsonObject]:
+    @cache  # it takes milliseconds, and each call of the control API needs it
+    def properties(cls) -> Mapping[str, JsonObject]:
         """Return the JSON Schema of each key, without ``null``."""
         schema = cls.model_json_schema()
-        found = {
-            key: _plain(value, schema.get("$defs", {}))
-            for key, value in schema["properties"].items()
-        }
-        for key, name in cls.keys().items():
-            # An enum's schema brings the description of its class.
-            found[key].pop("description", None)
-            if description := cls.model_fields[name].description:
-                found[key]["description"] = description
-        return found
+        defs = schema.get("$defs", {})
+        return {key: _not_null(plain(value, defs)) for key, value in schema["properties"].items()}
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonObject:
+        """Add ``null``, which is absent, to keys that may be left out."""
+        made = handler(core_schema)
+        schema = handler.resolve_ref_schema(made)
+        required = schema.get("required", ())
+        for key, value in schema.get("properties", {}).items():
+            if key not in required:
+                schema["properties"][key] = nullable(value)
+        schema.setdefault("additionalProperties", True)
+        return made
 
 
 def read_model(model: type[M], values: JsonObject) -> M:
@@ -123,15 +145,110 @@ def _path(loc: tuple[int | str, ...]) -> str:
     return path
 
 
-def _plain(schema: JsonObject, defs: Mapping[str, JsonObject]) -> JsonObject:
-    """Return a schema without references, titles and defaults, and without ``null``."""
+def json_schemas(types: Iterable[Any]) -> tuple[list[JsonObject], dict[str, JsonObject]]:
+    """Return the JSON Schemas of types, in order, and the named schemas that they refer to.
+
+    A schema's name is its class's without the suffix ``Answer``, or its configured title. Values
+    that are JSON Schemas already stay as they are.
+    """
+    given = list(types)
+    mode: Literal["validation"] = "validation"
+    adapted = [
+        (index, mode, TypeAdapter[Any](one))
+        for index, one in enumerate(given)
+        if not isinstance(one, dict)
+    ]
+    made, whole = TypeAdapter.json_schemas(adapted, ref_template=f"{REF}{{model}}")
+    defs = whole.get("$defs", {})
+    names = {
+        name: str(schema.get("title", name)).removesuffix("Answer")
+        for name, schema in defs.items()
+        if _is_named(schema)
+    }
+    found = [
+        one if isinstance(one, dict) else plain(made[index, mode], defs, names)
+        for index, one in enumerate(given)
+    ]
+    return found, {names[name]: plain(defs[name], defs, names) for name in names}
+
+
+def plain(
+    schema: JsonObject, defs: Mapping[str, JsonObject], names: Mapping[str, str] | None = None
+) -> JsonObject:
+    """Return a schema without titles and defaults.
+
+    References to objects with ``names`` get that name; others are replaced by their schema.
+    """
     if "$ref" in schema:
-        schema = {**defs[schema["$ref"].rpartition("/")[2]], **schema}
-    options = schema.get("anyOf", ())
-    if {"type": "null"} in options:
-        (schema,) = (one for one in options if one != {"type": "null"})
-        return _plain(schema, defs)
-    found = {key: value for key, value in schema.items() if key not in ("$ref", "title", "default")}
+        name = schema["$ref"].rpartition("/")[2]
+        said = {key: value for key, value in schema.items() if key == "description"}
+        if names is not None and name in names:
+            return {"$ref": f"{REF}{names[name]}", **said}
+        inner = {key: value for key, value in defs[name].items() if key != "description"}
+        return plain({**inner, **said}, defs, names)
+    found = {key: value for key, value in schema.items() if key not in ("title", "default")}
+    for key in ("items", "additionalProperties"):
+        if isinstance(found.get(key), dict):
+            found[key] = plain(found[key], defs, names)
+    if "properties" in found:
+        found["properties"] = {
+            key: plain(value, defs, names) for key, value in found["properties"].items()
+        }
+    if "prefixItems" in found:
+        found["prefixItems"] = [plain(one, defs, names) for one in found["prefixItems"]]
+    if "oneOf" in found:  # a tagged union
+        found["anyOf"] = found.pop("oneOf")
+        found.pop("discriminator", None)
+    if "anyOf" in found:
+        options = [plain(one, defs, names) for one in found.pop("anyOf")]
+        found = {**_any_of(options), **found}
     if "type" in found and "const" in found:  # a literal of one string
         found["enum"] = [found.pop("const")]
     return found
+
+
+def nullable(schema: JsonObject) -> JsonObject:
+    """Return the schema of a value or null."""
+    options = schema.get("anyOf") or [
+        {key: value for key, value in schema.items() if key != "description"}
+    ]
+    if not options[0] or _NULL in options:
+        return schema
+    made: JsonObject = {"anyOf": [*options, _NULL]}
+    return {**made, "description": schema["description"]} if "description" in schema else made
+
+
+_NULL: JsonObject = {"type": "null"}
+
+
+def _any_of(options: list[JsonObject]) -> JsonObject:
+    """Return a union; one of a plain type and null has two types."""
+    others = [one for one in options if one != _NULL]
+    if (
+        len(others) == len(options)
+        or len(others) != 1
+        or not isinstance(others[0].get("type"), str)
+    ):
+        return {"anyOf": options}
+    (found,) = others
+    more = {"enum": [*found["enum"], None]} if "enum" in found else {}
+    return {**found, "type": [found["type"], "null"], **more}
+
+
+def _not_null(schema: JsonObject) -> JsonObject:
+    """Return the schema of what is not null."""
+    kinds = schema.get("type")
+    if isinstance(kinds, list):
+        found = {**schema, "type": next(kind for kind in kinds if kind != "null")}
+        if "enum" in found:
+            found["enum"] = [one for one in found["enum"] if one is not None]
+        return found
+    options = [one for one in schema.get("anyOf", ()) if one != _NULL]
+    if not options:
+        return schema
+    rest = {key: value for key, value in schema.items() if key != "anyOf"}
+    return {**options[0], **rest} if len(options) == 1 else {**rest, "anyOf": options}
+
+
+def _is_named(schema: JsonObject) -> bool:
+    return "properties" in schema

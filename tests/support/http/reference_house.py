@@ -4,7 +4,9 @@ something to say to every call, and a stored response. Examples and ``make fuzz`
 
 from __future__ import annotations
 
+import functools
 import random
+import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,7 @@ from rkserve.core.messages import ControlAction, Kv
 from rkserve.core.metrics import RouterMetrics
 from rkserve.http.app import make_app
 from rkserve.http.gradio_routes import GradioCalls, PendingCall
+from rkserve.http.openapi import ApiDescription
 from rkserve.reference.dialects import EVENT
 from rkserve.router.coordinator_client import CoordinatorClient
 from rkserve.router.dispatch.build import open_dispatch, open_fleet
@@ -201,6 +204,14 @@ class ReferenceHouse:
         store.write("anybody", StoredResponse(RESPONSE, None, (_ITEM,), _RESPONSE))
         store.close()
 
+    @property
+    def framework(self) -> Any:
+        """FastAPI's application, beneath what stands around it."""
+        app: Any = self.app
+        while not hasattr(app, "routes"):
+            app = app._app
+        return app
+
     async def refresh(self) -> None:
         """Hear boards and Coordinator."""
         await self.service.fleet.refresh()
@@ -225,3 +236,12 @@ class ReferenceHouse:
             await send({"type": f"{message['type']}.complete"})
             if message["type"] == "lifespan.shutdown":
                 return
+
+
+@functools.cache
+def described_api() -> ApiDescription:
+    """Return the endpoints of a Router with all of its routes."""
+    with tempfile.TemporaryDirectory() as kept:
+        house = ReferenceHouse(Path(kept))
+        house.responses.close()
+        return ApiDescription(house.framework)
