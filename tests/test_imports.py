@@ -84,7 +84,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "__main__": frozenset({"cli"}),
 }
 OWNERS: dict[str, frozenset[str]] = {
-    "ray": frozenset({"deployments", "bench.harness.cluster"}),
+    "ray": frozenset({"deployments", "bench.cluster"}),
     "fastapi": frozenset({"http"}),
     "starlette": frozenset({"http", "deployments"}),
     "uvicorn": frozenset(),

@@ -20,7 +20,7 @@ from benchmarks.harness.growth import FEWEST_SAMPLES
 from benchmarks.harness.processes import BenchCrew
 from benchmarks.harness.progress import ProgressLine
 from benchmarks.serving.__main__ import interruptible
-from rkserve.bench.harness.processes import MODEL
+from rkserve.bench.systems import MODEL
 from rkserve.config.serve_config import PROJECT, resolve_folder
 from rkserve.core.errors import RkserveError
 

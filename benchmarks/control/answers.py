@@ -10,7 +10,8 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from rkserve.bench.harness.stream import OK, Exchange, Incoming, is_data, read_exchange, read_text
+from benchmarks.harness.exchange import Exchange, is_data, read_exchange, read_text
+from rkserve.bench.connection import OK, Incoming
 
 ABORTED = "abort"
 

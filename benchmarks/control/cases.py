@@ -18,14 +18,13 @@ from benchmarks.control.checks import Truth, flaws_of_truth, truth
 from benchmarks.control.figures import ATOMIC, PAUSE, RESUME
 from benchmarks.harness.growth import Sample, sample
 from benchmarks.harness.pace import PROFILE
-from benchmarks.harness.processes import BenchCrew
+from benchmarks.harness.processes import BenchCrew, chat_body
 from benchmarks.harness.prompts import messages_of_length
 from benchmarks.serving.cases import SETTLE_S
-from rkserve.bench.harness.child import Json, OnProgress, hold
-from rkserve.bench.harness.figures import CpuUse
-from rkserve.bench.harness.processes import SimulatedDeployment, chat_body
-from rkserve.bench.harness.procfs import PROC
-from rkserve.bench.harness.report import cores
+from rkserve.bench.child import Json, OnProgress, hold
+from rkserve.bench.processes import PROC, CpuUse
+from rkserve.bench.systems import SimulatedDeployment
+from rkserve.bench.tables import cores
 from rkserve.native.sim import adapters
 
 BOARDS, STREAMS = 8, 64

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from benchmarks.control.answers import ABORTED, Answer, Call
-from rkserve.bench.harness.stream import OK
+from rkserve.bench.connection import OK
 
 SHOWN = 5  # errors that a report quotes
 IN_FORCE = (OK, 207)  # on all boards, or on some, and on its way to the others

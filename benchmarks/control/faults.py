@@ -16,8 +16,8 @@ from typing import Any
 
 from benchmarks.control.answers import ABORTED, Answer
 from benchmarks.control.checks import SHOWN, Era, Said, Truth
-from rkserve.bench.harness.child import Json
-from rkserve.bench.harness.report import TargetVerdict
+from rkserve.bench.child import Json
+from rkserve.bench.tables import TargetVerdict
 
 ENDED = ("succeeded", "failed", "undone")
 READY = "ready"

@@ -18,8 +18,8 @@ from http import HTTPStatus
 from benchmarks.control.faults import Done, behind
 from benchmarks.control.faults_scene import KEEP, Scene, Weapon, done_by, named, operations_of
 from benchmarks.control.faults_site import ADAPTERS, REPLICA, Site, frozen, full_disk, wait_for
-from rkserve.bench.harness.child import BenchFailed, Json
-from rkserve.bench.harness.stream import OK
+from rkserve.bench.child import BenchFailed, Json
+from rkserve.bench.connection import OK
 
 MIB = 1 << 20
 CHUNK_BYTES = 4 * MIB  # of staging

@@ -39,11 +39,11 @@ from benchmarks.control.faults_made import FAULTS, Fault
 from benchmarks.control.faults_scene import Scene
 from benchmarks.control.faults_site import ADAPTERS, Site, wait_for
 from benchmarks.harness.pace import PROFILE
-from benchmarks.harness.processes import BenchCrew
+from benchmarks.harness.processes import BenchCrew, chat_body
 from benchmarks.harness.prompts import messages_of_length
-from rkserve.bench.harness.child import BenchFailed, Json, hold
-from rkserve.bench.harness.processes import SimulatedDeployment, chat_body
-from rkserve.bench.harness.stream import OK
+from rkserve.bench.child import BenchFailed, Json, hold
+from rkserve.bench.connection import OK
+from rkserve.bench.systems import SimulatedDeployment
 from rkserve.native.sim import adapters
 
 BOARDS, CLIENTS = 3, 9

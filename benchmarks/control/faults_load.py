@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 
 from benchmarks.control.answers import Answer
 from benchmarks.control.load import Load
-from rkserve.bench.harness.child import BenchFailed, Json
+from rkserve.bench.child import BenchFailed, Json
 
 LIMIT_S = 240.0
 

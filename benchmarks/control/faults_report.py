@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from benchmarks.control.faults import FaultFigures
 from benchmarks.control.faults_cases import BOARDS, CLIENTS, CONTENT_BYTES, LIMIT_S, TIME_SCALE
-from rkserve.bench.harness.report import figure, table
+from rkserve.bench.tables import figure, table
 
 _HEAD = [
     "fault",

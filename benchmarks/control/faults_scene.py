@@ -14,7 +14,7 @@ from typing import Any
 
 from benchmarks.control.faults import Done
 from benchmarks.control.faults_site import ADAPTERS, ENGINE, Reply, Site, kill
-from rkserve.bench.harness.child import BenchFailed, Json
+from rkserve.bench.child import BenchFailed, Json
 
 KEEP: Json = {"mode": "keep", "clear_cache": False}
 

@@ -22,8 +22,8 @@ from typing import TypeVar
 from urllib.parse import quote, urlencode
 
 from benchmarks.control.faults import Sight
-from rkserve.bench.harness.child import BenchFailed, Json
-from rkserve.bench.harness.procfs import PROC, snapshot
+from rkserve.bench.child import BenchFailed, Json
+from rkserve.bench.processes import PROC, snapshot
 from rkserve.control.codec import read_operation
 
 T = TypeVar("T")

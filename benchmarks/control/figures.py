@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 from benchmarks.control.answers import Answer, Call
 from benchmarks.control.checks import Checked
+from benchmarks.harness.figures import Spread
 from benchmarks.harness.growth import Growth
-from rkserve.bench.harness.child import BenchFailed
-from rkserve.bench.harness.figures import Spread
-from rkserve.bench.harness.report import TargetVerdict
-from rkserve.bench.harness.stream import OK
+from rkserve.bench.child import BenchFailed
+from rkserve.bench.connection import OK
+from rkserve.bench.tables import TargetVerdict
 
 AFTER_STEP_MS = 50.0
 SKEW_MS = 50.0

@@ -36,12 +36,12 @@ from benchmarks.control.figures import (
     verdicts,
 )
 from benchmarks.control.report import ControlResults
+from benchmarks.harness.figures import Spread
 from benchmarks.harness.growth import growth
 from benchmarks.harness.pace import profile
 from benchmarks.harness.progress import ProgressLine
-from rkserve.bench.harness.child import BenchFailed
-from rkserve.bench.harness.figures import Spread
-from rkserve.bench.harness.report import machine
+from rkserve.bench.child import BenchFailed
+from rkserve.bench.tables import machine
 
 CASES = ("pauses", "switches", "staged", "rounds", "faults")
 MAX_UNAVAILABLE = 2  # boards of eight, in a rolling switch

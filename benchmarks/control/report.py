@@ -30,10 +30,11 @@ from benchmarks.control.figures import (
     StagedFigures,
     SwitchFigures,
 )
+from benchmarks.harness.figures import Spread
 from benchmarks.harness.pace import PROFILE
 from benchmarks.serving.report import noise_section
-from rkserve.bench.harness.figures import CpuUse, Spread
-from rkserve.bench.harness.report import (
+from rkserve.bench.processes import CpuUse
+from rkserve.bench.tables import (
     MISSING,
     Machine,
     TargetVerdict,

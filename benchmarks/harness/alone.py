@@ -12,9 +12,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from benchmarks.harness.exchange import Exchange
 from benchmarks.serving.batches import BatchRun
-from rkserve.bench.harness.child import BenchFailed, Json, OnProgress, serve_commands
-from rkserve.bench.harness.stream import Exchange
+from rkserve.bench.child import BenchFailed, Json, OnProgress, serve_commands
 from rkserve.core.run_params import Guide, GuideKind, Sampling, Stepwise
 from rkserve.models.folder import open_model_folder
 from rkserve.native import engine_frames

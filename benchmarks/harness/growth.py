@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from rkserve.bench.harness.procfs import KIB, ProcessIdentity, snapshot
-from rkserve.bench.harness.report import TargetVerdict
+from rkserve.bench.processes import KIB, ProcessIdentity, snapshot
+from rkserve.bench.tables import TargetVerdict
 
 WATCHED = ("coordinator", "router", "board replica", "engine", "proxy", "controller")
 OURS = ("coordinator", "router", "board replica", "engine")

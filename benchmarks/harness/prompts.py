@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rkserve.api.common.renderer import Renderer
-from rkserve.bench.harness.child import BenchFailed
+from rkserve.bench.child import BenchFailed
 
 # The simulated model obeys it; the token limit of the request then ends the answer.
 ASK = "Write 4000 tokens about story number {number}."

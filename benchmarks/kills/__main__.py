@@ -22,14 +22,15 @@ from pathlib import Path
 from benchmarks.control.answers import Answer
 from benchmarks.control.faults_load import Streams, ask_once
 from benchmarks.control.faults_site import Site
+from benchmarks.harness.processes import chat_body
 from benchmarks.harness.progress import ProgressLine
 from benchmarks.kills.figures import KillFigures, Phase, Truth, judge
 from benchmarks.kills.made import Ground, Victim, strike, ways
 from benchmarks.kills.report import KillRun, render
 from benchmarks.serving.__main__ import interruptible
-from rkserve.bench.harness.child import BenchFailed, CommandProcess, Json
-from rkserve.bench.harness.processes import MODEL, chat_body
-from rkserve.bench.harness.report import machine
+from rkserve.bench.child import BenchFailed, CommandProcess, Json
+from rkserve.bench.systems import MODEL
+from rkserve.bench.tables import machine
 from rkserve.config.serve_config import PROJECT, resolve_folder
 from rkserve.core.errors import RkserveError
 from rkserve.core.ports import free_port

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.control.faults_site import Site, kill, wait_for
-from rkserve.bench.harness.child import BenchFailed, CommandProcess, Json
-from rkserve.bench.harness.procfs import PROC, ProcessIdentity, identity_of, is_alive
+from rkserve.bench.child import BenchFailed, CommandProcess, Json
+from rkserve.bench.processes import PROC, ProcessIdentity, identity_of, is_alive
 
 HIT_S = 20.0
 JOIN_S = 60.0

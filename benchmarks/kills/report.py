@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from benchmarks.kills.figures import KillFigures, quantile, total
-from rkserve.bench.harness.report import Machine, figure, machine_line, table
+from rkserve.bench.tables import Machine, figure, machine_line, table
 
 _HEAD = [
     "killed",

@@ -7,7 +7,7 @@ import platform
 from benchmarks.scale.cases import Grown, Results
 from benchmarks.scale.figures import Outcome
 from benchmarks.scale.talk import Shape
-from rkserve.bench.harness.report import figure, percent, table
+from rkserve.bench.tables import figure, percent, table
 
 LIMIT_US = 200.0
 

@@ -12,15 +12,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from benchmarks.harness.exchange import Exchange, HangUp
+from benchmarks.harness.figures import flaws, flaws_of_hang_ups
 from benchmarks.harness.pace import NEW_TOKENS, PROFILE, PROMPT_TOKENS, cycle_s, step_ms
-from benchmarks.harness.processes import BenchCrew
+from benchmarks.harness.processes import ANSWER_S, SLACK_S, BenchCrew, chat_body
 from benchmarks.harness.prompts import messages_of_length
-from rkserve.bench.harness.child import CommandProcess, hold
-from rkserve.bench.harness.figures import CpuUse, flaws, flaws_of_hang_ups
-from rkserve.bench.harness.processes import ANSWER_S, SLACK_S, SimulatedDeployment, chat_body
-from rkserve.bench.harness.procfs import PROC, ProcessMemory, memory
-from rkserve.bench.harness.report import cores
-from rkserve.bench.harness.stream import Exchange, HangUp
+from rkserve.bench.child import CommandProcess, hold
+from rkserve.bench.processes import PROC, CpuUse, ProcessMemory, memory
+from rkserve.bench.systems import SimulatedDeployment
+from rkserve.bench.tables import cores
 
 PROMPTS = 16
 WARM_UPS = 2

@@ -12,9 +12,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from benchmarks.harness.pace import SMALL_PROFILE
-from benchmarks.harness.processes import BenchCrew
-from rkserve.bench.harness.child import CommandProcess, Json, hold
-from rkserve.bench.harness.processes import ANSWER_S
+from benchmarks.harness.processes import ANSWER_S, BenchCrew
+from rkserve.bench.child import CommandProcess, Json, hold
 from rkserve.core.run_params import Guide, GuideKind
 from rkserve.models.vocabulary import Vocabulary
 from rkserve.sampling.grammar import GrammarCompiler

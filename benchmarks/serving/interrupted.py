@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from rkserve.bench.harness.figures import Spread
-from rkserve.bench.harness.report import TargetVerdict
-from rkserve.bench.harness.stream import InterruptedAnswer, PausedSpan
+from benchmarks.harness.exchange import InterruptedAnswer, PausedSpan
+from benchmarks.harness.figures import Spread
+from rkserve.bench.tables import TargetVerdict
 
 AFTER_STEP_MS = 20.0
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from benchmarks.harness.exchange import HangUp, InterruptedAnswer
 from benchmarks.harness.pace import SMALL_PROFILE, cycle_s, step_ms
 from benchmarks.harness.processes import BenchCrew
 from benchmarks.harness.progress import ProgressLine
@@ -27,8 +28,7 @@ from benchmarks.serving.summary import (
 )
 from benchmarks.serving.tokenpath import TokenPath, TokenPaths, ways
 from benchmarks.serving.tokenpath_figures import WayFigures, path_figures, path_verdicts
-from rkserve.bench.harness.report import machine
-from rkserve.bench.harness.stream import HangUp, InterruptedAnswer
+from rkserve.bench.tables import machine
 
 CASES = "abcdefghi"
 BESIDE_ALONE = "abc"  # (b) and (c) are held to (a), which therefore runs with them

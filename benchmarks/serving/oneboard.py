@@ -10,17 +10,18 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from benchmarks.harness.exchange import Exchange, InterruptedAnswer
+from benchmarks.harness.figures import flaws
 from benchmarks.harness.pace import PROMPT_TOKENS, SMALL_PROFILE, step_ms
-from benchmarks.harness.processes import BenchCrew
+from benchmarks.harness.processes import ANSWER_S, BenchCrew, chat_body
 from benchmarks.harness.prompts import messages_of_length
 from benchmarks.serving.batches import BatchCost, Batches, BatchPace, BatchRun, flaws_of_batch
 from benchmarks.serving.interrupted import flaws_of_interrupted
 from benchmarks.serving.parked import HISTORY_TOKENS, ParkedRound, flaws_of_parked
-from rkserve.bench.harness.child import CommandProcess, Json, hold
-from rkserve.bench.harness.figures import CpuUse, flaws
-from rkserve.bench.harness.processes import ANSWER_S, SimulatedDeployment, chat_body
-from rkserve.bench.harness.report import cores
-from rkserve.bench.harness.stream import Exchange, InterruptedAnswer
+from rkserve.bench.child import CommandProcess, Json, hold
+from rkserve.bench.processes import CpuUse
+from rkserve.bench.systems import SimulatedDeployment
+from rkserve.bench.tables import cores
 
 PARKED_ANSWER = 8  # tokens
 CALM_S = 1.5  # until a board has nothing left to do about the conversation before

@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from rkserve.bench.harness.figures import SEED, Ratio, Spread, flaws, ratio, tail_ms, ttft_ms
-from rkserve.bench.harness.report import TargetVerdict
-from rkserve.bench.harness.stream import Exchange
+from benchmarks.harness.exchange import Exchange
+from benchmarks.harness.figures import Spread, flaws, ratio, tail_ms, ttft_ms
+from rkserve.bench.figures import SEED, Ratio
+from rkserve.bench.tables import TargetVerdict
 
 HISTORY_TOKENS = 1000
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from benchmarks.harness.exchange import HangUp, InterruptedAnswer
+from benchmarks.harness.figures import Spread
 from benchmarks.harness.pace import NEW_TOKENS, PROFILE, PROMPT_TOKENS, profile
 from benchmarks.serving.batches import Batches
 from benchmarks.serving.cases import Loaded, Pair
@@ -20,9 +22,9 @@ from benchmarks.serving.report_tokenpath import tokenpath_section
 from benchmarks.serving.summary import HangUpFigures, LoadFigures, PairFigures, RunFigures
 from benchmarks.serving.tokenpath import TokenPaths
 from benchmarks.serving.tokenpath_figures import WayFigures
-from rkserve.bench.harness.figures import CpuUse, Ratio, Spread
-from rkserve.bench.harness.procfs import PARTS, ProcessMemory
-from rkserve.bench.harness.report import (
+from rkserve.bench.figures import Ratio
+from rkserve.bench.processes import PARTS, CpuUse, ProcessMemory
+from rkserve.bench.tables import (
     MISSING,
     Machine,
     TargetVerdict,
@@ -32,7 +34,6 @@ from rkserve.bench.harness.report import (
     percent,
     table,
 )
-from rkserve.bench.harness.stream import HangUp, InterruptedAnswer
 
 
 @dataclass(frozen=True)

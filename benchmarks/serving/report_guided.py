@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from benchmarks.harness.pace import SMALL_PROFILE
 from benchmarks.serving.guided import Answered, GuidedFound, Masked, rate
-from rkserve.bench.harness.report import figure, table
+from rkserve.bench.tables import figure, table
 
 
 def guided_section(found: GuidedFound) -> str:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from benchmarks.harness.figures import Spread
 from benchmarks.harness.pace import PROMPT_TOKENS, SMALL_PROFILE
 from benchmarks.serving.batches import Batches
 from benchmarks.serving.interrupted import PauseFigures
 from benchmarks.serving.parked import HISTORY_TOKENS, ParkedFigures
-from rkserve.bench.harness.figures import Ratio, Spread
-from rkserve.bench.harness.report import MISSING, figure, table
+from rkserve.bench.figures import Ratio
+from rkserve.bench.tables import MISSING, figure, table
 
 
 def parked_section(found: ParkedFigures) -> str:

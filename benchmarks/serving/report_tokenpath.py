@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from benchmarks.harness.pace import NEW_TOKENS
 from benchmarks.serving.tokenpath import AGAINST, STREAM_TOKENS, STREAMS, TOKEN_MS
 from benchmarks.serving.tokenpath_figures import PATH, LoadTaken, WayFigures
-from rkserve.bench.harness.report import figure, table
+from rkserve.bench.tables import figure, table
 
 
 def tokenpath_section(ways: Sequence[WayFigures]) -> str:

@@ -6,13 +6,8 @@ import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from benchmarks.harness.pace import step_ms
-from benchmarks.serving.cases import Loaded, Pair
-from benchmarks.serving.interrupted import PauseFigures, pause_verdicts
-from benchmarks.serving.parked import ParkedFigures, parked_verdicts
-from rkserve.bench.harness.figures import (
-    SEED,
-    Ratio,
+from benchmarks.harness.exchange import Exchange, HangUp
+from benchmarks.harness.figures import (
     Spread,
     board_rates,
     complete,
@@ -27,8 +22,12 @@ from rkserve.bench.harness.figures import (
     ttft_ms,
     whole_rate,
 )
-from rkserve.bench.harness.report import TargetVerdict
-from rkserve.bench.harness.stream import Exchange, HangUp
+from benchmarks.harness.pace import step_ms
+from benchmarks.serving.cases import Loaded, Pair
+from benchmarks.serving.interrupted import PauseFigures, pause_verdicts
+from benchmarks.serving.parked import ParkedFigures, parked_verdicts
+from rkserve.bench.figures import SEED, Ratio
+from rkserve.bench.tables import TargetVerdict
 
 TTFT_AT_MOST = 1.05
 RATE_AT_LEAST = 0.99

@@ -14,15 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.harness.exchange import Exchange
+from benchmarks.harness.figures import flaws
 from benchmarks.harness.pace import NEW_TOKENS, PROMPT_TOKENS, step_ms
-from benchmarks.harness.processes import BenchCrew
+from benchmarks.harness.processes import ANSWER_S, SLACK_S, BenchCrew, chat_body
 from benchmarks.harness.prompts import messages_of_length
 from benchmarks.serving.cases import Bench, Load, Loaded
-from rkserve.bench.harness.child import hold
-from rkserve.bench.harness.client import Connection, request_bytes
-from rkserve.bench.harness.figures import flaws
-from rkserve.bench.harness.processes import ANSWER_S, SLACK_S, Say, chat_body
-from rkserve.bench.harness.stream import OK, Exchange
+from rkserve.bench.child import hold
+from rkserve.bench.connection import OK, Connection, request_bytes
+from rkserve.bench.systems import Say
 from rkserve.deployments.haproxy import available
 
 TOKEN_MS = 20.0

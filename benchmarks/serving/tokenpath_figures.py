@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 
+from benchmarks.harness.exchange import Exchange
+from benchmarks.harness.figures import Spread, complete, ttft_ms
 from benchmarks.serving.cases import Loaded
 from benchmarks.serving.summary import LoadFigures, load_figures
 from benchmarks.serving.tokenpath import (
@@ -18,10 +20,8 @@ from benchmarks.serving.tokenpath import (
     Taken,
     TokenPaths,
 )
-from rkserve.bench.harness.child import hold
-from rkserve.bench.harness.figures import Spread, complete, ttft_ms
-from rkserve.bench.harness.report import TargetVerdict
-from rkserve.bench.harness.stream import Exchange
+from rkserve.bench.child import hold
+from rkserve.bench.tables import TargetVerdict
 
 PATH = ("proxy", "router", "board replica")  # whose CPU time a token costs
 COST_AT_MOST = 0.15  # of the plain way's

@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
-from rkserve.bench.harness.child import Json
-from rkserve.bench.harness.report import MISSING, figure, percent, table
-from rkserve.bench.monitors import BoardSample
+from rkserve.bench.child import Json
 from rkserve.bench.outcome import CapturedExchange, RequestOutcome
 from rkserve.bench.player import NO_ANSWER
 from rkserve.bench.results import RunResult
+from rkserve.bench.tables import MISSING, figure, percent, table
+from rkserve.bench.target import BoardSample
 from rkserve.bench.trace import Trace, TraceSession
 
 Place = tuple[str, int]  # session and turn

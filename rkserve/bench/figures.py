@@ -11,19 +11,88 @@ import math
 import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from statistics import fmean
 
-from rkserve.bench.harness.figures import CONFIDENCE, SEED, Ratio, percentile
 from rkserve.bench.outcome import NO_ERRORS, OutcomeKind, RequestOutcome
 from rkserve.bench.player import PlayedRun
-from rkserve.bench.slo import Slo
 
+CONFIDENCE = 0.95
+SEED = 0  # of the resampling: the same measurements give the same interval
 Pair = tuple[float, float]  # a value and its weight, or a part and its whole
 SHARES = (0.5, 0.9, 0.99)
 Z = 1.959964  # of the normal distribution, for CONFIDENCE
 RESAMPLES = 1000
 BUSY_SHARE, LATE_MS = 0.8, 25.0  # beyond this the load generator measures itself
+
+
+@dataclass(frozen=True, slots=True)
+class Slo:
+    """Limits in milliseconds; None is no limit.
+
+    ``itl_ms`` is for the mean time per token after the first, ``gap_ms`` for the longest silence
+    between two texts.
+    """
+
+    ttft_ms: float | None = None
+    itl_ms: float | None = None
+    gap_ms: float | None = None
+    e2e_ms: float | None = None
+
+    def met(self, one: RequestOutcome) -> bool:
+        """Return True if an answer was complete and within the limits."""
+        return one.ok and (
+            _within(one.ttft_ms, self.ttft_ms)
+            and _within(one.e2e_ms, self.e2e_ms)
+            and _within(one.token_ms or 0.0, self.itl_ms)
+            and (self.gap_ms is None or _within(max(one.gaps_ms, default=0.0), self.gap_ms))
+        )
+
+    def __str__(self) -> str:
+        """Return the limits as text."""
+        words = {"ttft_ms": "TTFT", "itl_ms": "per token", "gap_ms": "gap", "e2e_ms": "end-to-end"}
+        limits = asdict(self).items()
+        said = [f"{words[name]} ≤ {limit:g} ms" for name, limit in limits if limit is not None]
+        return ", ".join(said) or "answered to the end"
+
+
+def parse_slo(text: str) -> Slo:
+    """Parse limits from the command line. Raises ``ValueError``."""
+    limits: dict[str, float] = {}
+    for part in filter(None, text.split(",")):
+        name, _, value = part.partition("=")
+        field = f"{name.strip()}_ms"
+        if field not in Slo.__dataclass_fields__:
+            raise ValueError(f"{name.strip()!r} is none of ttft, itl, gap, e2e")
+        try:
+            limits[field] = float(value)
+        except ValueError:
+            raise ValueError(f"{part!r} is not a limit in milliseconds") from None
+        if not limits[field] > 0:
+            raise ValueError(f"{part!r}: a limit is more than 0")
+    return Slo(**limits)
+
+
+def _within(value_ms: float, limit_ms: float | None) -> bool:
+    return limit_ms is None or value_ms <= limit_ms
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """Return the value below which ``share`` of them lie, interpolated between neighbours."""
+    ordered = sorted(values)
+    position = share * (len(ordered) - 1)
+    low = int(position)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (position - low) * (ordered[high] - ordered[low])
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """A ratio of two medians, and between which two it lies with 95 % confidence."""
+
+    value: float
+    low: float
+    high: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,9 +306,6 @@ def generator(played: PlayedRun) -> GeneratorFigures:
         late_most_ms=max(late),
         us_per_event=played.cpu_s * 1e6 / events if events else 0.0,
     )
-
-
-# -- two runs beside each other -------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from enum import Enum
 from itertools import pairwise
 from typing import Any
 
-from rkserve.bench.harness.stream import OK, Incoming
+from rkserve.bench.connection import OK, Incoming
 
 MOST_WORDS = 200
 UNSPOKEN = ("reasoning_content", "reasoning", "tool_calls")  # tokens too, though no text

@@ -18,9 +18,8 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rkserve.bench.harness.child import BenchFailed, Json
-from rkserve.bench.harness.client import Connection, ConnectionLost
-from rkserve.bench.harness.stream import NotHttp
+from rkserve.bench.child import BenchFailed, Json
+from rkserve.bench.connection import Connection, ConnectionLost, NotHttp
 from rkserve.bench.outcome import (
     CapturedExchange,
     OutcomeKind,

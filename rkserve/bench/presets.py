@@ -1,4 +1,4 @@
-"""The named cases: which traces they play, how, and what must come out.
+"""The named cases, and the runner that plays their traces on one target after the other.
 
 ``multi-turn`` compares what is loaded on one trace of conversations; ``overload`` compares it at
 its capacity with three times that; ``smoke`` shows in seconds that a server can be measured at all.
@@ -6,22 +6,26 @@ its capacity with three times that; ``smoke`` shows in seconds that a server can
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+import asyncio
+import resource
+import signal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from statistics import fmean, stdev
 
 from rkserve.bench import capture
-from rkserve.bench.figures import Comparison, Distribution, TraceFigures, compare
-from rkserve.bench.harness.child import BenchFailed, Json
-from rkserve.bench.harness.report import MISSING, TargetVerdict, figure, percent, table
-from rkserve.bench.player import PlayOptions
-from rkserve.bench.results import PresetOptions, PresetResult, RunResult
-from rkserve.bench.runner import Bench
-from rkserve.bench.slo import Slo
-from rkserve.bench.target import Target
-from rkserve.bench.trace import Trace
-from rkserve.bench.trace_generator import TraceShape, make_trace
+from rkserve.bench.child import BenchFailed, Json
+from rkserve.bench.figures import Comparison, Distribution, Slo, TraceFigures, compare, figures
+from rkserve.bench.player import OnRunProgress, PlayedRun, Player, PlayOptions, RunProgress
+from rkserve.bench.results import RunResult
+from rkserve.bench.systems import SystemUnderTest
+from rkserve.bench.tables import MISSING, TargetVerdict, figure, percent, table
+from rkserve.bench.target import BoardMonitor, Target
+from rkserve.bench.trace import Trace, TraceShape, make_trace
 
+Show = Callable[[str, RunProgress], None]
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
 CONVERSATIONS = TraceShape(
     sessions=200,
     rate=0.3,
@@ -39,6 +43,113 @@ HITS_AT_LEAST, TTFT_AT_MOST, P99_AT_MOST, GOODPUT_AT_LEAST = 3.8, 0.4, 1.0, 1.0
 OVER = 3.0
 MANY = 10_000  # requests for a closed loop that ends by the clock
 LIMIT_FACTOR = 5.0  # end-to-end, times that of a server whose queue is empty
+
+
+@dataclass(frozen=True, slots=True)
+class PresetOptions:
+    """The options of a preset. ``sessions`` and ``seconds`` replace its own size.
+
+    For ``overload``, ``sessions`` is the number of requests that measure the capacity. Each target
+    is played ``runs`` times. For ``compare``, ``whole`` shows equal answers too.
+    """
+
+    seed: int = 1
+    sessions: int | None = None
+    seconds: float | None = None
+    clients: int | None = None
+    slo: Slo | None = None
+    tell_deadline: bool = True
+    runs: int = 1
+    whole: bool = False
+    plan: PlayOptions = field(default_factory=PlayOptions)
+
+
+@dataclass(frozen=True, slots=True)
+class PresetResult:
+    """The result of a preset in addition to its runs."""
+
+    title: str
+    trace: str
+    comparisons: Sequence[Comparison] = ()
+    verdicts: Sequence[TargetVerdict] = ()
+    appendix: str = ""
+    more: Json = field(default_factory=dict)
+
+
+@dataclass
+class Bench:
+    """Plays traces and keeps what came of them in ``runs``, also where it is interrupted."""
+
+    site: SystemUnderTest
+    slo: Slo = field(default_factory=Slo)
+    show: Show = lambda _name, _told: None
+    runs: list[RunResult] = field(default_factory=list)
+    interrupted: bool = False
+
+    def run(self, target: Target, trace: Trace, plan: PlayOptions, name: str = "") -> RunResult:
+        """Play a trace. Raises ``BenchFailed`` where it cannot even begin."""
+        name = name or target.name
+        watch = self.site.watch()
+        if watch is not None:
+            watch.start()
+        boards = BoardMonitor(target) if plan.capture else None
+        if boards is not None:
+            boards.start()
+        played = play(replace(target, name=name), trace, plan, lambda told: self.show(name, told))
+        found = figures(played, self.slo)
+        result = (
+            RunResult(played, found) if watch is None else RunResult(played, found, *watch.stop())
+        )
+        if boards is not None:
+            result = replace(result, boards=boards.stop())
+        self.runs.append(result)
+        self.interrupted = self.interrupted or played.interrupted
+        return result
+
+    def judged_by(self, slo: Slo) -> None:
+        """Hold all runs to other limits."""
+        self.slo = slo
+        self.runs = [replace(one, figures=figures(one.played, slo)) for one in self.runs]
+
+    def targets(self) -> Iterator[Target]:
+        """Come to one target after the other, until Ctrl-C."""
+        for name in self.site.names:
+            if self.interrupted:
+                return
+            yield self.site.enter(name)
+
+
+def play(target: Target, trace: Trace, plan: PlayOptions, tell: OnRunProgress) -> PlayedRun:
+    """Play a trace; Ctrl-C or an ordinary kill ends it, and what there was is returned."""
+
+    _allow_many_sockets()
+
+    async def whole() -> PlayedRun:
+        player = Player(target, trace, plan)
+        with _stopped_by_signals(player):
+            return await player.play(tell)
+
+    return asyncio.run(whole())
+
+
+def _allow_many_sockets() -> None:
+    """An open loop has as many connections as a slow server makes it have."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+@contextmanager
+def _stopped_by_signals(player: Player) -> Iterator[None]:
+    loop = asyncio.get_running_loop()
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    for number in SIGNALS:
+        loop.add_signal_handler(number, player.stop)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            loop.remove_signal_handler(number)
+            signal.signal(number, handler)
 
 
 def play_all(bench: Bench, trace: Trace, asked: PresetOptions, title: str) -> PresetResult:

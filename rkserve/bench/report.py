@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from rkserve.bench.charts import Chart
-from rkserve.bench.figures import Distribution, Percentile, TraceFigures
-from rkserve.bench.harness.figures import Ratio
-from rkserve.bench.harness.report import MISSING, TargetVerdict, figure, megabytes, percent, table
+from rkserve.bench.figures import Distribution, Percentile, Ratio, TraceFigures
 from rkserve.bench.results import BenchResults, RunResult
+from rkserve.bench.tables import MISSING, TargetVerdict, figure, megabytes, percent, table
 
 
 def render(results: BenchResults, drawn: Mapping[str, Chart] | None = None) -> str:

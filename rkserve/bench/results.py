@@ -10,15 +10,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from rkserve.bench.figures import Comparison, TraceFigures
-from rkserve.bench.harness.child import Json
-from rkserve.bench.harness.figures import CpuUse
-from rkserve.bench.harness.procfs import ProcessMemory
-from rkserve.bench.harness.report import Machine, TargetVerdict
-from rkserve.bench.monitors import BoardSample
+from rkserve.bench.child import Json
+from rkserve.bench.figures import Comparison, Slo, TraceFigures
 from rkserve.bench.outcome import OutcomeKind, RequestOutcome
-from rkserve.bench.player import PlayedRun, PlayOptions
-from rkserve.bench.slo import Slo
+from rkserve.bench.player import PlayedRun
+from rkserve.bench.processes import CpuUse, ProcessMemory
+from rkserve.bench.tables import Machine, TargetVerdict
+from rkserve.bench.target import BoardSample
 
 
 @dataclass(frozen=True)
@@ -88,37 +86,6 @@ class BenchResults:
             "targets": [{**asdict(one), "reached": one.reached} for one in self.verdicts],
             **self.more,
         }
-
-
-@dataclass(frozen=True, slots=True)
-class PresetOptions:
-    """The options of a preset. ``sessions`` and ``seconds`` replace its own size.
-
-    For ``overload``, ``sessions`` is the number of requests that measure the capacity. Each target
-    is played ``runs`` times. For ``compare``, ``whole`` shows equal answers too.
-    """
-
-    seed: int = 1
-    sessions: int | None = None
-    seconds: float | None = None
-    clients: int | None = None
-    slo: Slo | None = None
-    tell_deadline: bool = True
-    runs: int = 1
-    whole: bool = False
-    plan: PlayOptions = field(default_factory=PlayOptions)
-
-
-@dataclass(frozen=True, slots=True)
-class PresetResult:
-    """The result of a preset in addition to its runs."""
-
-    title: str
-    trace: str
-    comparisons: Sequence[Comparison] = ()
-    verdicts: Sequence[TargetVerdict] = ()
-    appendix: str = ""
-    more: Json = field(default_factory=dict)
 
 
 def outcome_lines(runs: Sequence[RunResult]) -> Iterator[str]:

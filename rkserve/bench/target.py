@@ -1,9 +1,11 @@
-"""A server to load, with model and key, and its requests as bytes. No sockets."""
+"""A server to load: its address, its models, its requests as bytes, and its boards' figures."""
 
 from __future__ import annotations
 
 import json
 import ssl
+import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
@@ -12,12 +14,14 @@ from types import MappingProxyType
 from typing import Any
 from urllib.parse import urlsplit
 
-from rkserve.bench.harness.child import BenchFailed, Json
-from rkserve.bench.harness.client import request_bytes
+from rkserve.bench.child import BenchFailed, Json
+from rkserve.bench.connection import request_bytes
 
 CHAT, COMPLETIONS = "chat", "completions"
 ASK_S = 10.0
 PORTS = {"http": 80, "https": 443}
+BOARDS_EVERY_S = 0.5  # Routers ask their boards once a second
+BOARDS_LIMIT_S = 2.0
 
 
 class ServerUnreachable(BenchFailed):
@@ -142,3 +146,71 @@ def get_json(url: str, path: str, key: str | None, timeout_s: float = ASK_S) -> 
 
 def _tls(scheme: str) -> ssl.SSLContext | None:
     return ssl.create_default_context() if scheme == "https" else None
+
+
+@dataclass(frozen=True, slots=True)
+class BoardSample:
+    """A board's own figures at one moment of the monotonic clock; None is what it does not tell.
+
+    ``npu_load`` is the mean over its cores, in percent. ``memory_mb`` is the engine's peak.
+    """
+
+    at_s: float
+    board: str
+    npu_load: float | None = None
+    npu_mhz: float | None = None
+    memory_mb: float | None = None
+    memory_available_mb: float | None = None
+    temperature_c: float | None = None
+
+
+class BoardMonitor:
+    """Reads a server's boards again and again around a run; nothing, where it lists none."""
+
+    def __init__(self, target: Target, every_s: float = BOARDS_EVERY_S) -> None:
+        self._target, self._every_s = target, every_s
+        self._samples: list[BoardSample] = []
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="boards", daemon=True)
+
+    def start(self) -> None:
+        """Begin with a first reading."""
+        self._read()
+        if self._samples:  # else it has no boards, and does not get any
+            self._thread.start()
+
+    def stop(self) -> tuple[BoardSample, ...]:
+        """Return all readings, the last of which is of now."""
+        self._over.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        if self._samples:
+            self._read()
+        return tuple(self._samples)
+
+    def _run(self) -> None:
+        while not self._over.wait(self._every_s):
+            self._read()
+
+    def _read(self) -> None:
+        at_s = time.monotonic()
+        try:
+            told = get_json(self._target.url, "/boards", self._target.key, BOARDS_LIMIT_S)
+            self._samples += [_sample(at_s, one) for one in told["data"]]
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            # Other servers have no boards, and one that is overloaded tells of them next time.
+            return
+
+
+def _sample(at_s: float, told: dict[str, Any]) -> BoardSample:
+    hardware = told.get("hardware") or {}
+    loads, available = hardware.get("npu_load") or (), hardware.get("memory_available_bytes")
+    return BoardSample(
+        at_s,
+        str(told["id"]),
+        sum(loads) / len(loads) if loads else None,
+        None if hardware.get("npu_hz") is None else hardware["npu_hz"] / 1e6,
+        told.get("memory_mb"),
+        None if available is None else available / 1e6,
+        hardware.get("temperature_c"),
+    )

@@ -8,9 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from rkserve.bench.results import PresetResult
-from rkserve.bench.trace import Trace, lines_of, read_trace, write_trace
-from rkserve.bench.trace_generator import TraceShape, make_trace
+from rkserve.bench.presets import PresetResult
+from rkserve.bench.trace import Trace, TraceShape, lines_of, make_trace, read_trace, write_trace
 from rkserve.cli.bench_options import SHAPE_OPTIONS, Seed
 from rkserve.cli.bench_run import EXIT_CODES, LoadContext, LoadingCommand, TraceLoadingCommand
 from rkserve.cli.options import GroupedCommand

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from rkserve.bench.trace_generator import Arrivals, TraceShape
+from rkserve.bench.trace import Arrivals, TraceShape
 from rkserve.cli.context import first_line
 from rkserve.cli.options import OptionGroup
 
 if TYPE_CHECKING:
+    from rkserve.bench.figures import Slo
     from rkserve.bench.player import PlayOptions
-    from rkserve.bench.slo import Slo
     from rkserve.bench.target import Target
 
 NAMED = re.compile(r"([\w .-]+)=(https?://.*)")
@@ -162,7 +162,7 @@ class LoadOptions:
 
     def limits(self) -> Slo | None:
         """Return the service-level limits of answers, if any."""
-        from rkserve.bench.slo import parse_slo
+        from rkserve.bench.figures import parse_slo
 
         return None if self.slo is None else usage(parse_slo, self.slo)
 

@@ -33,12 +33,12 @@ from rkserve.cli.options import GroupedCommand, OptionGroup
 from rkserve.core.errors import RkserveError
 
 if TYPE_CHECKING:
+    from rkserve.bench.figures import Slo
     from rkserve.bench.player import RunProgress
-    from rkserve.bench.results import BenchResults, PresetOptions, PresetResult
-    from rkserve.bench.runner import Bench
-    from rkserve.bench.slo import Slo
+    from rkserve.bench.presets import Bench, PresetOptions, PresetResult
+    from rkserve.bench.results import BenchResults
     from rkserve.bench.systems import SystemUnderTest
-    from rkserve.bench.trace_generator import TraceShape
+    from rkserve.bench.trace import TraceShape
 
 EXIT_CODES = (
     "Exit codes: 0 measured; 1 failed, or nothing was answered; 2 wrong usage; 3 measured, but a "
@@ -57,7 +57,7 @@ class LoadCommand:
 
     def asked(self, **own: Any) -> PresetOptions:
         """Return the options of a preset: the shared ones and those of the command."""
-        from rkserve.bench.results import PresetOptions
+        from rkserve.bench.presets import PresetOptions
 
         given = self.given
         return PresetOptions(seed=given.seed, slo=given.limits(), plan=given.plan(), **own)
@@ -98,7 +98,7 @@ class TraceLoadingCommand(LoadingCommand):
 
 def carry_out(given: LoadOptions, command: Callable[[LoadCommand], PresetResult]) -> Exit:
     """Run a command, deliver its results, and return the exit code."""
-    from rkserve.bench.runner import Bench
+    from rkserve.bench.presets import Bench
 
     err, limits = Console(stderr=True), given.limits() or _no_limits()
     folder = Path(tempfile.mkdtemp(prefix="rkbench-"))  # short: sockets' paths have a limit
@@ -156,8 +156,8 @@ def exit_of(given: LoadOptions, results: BenchResults) -> Exit:
 
 def results_of(bench: Bench, found: PresetResult | None) -> BenchResults:
     """Collect the results of all runs."""
-    from rkserve.bench.harness.report import machine
     from rkserve.bench.results import BenchResults
+    from rkserve.bench.tables import machine
 
     title, trace = ("Interrupted", "") if found is None else (found.title, found.trace)
     return BenchResults(
@@ -228,12 +228,12 @@ def opened(
 
 
 def _site(given: LoadOptions, folder: Path, say: Callable[[str], None]) -> SystemUnderTest:
-    from rkserve.bench.monitors import parse_watched
     from rkserve.bench.systems import (
         DEFAULT_POLICY,
         RunningServers,
         SimulatedCluster,
         SimulatedClusterConfig,
+        parse_watched,
     )
 
     if given.boards is None and not given.url and (url := os.environ.get("RKSERVE_URL")):
@@ -257,7 +257,7 @@ def _site(given: LoadOptions, folder: Path, say: Callable[[str], None]) -> Syste
 
 
 def _no_limits() -> Slo:
-    from rkserve.bench.slo import Slo
+    from rkserve.bench.figures import Slo
 
     return Slo()
 

@@ -16,7 +16,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.harness.pace import PROFILE
-from rkserve.bench.harness.processes import BenchProcesses, SimulatedDeployment
+from rkserve.bench.systems import BenchProcesses, SimulatedDeployment
 from rkserve.config.board_group import SimulatedConfig
 from rkserve.deployments.haproxy import available
 from tests.support.boards.fakes import run_loop

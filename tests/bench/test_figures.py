@@ -11,39 +11,17 @@ import pytest
 from rkserve.bench.figures import (
     Distribution,
     Percentile,
+    Slo,
     compare,
     figures,
+    parse_slo,
+    percentile,
     prefix_hits,
 )
 from rkserve.bench.outcome import OutcomeKind, RequestOutcome
-from rkserve.bench.slo import Slo, parse_slo
 from tests.support.values.bench_load import answered, failed, played
 
 NO_LIMITS = Slo()
-
-
-def test_latencies_count_from_when_a_request_was_due_not_from_when_it_was_sent() -> None:
-    one = answered(10.0, ttft_s=2.0, late_s=1.5, tokens=3, step_s=0.1)
-    assert one.ttft_ms == pytest.approx(2000)
-    assert one.e2e_ms == pytest.approx(2250)
-    assert one.late_ms == pytest.approx(1500)
-    assert one.gaps_ms == pytest.approx([100, 100])
-
-
-@pytest.mark.parametrize(
-    ("tokens", "texts", "expected"),
-    [
-        pytest.param(5, 5, 100.0, id="one by one"),
-        pytest.param(9, 5, 50.0, id="two in an event"),
-        pytest.param(1, 1, None, id="a single token"),
-        pytest.param(4, 1, None, id="all in one event"),
-    ],
-)
-def test_the_time_per_token_is_by_tokens_not_by_events(
-    tokens: int, texts: int, expected: float | None
-) -> None:
-    one = answered(tokens=texts, step_s=0.1, completion_tokens=tokens)
-    assert one.token_ms == (None if expected is None else pytest.approx(expected))
 
 
 LIMITED = answered(10.0, ttft_s=0.5, tokens=5, step_s=0.1)  # ends after 0.95 s
@@ -266,3 +244,17 @@ def test_other_limits_change_what_is_good_and_nothing_else() -> None:
     assert (loose.good, tight.good) == (2, 1)
     same = {"good": 0, "good_share": 0.0, "goodput": 0.0, "good_token_rate": 0.0}
     assert replace(loose, **same) == replace(tight, **same)  # type: ignore[arg-type] # by name
+
+
+@pytest.mark.parametrize(
+    ("values", "share", "expected"),
+    [
+        pytest.param([3.0, 1.0, 2.0], 0.5, 2.0, id="the middle of an odd number"),
+        pytest.param([1.0, 2.0, 3.0, 4.0], 0.5, 2.5, id="between two of an even number"),
+        pytest.param([1.0, 2.0], 1.0, 2.0, id="the largest"),
+        pytest.param([7.0], 0.99, 7.0, id="of a single value"),
+        pytest.param([float(n) for n in range(101)], 0.99, 99.0, id="of a hundred"),
+    ],
+)
+def test_percentile(values: list[float], share: float, expected: float) -> None:
+    assert percentile(values, share) == pytest.approx(expected)

@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from rkserve.bench import presets
+from rkserve.bench.figures import Slo
 from rkserve.bench.player import RunProgress
-from rkserve.bench.results import PresetOptions
-from rkserve.bench.runner import Bench
-from rkserve.bench.slo import Slo
-from rkserve.bench.systems import RunningServers, SimulatedCluster, SimulatedClusterConfig
+from rkserve.bench.presets import Bench, PresetOptions
+from rkserve.bench.systems import RunningServers
 from rkserve.bench.target import Target
-from rkserve.bench.trace_generator import make_trace
+from rkserve.bench.trace import make_trace
 from tests.support.http.fake_openai import FakeOpenAi, serving
 from tests.support.values.bench_load import at_once, small_trace
 
-START_S = 900.0
 CAPACITY = PresetOptions(seconds=0.3, sessions=30, clients=2)
 
 
@@ -132,49 +125,3 @@ def test_progress_is_shown_for_each_run(server: FakeOpenAi) -> None:
     assert {name for name, _ in seen} == {"a", "b"}
     last = seen[-1][1]
     assert (last.done, last.total, last.running, last.failed) == (4, 4, 0, 0)
-
-
-def test_processes_are_measured_where_they_are_named(server: FakeOpenAi) -> None:
-    class Watching(Policies):
-        def watch(self) -> None:
-            watched.append(1)
-
-    watched: list[int] = []
-    presets.play_all(Bench(Watching(server, {"a": "ok"})), at_once(1), PresetOptions(), "Load")
-    assert watched == [1]
-
-
-def test_faster_boards_are_asked_faster(tmp_path: Path) -> None:
-    site = SimulatedCluster(
-        SimulatedClusterConfig(3, "rk3588-qwen3-0.6b-w8a8", 0.1, ["prefix"]),
-        tmp_path,
-        lambda _: None,
-    )
-    assert (site.time_factor, site.clients, site.names) == (0.1, 3, ["prefix"])
-    at_once_too = SimulatedClusterConfig(3, "rk3588-qwen3-0.6b-w8a8", 0.0)
-    assert SimulatedCluster(at_once_too, tmp_path, lambda _: None).time_factor == 1.0
-
-
-@pytest.mark.ray
-@pytest.mark.slow
-def test_boards_of_our_own_are_started_loaded_under_each_policy_and_ended(tmp_path: Path) -> None:
-    policies: Sequence[str] = ("least_load", "prefix")
-    words = [word for name in policies for word in ("--policy", name)]
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "rkserve", "bench", "smoke", "--boards", "2"),
-            *("--time-scale", "0", "--sessions", "4", "--out", str(tmp_path / "out"), *words),
-        ],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=START_S,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads((tmp_path / "out" / "results.json").read_text())
-    assert [run["target"] for run in found["runs"]] == list(policies)
-    for run in found["runs"]:
-        assert run["asked"] == run["answered"] == 8
-        assert run["prefix"]["told"] == 8
-        assert {"router", "board replica", "engine"} <= run["processes"].keys()

@@ -14,14 +14,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rkserve.bench.harness.child import BenchFailed
-from rkserve.bench.trace import Trace, TraceSession, Turn, lines_of, read_trace, write_trace
-from rkserve.bench.trace_generator import (
+from rkserve.bench.child import BenchFailed
+from rkserve.bench.trace import (
     Arrivals,
+    Trace,
+    TraceSession,
     TraceShape,
+    Turn,
     arrivals,
+    lines_of,
     make_trace,
+    read_trace,
     turns_of,
+    write_trace,
     zipf_rank,
 )
 

@@ -39,8 +39,8 @@ from benchmarks.control.faults_cases import chosen
 from benchmarks.control.faults_made import FAULTS
 from benchmarks.control.faults_report import faults_section
 from benchmarks.control.faults_site import Site, frozen, full_disk, kill, wait_for
-from rkserve.bench.harness.child import BenchFailed
-from rkserve.bench.harness.stream import Exchange
+from benchmarks.harness.exchange import Exchange
+from rkserve.bench.child import BenchFailed
 from rkserve.control.operations import ControlOperation, OperationKind
 from rkserve.coordinator.state.ledger import Ledger
 

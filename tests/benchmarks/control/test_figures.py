@@ -37,11 +37,12 @@ from benchmarks.control.figures import (
 )
 from benchmarks.control.measure import CASES, FULL, QUICK
 from benchmarks.control.report import ControlResults, render
+from benchmarks.harness.exchange import Exchange
+from benchmarks.harness.figures import Spread
 from benchmarks.harness.growth import Belongings, Growth, Sample, growth, sample
-from rkserve.bench.harness.child import BenchFailed
-from rkserve.bench.harness.figures import CpuUse, Spread
-from rkserve.bench.harness.report import Machine
-from rkserve.bench.harness.stream import Exchange
+from rkserve.bench.child import BenchFailed
+from rkserve.bench.processes import CpuUse
+from rkserve.bench.tables import Machine
 
 A, B = "tone@a", "tone@b"
 MB = 1_000_000
@@ -387,7 +388,7 @@ def test_a_few_samples_say_nothing_and_ray_s_own_processes_are_only_shown() -> N
 
 def test_belongings_are_added_up_over_the_processes_of_a_part(tmp_path: Path) -> None:
     for pid, parent, command in (
-        (10, 1, "python -m rkserve.bench.harness.cluster"),
+        (10, 1, "python -m rkserve.bench.cluster"),
         (11, 10, "ray::ServeReplica:rkserve:Board-sim"),
         (12, 10, "ray::ServeReplica:rkserve:Board-sim"),
         (13, 10, "ray::ServeReplica:rkserve:Coordinator"),

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.control.answers import Answer
+from benchmarks.harness.exchange import Exchange
 from benchmarks.kills.__main__ import REPORT, deliver, options
 from benchmarks.kills.figures import (
     KillFigures,
@@ -18,8 +19,7 @@ from benchmarks.kills.figures import (
     quantile,
 )
 from benchmarks.kills.report import KillRun, render
-from rkserve.bench.harness.report import Machine
-from rkserve.bench.harness.stream import Exchange
+from rkserve.bench.tables import Machine
 
 GOOD = Answer(
     Exchange(0.0, (1.0, 1.1, 1.9), 2.0, prompt_tokens=7, completion_tokens=3),

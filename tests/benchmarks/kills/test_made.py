@@ -13,8 +13,8 @@ import pytest
 
 from benchmarks.control.faults_site import Site
 from benchmarks.kills.made import Ground, Victim
-from rkserve.bench.harness.child import CommandProcess
-from rkserve.bench.harness.procfs import PROC, ProcessIdentity, identity_of
+from rkserve.bench.child import CommandProcess
+from rkserve.bench.processes import PROC, ProcessIdentity, identity_of
 
 SLEEPS = [sys.executable, "-c", "import time; time.sleep(600)"]
 

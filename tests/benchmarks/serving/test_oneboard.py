@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
+from benchmarks.harness.exchange import Exchange
 from benchmarks.harness.pace import SMALL_PROFILE
 from benchmarks.harness.processes import BenchCrew
 from benchmarks.serving.batches import BatchRun, flaws_of_batch
 from benchmarks.serving.interrupted import flaws_of_interrupted, pause_figures
 from benchmarks.serving.parked import flaws_of_parked, parked_figures
 from benchmarks.serving.summary import verdicts
-from rkserve.bench.harness.stream import Exchange
 from tests.support.values.bench_answers import answer, batches, interrupted, parked_round
 
 # -- (e) ------------------------------------------------------------------------------------------

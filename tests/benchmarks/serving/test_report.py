@@ -11,9 +11,8 @@ from benchmarks.serving.interrupted import pause_figures
 from benchmarks.serving.parked import parked_figures
 from benchmarks.serving.report import Results, render
 from benchmarks.serving.summary import hang_up_figures, load_figures, pair_figures, verdicts
-from rkserve.bench.harness.figures import CpuUse, Spread
-from rkserve.bench.harness.procfs import ProcessMemory
-from rkserve.bench.harness.report import Machine, TargetVerdict, figure, table
+from rkserve.bench.processes import CpuUse, ProcessMemory
+from rkserve.bench.tables import Machine
 from tests.support.values.bench_answers import (
     answer,
     back_to_back,
@@ -97,19 +96,6 @@ def test_a_hang_up_may_take_a_decode_step_and_200_ms(free_after_s: float, reache
     (verdict,) = verdicts(None, hang_up_figures(left), [])
 
     assert verdict.reached is reached
-
-
-@pytest.mark.parametrize(
-    ("measured", "at_most", "reached"),
-    [
-        pytest.param(1.05, True, True, id="exactly at an upper bound"),
-        pytest.param(1.051, True, False, id="above it"),
-        pytest.param(1.05, False, True, id="exactly at a lower bound"),
-        pytest.param(1.049, False, False, id="below it"),
-    ],
-)
-def test_a_bound_belongs_to_what_reaches_it(measured: float, at_most: bool, reached: bool) -> None:
-    assert TargetVerdict("x", measured, 1.05, at_most).reached is reached
 
 
 def results() -> Results:
@@ -200,16 +186,3 @@ def test_a_report_of_some_cases_leaves_the_others_out() -> None:
     assert "(c)" not in text
     assert "must reach" not in text
     assert len(tables_of(text)) == 1
-
-
-def test_tables_are_padded_and_figures_stand_to_the_right() -> None:
-    assert table(["", "ms"], [["TTFT", figure(12345.678, 1)], ["gap", figure(None)]]) == (
-        "|      |       ms |\n| ---- | -------: |\n| TTFT | 12 345.7 |\n| gap  |        - |\n"
-    )
-
-
-def test_a_spread_counts_its_values() -> None:
-    spread = Spread.of([1.0, 2.0, 6.0])
-
-    assert (spread.count, spread.mean, spread.p50) == (3, 3.0, 2.0)
-    assert spread.p99 == pytest.approx(5.92)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.harness.exchange import Exchange
 from benchmarks.serving.cases import Load, Loaded
 from benchmarks.serving.report_tokenpath import tokenpath_section
 from benchmarks.serving.tokenpath import (
@@ -19,8 +20,7 @@ from benchmarks.serving.tokenpath import (
     ways,
 )
 from benchmarks.serving.tokenpath_figures import path_figures, path_verdicts
-from rkserve.bench.harness.figures import CpuUse
-from rkserve.bench.harness.stream import Exchange
+from rkserve.bench.processes import CpuUse
 
 TOKENS = 11
 

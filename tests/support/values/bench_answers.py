@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from benchmarks.harness.exchange import Exchange, HangUp, InterruptedAnswer, PausedSpan
 from benchmarks.serving.batches import BatchCost, Batches, BatchPace, BatchRun
 from benchmarks.serving.parked import ParkedRound
 from rkserve.api.common import output
-from rkserve.bench.harness.procfs import MachineTimes, ProcessIdentity, ProcessReading, Stat
-from rkserve.bench.harness.stream import Exchange, HangUp, InterruptedAnswer, PausedSpan
+from rkserve.bench.processes import MachineTimes, ProcessIdentity, ProcessReading, Stat
 
 
 def answer(sent_s: float, first_s: float, end_s: float, board: str = "sim-0") -> Exchange:

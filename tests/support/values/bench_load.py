@@ -7,8 +7,7 @@ from typing import Any
 
 from rkserve.bench.outcome import OutcomeKind, RequestOutcome, SentRequest
 from rkserve.bench.player import PlayedRun, PlayOptions
-from rkserve.bench.trace import Trace, TraceSession, Turn
-from rkserve.bench.trace_generator import TraceShape, make_trace
+from rkserve.bench.trace import Trace, TraceSession, TraceShape, Turn, make_trace
 
 # Nothing that a test waits for may end by a clock.
 PATIENT_S = 300.0

@@ -1,26 +1,20 @@
-"""The clients of the benchmark: one process, one plain asyncio protocol per connection.
+"""The client process of the benchmarks: load, hang-ups and pauses, one connection per client.
 
-A full HTTP library would cost more per token than the cluster does. Nothing is parsed while it
-measures; see ``stream``.
+Nothing is parsed while it measures; see ``rkserve.bench.connection``.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import ssl
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
-from rkserve.bench.harness.child import BenchFailed, Json, OnProgress, serve_commands
-from rkserve.bench.harness.stream import (
-    OK,
+from benchmarks.harness.exchange import (
     HangUp,
-    Incoming,
     InterruptedAnswer,
     PausedSpan,
     is_data,
@@ -28,161 +22,11 @@ from rkserve.bench.harness.stream import (
     read_id,
     read_text,
 )
+from rkserve.bench.child import BenchFailed, Json, OnProgress, serve_commands
+from rkserve.bench.connection import OK, Connection, ConnectionLost, Incoming, request_bytes
 
-CHAT = "/v1/chat/completions"
 CONTROL = "/v1/generations"
 TEXTS_BETWEEN = 2  # pauses: the first text is the resumption's, the second one the decode's
-
-
-class ConnectionLost(BenchFailed):
-    """The server closed the connection; ``heard`` is False if no byte of the answer had arrived."""
-
-    heard = True
-
-
-class Connection(asyncio.Protocol):
-    """One kept-alive connection with one request at a time on it."""
-
-    def __init__(self) -> None:
-        self._transport: asyncio.Transport | None = None
-        self._incoming: Incoming | None = None
-        self._ended: asyncio.Future[None] | None = None
-        self._arrived = asyncio.Event()
-
-    @classmethod
-    async def open(
-        cls, host: str, port: int, tls: ssl.SSLContext | None = None, name: str | None = None
-    ) -> Connection:
-        """Connect. With ``tls`` the server must prove that it is ``name``."""
-        loop = asyncio.get_running_loop()
-        _, connection = await loop.create_connection(
-            cls, host, port, ssl=tls, server_hostname=name if tls else None
-        )
-        return connection
-
-    @property
-    def closed(self) -> bool:
-        """True if either side has closed the connection."""
-        return self._transport is None or self._transport.is_closing()
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Called by asyncio."""
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
-
-    def data_received(self, data: bytes) -> None:
-        """Called by asyncio."""
-        incoming = self._incoming
-        if incoming is None:
-            return
-        try:
-            incoming.feed(data, time.monotonic())
-        except BenchFailed as exc:
-            self._settle(exc)
-            self.close()
-            return
-        self._arrived.set()
-        if incoming.done:
-            self._settle(None)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """Called by asyncio."""
-        if self._incoming is None:
-            return
-        self._incoming.eof(time.monotonic())
-        lost = ConnectionLost(f"the connection was lost in mid-answer: {exc or 'closed'}")
-        lost.heard = self._incoming.last_s is not None
-        self._settle(None if self._incoming.done else lost)
-
-    async def ask(self, request: bytes, until_s: float) -> Incoming:
-        """Send a request and wait for its answer, or for ``until_s``; then it hangs up."""
-        self.send(request)
-        return await self.answer(until_s)
-
-    def send(self, request: bytes) -> None:
-        """Send a request."""
-        assert self._transport is not None
-        self._ended = asyncio.get_running_loop().create_future()
-        self._incoming = Incoming(sent_s=time.monotonic())
-        self._transport.write(request)
-
-    async def answer_at(self, until_s: float) -> tuple[Incoming, float]:
-        """Wait for the answer, and return it with the moment behind all that came before it.
-
-        Every socket that has something is read in one turn of the loop, in no particular order; the
-        moment is the one between that turn and the next. Raises ``BenchFailed`` at ``until_s``.
-        """
-        assert self._ended is not None
-        arrived_s = asyncio.get_running_loop().create_future()
-        self._ended.add_done_callback(lambda _: arrived_s.set_result(time.monotonic()))
-        incoming = await self.answer(until_s)
-        if not arrived_s.done():
-            raise BenchFailed("a control call was not answered in time")
-        return incoming, arrived_s.result()
-
-    async def reach(self, enough: Callable[[Incoming], bool], until_s: float) -> None:
-        """Wait until so much of the answer is there.
-
-        Raises ``BenchFailed`` at ``until_s``, or where the answer ends before.
-        """
-        assert self._incoming is not None
-        assert self._ended is not None
-        while not enough(self._incoming):
-            if self._ended.done():
-                self._ended.result()
-                raise BenchFailed("an answer ended before it got as far as it should")
-            self._arrived.clear()
-            try:
-                await asyncio.wait_for(self._arrived.wait(), until_s - time.monotonic())
-            except (TimeoutError, asyncio.TimeoutError):  # two classes before Python 3.11
-                raise BenchFailed("an answer did not get as far as it should") from None
-
-    @property
-    def so_far(self) -> Incoming:
-        """The part of the answer that has arrived."""
-        assert self._incoming is not None
-        return self._incoming
-
-    async def answer(self, until_s: float) -> Incoming:
-        """Wait for the answer to what was sent, or for ``until_s``; then it hangs up."""
-        incoming = self.so_far
-        if not await self.ends_by(until_s):
-            self.close()
-        return incoming
-
-    async def ends_by(self, until_s: float) -> bool:
-        """Wait for the answer to what was sent; False where ``until_s`` comes first.
-
-        Raises ``BenchFailed`` where it is lost.
-        """
-        assert self._ended is not None
-        done, _ = await asyncio.wait({self._ended}, timeout=until_s - time.monotonic())
-        if done:
-            self._incoming = None
-            self._ended.result()
-        return bool(done)
-
-    def leave(self) -> Incoming:
-        """Hang up in the middle of an answer. Returns what there was of it."""
-        assert self._incoming is not None
-        incoming = self._incoming
-        self.close()
-        return incoming
-
-    def close(self) -> None:
-        """Hang up; once more does no harm."""
-        assert self._transport is not None
-        self._incoming = None
-        self._transport.abort()
-
-    def _settle(self, failure: BenchFailed | None) -> None:
-        if self._ended is None or self._ended.done() or self._incoming is None:
-            return
-        if failure is None:
-            self._ended.set_result(None)
-        else:
-            self._ended.set_exception(failure)
-        self._arrived.set()
 
 
 class RetryingClient:
@@ -223,23 +67,6 @@ class RetryingClient:
         """Hang up; once more does no harm."""
         if self._kept is not None:
             self._kept.close()
-
-
-def request_bytes(
-    host: str,
-    port: int,
-    body: Json,
-    path: str = CHAT,
-    headers: Mapping[str, str] = MappingProxyType({}),
-) -> bytes:
-    """Return a request as it goes over the wire."""
-    content = json.dumps(body).encode()
-    more = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
-    head = (
-        f"POST {path} HTTP/1.1\r\nhost: {host}:{port}\r\ncontent-type: application/json\r\n"
-        f"content-length: {len(content)}\r\n{more}\r\n"
-    )
-    return head.encode() + content
 
 
 async def one_client(

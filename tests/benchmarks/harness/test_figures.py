@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.serving.summary import hang_up_figures
-from rkserve.bench.harness.child import BenchFailed
-from rkserve.bench.harness.figures import (
+from benchmarks.harness.exchange import Exchange, HangUp
+from benchmarks.harness.figures import (
+    Spread,
     board_rates,
     decode_rate,
     flaws,
@@ -17,28 +17,18 @@ from rkserve.bench.harness.figures import (
     freed_ms,
     gaps_ms,
     never_idle_rate,
-    percentile,
     ratio,
     tokens_between,
     ttft_ms,
     whole_rate,
 )
-from rkserve.bench.harness.stream import Exchange, HangUp
-from tests.support.values.bench_answers import answer, back_to_back, left_at
-
-
-@pytest.mark.parametrize(
-    ("values", "share", "expected"),
-    [
-        pytest.param([3.0, 1.0, 2.0], 0.5, 2.0, id="the middle of an odd number"),
-        pytest.param([1.0, 2.0, 3.0, 4.0], 0.5, 2.5, id="between two of an even number"),
-        pytest.param([1.0, 2.0], 1.0, 2.0, id="the largest"),
-        pytest.param([7.0], 0.99, 7.0, id="of a single value"),
-        pytest.param([float(n) for n in range(101)], 0.99, 99.0, id="of a hundred"),
-    ],
+from benchmarks.serving.summary import hang_up_figures
+from rkserve.bench.child import BenchFailed
+from tests.support.values.bench_answers import (
+    answer,
+    back_to_back,
+    left_at,
 )
-def test_percentile(values: list[float], share: float, expected: float) -> None:
-    assert percentile(values, share) == pytest.approx(expected)
 
 
 def test_a_ratio_is_that_of_the_medians_and_lies_in_its_interval() -> None:
@@ -164,3 +154,10 @@ def test_who_waits_behind_a_hang_up_may_have_its_headers_before_it_has_a_board()
 )
 def test_a_hang_up_that_says_nothing_of_the_board_is_named(hang_up: HangUp, flaw: str) -> None:
     assert flaws_of_hang_ups([left_at(1.0), hang_up], 128, 5) == [f"1 x {flaw}"]
+
+
+def test_a_spread_counts_its_values() -> None:
+    spread = Spread.of([1.0, 2.0, 6.0])
+
+    assert (spread.count, spread.mean, spread.p50) == (3, 3.0, 2.0)
+    assert spread.p99 == pytest.approx(5.92)

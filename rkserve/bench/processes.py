@@ -1,26 +1,26 @@
-"""CPU time and memory of a tree of processes, read from /proc under a root that is passed in.
+"""CPU time and memory of process trees, read from /proc under a root that is passed in.
 
-It knows the kernel's files and which process of a cluster plays which part, by its command line.
+Processes are named by their part of a cluster, known by its command line, or by whoever watches
+them: by pid or by a part of their command. Those of other machines cannot be seen.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 PROC = Path("/proc")
 KIB = 1024
 MS_PER_TICK = 1000 / os.sysconf("SC_CLK_TCK")
-
 # First match counts. Ray names its workers after what they run: ray::ServeReplica:<app>:<name>.
 _PARTS: tuple[tuple[str, str], ...] = (
     ("rkserve.native.engine.process", "engine"),
-    ("rkserve.bench.harness.client", "client"),
+    ("benchmarks.harness.client", "client"),
     ("benchmarks.control.load", "client"),
-    ("rkserve.bench.harness.cluster", "driver"),
+    ("rkserve.bench.cluster", "driver"),
     ("benchmarks.harness.alone", "binding alone"),
     (":Board-", "board replica"),
     (":Router", "router"),
@@ -217,3 +217,63 @@ def _command_line(root: Path, pid: int) -> str:
         return (root / str(pid) / "cmdline").read_text(errors="replace").replace("\0", " ")
     except (FileNotFoundError, ProcessLookupError):
         return ""
+
+
+@dataclass
+class CpuUse:
+    """The CPU use of processes over one or several intervals, in milliseconds."""
+
+    cores: int
+    wall_ms: float = 0.0
+    by_part_ms: dict[str, float] = field(default_factory=dict)
+    nice: dict[str, int] = field(default_factory=dict)
+    machine_ms: float = 0.0
+    stolen_ms: float = 0.0
+
+    def add(self, before: ProcessReading, after: ProcessReading) -> None:
+        """Count the time between two readings; a process that is new counts from its start."""
+        self.wall_ms += (after.at_s - before.at_s) * 1e3
+        self.machine_ms += after.machine.busy_ms - before.machine.busy_ms
+        self.stolen_ms += after.machine.stolen_ms - before.machine.stolen_ms
+        for identity, (part, stat) in after.processes.items():
+            earlier = before.processes.get(identity)
+            spent_ms = stat.cpu_ms - (earlier[1].cpu_ms if earlier else 0.0)
+            self.by_part_ms[part] = self.by_part_ms.get(part, 0.0) + spent_ms
+            self.nice[part] = stat.nice
+
+    @property
+    def ours_share(self) -> float:
+        """Share of all cores' time that the measured processes took."""
+        return self._share(sum(self.by_part_ms.values()))
+
+    @property
+    def others_share(self) -> float:
+        """Share that everything else on the machine took: noise."""
+        return max(0.0, self._share(self.machine_ms) - self.ours_share)
+
+    @property
+    def stolen_share(self) -> float:
+        """Share that the hypervisor kept for itself: noise."""
+        return self._share(self.stolen_ms)
+
+    def _share(self, spent_ms: float) -> float:
+        return spent_ms / (self.cores * self.wall_ms) if self.wall_ms else 0.0
+
+
+class ProcessMonitor:
+    """Readings of processes before and after a run."""
+
+    def __init__(self, look: Callable[[], ProcessReading], root: Path = PROC) -> None:
+        self._look, self._root = look, root
+        self._before: ProcessReading | None = None
+
+    def start(self) -> None:
+        """Read them for the first time."""
+        self._before = self._look()
+
+    def stop(self) -> tuple[CpuUse, Mapping[str, Sequence[ProcessMemory]]]:
+        """Return the CPU time that they have used since, and their memory now."""
+        assert self._before is not None
+        after, use = self._look(), CpuUse(os.cpu_count() or 1)
+        use.add(self._before, after)
+        return use, memory_of(self._root, after.processes)

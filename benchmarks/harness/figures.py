@@ -1,4 +1,4 @@
-"""Figures from timed answers: percentiles, rates, ratios with their uncertainty. Pure.
+"""Figures from timed answers: rates, ratios with their uncertainty, hang-ups. Pure.
 
 Times are seconds of one monotonic clock, durations in results are milliseconds.
 """
@@ -7,26 +7,16 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean, median
 
-from rkserve.bench.harness.child import hold
-from rkserve.bench.harness.procfs import ProcessMemory, ProcessReading
-from rkserve.bench.harness.stream import Exchange, HangUp
+from benchmarks.harness.exchange import Exchange, HangUp
+from rkserve.bench.child import hold
+from rkserve.bench.figures import CONFIDENCE, Ratio, percentile
+from rkserve.bench.processes import ProcessMemory
 
 RESAMPLES = 4000
-CONFIDENCE = 0.95
-SEED = 0  # of the resampling: the same measurements give the same interval
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    """Return the value below which ``share`` of them lie, interpolated between neighbours."""
-    ordered = sorted(values)
-    position = share * (len(ordered) - 1)
-    low = int(position)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (position - low) * (ordered[high] - ordered[low])
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,15 +34,6 @@ class Spread:
         return cls(len(values), fmean(values), median(values), percentile(values, 0.99))
 
 
-@dataclass(frozen=True, slots=True)
-class Ratio:
-    """A ratio of two medians, and between which two it lies with 95 % confidence."""
-
-    value: float
-    low: float
-    high: float
-
-
 def ratio(of: Sequence[float], to: Sequence[float], rng: random.Random) -> Ratio:
     """Return the ratio of the medians, its interval by resampling both."""
     drawn = sorted(
@@ -63,9 +44,6 @@ def ratio(of: Sequence[float], to: Sequence[float], rng: random.Random) -> Ratio
     return Ratio(
         median(of) / median(to), percentile(drawn, outside), percentile(drawn, 1 - outside)
     )
-
-
-# -- answers --------------------------------------------------------------------------------------
 
 
 def ttft_ms(exchange: Exchange) -> float:
@@ -180,9 +158,6 @@ def _end_s(exchange: Exchange) -> float:
     return exchange.end_s
 
 
-# -- hang-ups -------------------------------------------------------------------------------------
-
-
 def freed_ms(hang_up: HangUp) -> float:
     """From a hang-up to the board being free for the next run, and a little more.
 
@@ -212,50 +187,6 @@ def flaws_of_hang_ups(
         "the next answer did not wait for the hang-up": early,
     }
     return [*found, *(f"{count} x {flaw}" for flaw, count in counts.items() if count)]
-
-
-# -- processes ------------------------------------------------------------------------------------
-
-
-@dataclass
-class CpuUse:
-    """The CPU use of processes over one or several intervals, in milliseconds."""
-
-    cores: int
-    wall_ms: float = 0.0
-    by_part_ms: dict[str, float] = field(default_factory=dict)
-    nice: dict[str, int] = field(default_factory=dict)
-    machine_ms: float = 0.0
-    stolen_ms: float = 0.0
-
-    def add(self, before: ProcessReading, after: ProcessReading) -> None:
-        """Count the time between two readings; a process that is new counts from its start."""
-        self.wall_ms += (after.at_s - before.at_s) * 1e3
-        self.machine_ms += after.machine.busy_ms - before.machine.busy_ms
-        self.stolen_ms += after.machine.stolen_ms - before.machine.stolen_ms
-        for identity, (part, stat) in after.processes.items():
-            earlier = before.processes.get(identity)
-            spent_ms = stat.cpu_ms - (earlier[1].cpu_ms if earlier else 0.0)
-            self.by_part_ms[part] = self.by_part_ms.get(part, 0.0) + spent_ms
-            self.nice[part] = stat.nice
-
-    @property
-    def ours_share(self) -> float:
-        """Share of all cores' time that the measured processes took."""
-        return self._share(sum(self.by_part_ms.values()))
-
-    @property
-    def others_share(self) -> float:
-        """Share that everything else on the machine took: noise."""
-        return max(0.0, self._share(self.machine_ms) - self.ours_share)
-
-    @property
-    def stolen_share(self) -> float:
-        """Share that the hypervisor kept for itself: noise."""
-        return self._share(self.stolen_ms)
-
-    def _share(self, spent_ms: float) -> float:
-        return spent_ms / (self.cores * self.wall_ms) if self.wall_ms else 0.0
 
 
 def largest(memories: Mapping[str, Sequence[ProcessMemory]], part: str) -> int | None:

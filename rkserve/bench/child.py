@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from rkserve.bench.harness.procfs import PROC, ProcessIdentity, descendants, is_alive
+from rkserve.bench.processes import PROC, ProcessIdentity, descendants, is_alive
 from rkserve.core.errors import RkserveError
 
 Json = dict[str, Any]

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from rkserve.bench.harness.figures import CpuUse
-from rkserve.bench.harness.procfs import (
+from rkserve.bench.processes import (
     MS_PER_TICK,
+    CpuUse,
     ProcessIdentity,
     ProcessMemory,
     descendants,
@@ -80,7 +83,7 @@ def test_the_machine_is_busy_with_all_but_idling_waiting_and_being_stolen_from()
         ("python -m rkserve.native.engine.process 1.0", "engine"),
         ("/x/ray/core/src/ray/raylet/raylet --raylet_socket_name=/tmp/s", "raylet"),
         ("/x/ray/core/src/ray/gcs/gcs_server --log_dir=/tmp/l", "gcs"),
-        ("python -m rkserve.bench.harness.client", "client"),
+        ("python -m benchmarks.harness.client", "client"),
         ("ray::IDLE", "other Ray"),
     ],
 )
@@ -91,7 +94,7 @@ def test_a_process_is_known_by_its_command_line(command: str, part: str) -> None
 def test_a_tree_is_followed_down_also_to_pids_that_are_smaller_than_their_parents(
     tmp_path: Path,
 ) -> None:
-    write_process(tmp_path, 500, 1, "python -m rkserve.bench.harness.cluster")
+    write_process(tmp_path, 500, 1, "python -m rkserve.bench.cluster")
     write_process(tmp_path, 30, 500, "ray::ServeReplica:rkserve:Board-sim", rss=4000)
     write_process(tmp_path, 700, 30, "python -m rkserve.native.engine.process 1.0")
     write_process(tmp_path, 31, 1, "ray::ServeReplica:other:Board-sim")
@@ -122,3 +125,16 @@ def test_cpu_use_adds_up_over_stretches_and_counts_a_new_process_from_its_start(
     assert use.ours_share == pytest.approx(100 / 4000)
     assert use.others_share == pytest.approx(700 / 4000)
     assert use.stolen_share == pytest.approx(20 / 4000)
+
+
+def test_a_shell_that_only_names_a_process_is_not_taken_for_it() -> None:
+    mark = f"watched-{os.getpid()}"
+    code = f"from rkserve.bench.processes import *; print(pids_with(PROC, '{mark}'), end='')"
+    found = subprocess.run(
+        ["sh", "-c", f'"$0" -c "$1"; true {mark}', sys.executable, code],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert found.stdout == "[]"

@@ -1,4 +1,4 @@
-"""The benchmark's client: what it reads of an answer, and what it does in the middle of one."""
+"""The clients of the benchmarks: hang-ups of either side, pauses and resumptions."""
 
 from __future__ import annotations
 
@@ -6,97 +6,98 @@ import asyncio
 import contextlib
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
+from typing import Any
 
 import pytest
 
-from rkserve.api.common import output
-from rkserve.bench.harness.child import BenchFailed
-from rkserve.bench.harness.client import CHAT, hang_up, interrupt
-from rkserve.bench.harness.stream import (
-    Exchange,
+from benchmarks.harness.client import hang_up, interrupt, one_client
+from benchmarks.harness.exchange import (
     HangUp,
-    Incoming,
     InterruptedAnswer,
-    read_exchange,
-    read_id,
-    read_text,
 )
-from tests.support.values.bench_answers import EVENTS, HEAD, USAGE, answer, chunk, chunked
+from rkserve.api.common import output
+from rkserve.bench.child import BenchFailed
+from rkserve.bench.connection import CHAT, ConnectionLost, Incoming, request_bytes
+from tests.support.boards.fakes import run_loop
+from tests.support.values.bench_answers import EVENTS, HEAD, USAGE, chunk, chunked
+
+WHOLE = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
+LAST = b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: 2\r\n\r\nok"
+HALF = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\no"
 
 
-def test_a_streamed_answer_is_timed_by_the_events_that_bring_text() -> None:
-    incoming = Incoming(sent_s=1.0)
-    for index, data in enumerate((HEAD, *chunked(EVENTS))):
-        assert not incoming.done
-        incoming.feed(data, 2.0 + index)
+class Server:
+    """Says these on each connection, one to a request, and hangs up at the request after them."""
 
-    assert read_exchange(incoming) == Exchange(
-        sent_s=1.0,
-        content_s=(5.0, 6.0),
-        end_s=9.0,
-        board="sim-1",
-        prompt_tokens=128,
-        completion_tokens=2,
-        cached_tokens=3,
-        queue_ms=12.5,
-        prefill_ms=7.0,
-    )
+    def __init__(self, *connections: Sequence[bytes]) -> None:
+        self.connections = list(connections)
+        self.asked: list[int] = []
 
+    async def _talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        number, answers = len(self.asked), list(self.connections.pop(0))
+        self.asked.append(0)
+        while True:
+            try:
+                head = await reader.readuntil(b"\r\n\r\n")
+            except (asyncio.IncompleteReadError, ConnectionError):
+                break  # the client has hung up
+            length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
+            await reader.readexactly(length)
+            self.asked[number] += 1
+            if not answers:
+                break
+            writer.write(said := answers.pop(0))
+            await writer.drain()
+            if said != WHOLE:
+                break
+        writer.close()
 
-@pytest.mark.parametrize("size", [1, 2, 7, 64, 100_000])
-def test_it_does_not_matter_how_the_network_cuts_an_answer(size: int) -> None:
-    wire = HEAD + b"".join(chunked(EVENTS))
-    incoming = Incoming(sent_s=0.0)
-    for at in range(0, len(wire), size):
-        incoming.feed(wire[at : at + size], 1.0)
-
-    exchange = read_exchange(incoming)
-
-    assert incoming.done
-    assert (len(exchange.content_s), exchange.completion_tokens) == (2, 2)
-    assert exchange.error == ""
-
-
-def test_a_refusal_is_an_error_with_the_servers_words() -> None:
-    body = json.dumps({"error": {"message": "busy"}}).encode()
-    incoming = Incoming(sent_s=0.0)
-    incoming.feed(b"HTTP/1.1 429 Too Many\r\ncontent-length: %d\r\n\r\n" % len(body), 1.0)
-    assert not incoming.done
-    incoming.feed(body, 2.0)
-
-    assert incoming.done
-    assert read_exchange(incoming).error == 'HTTP 429: {"error": {"message": "busy"}}'
+    async def serve(self, requests: int) -> list[Incoming]:
+        """Be asked so often by a client, and return what it got."""
+        found: list[Incoming] = []
+        async with await asyncio.start_server(self._talk, "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            until_s = time.monotonic() + 60
+            command: dict[str, Any] = {
+                "host": "127.0.0.1",
+                "port": port,
+                "until_s": until_s,
+                "requests_each": requests,
+            }
+            await one_client(command, [request_bytes("127.0.0.1", port, {})], 0.0, found)
+        return found
 
 
 @pytest.mark.parametrize(
-    ("events", "error"),
+    ("connections", "asked"),
     [
-        pytest.param(
-            (chunk("a"), output.data({"error": {"message": "it died"}})), "it died", id="it says so"
-        ),
-        pytest.param((chunk("a"),), "the answer ended without its usage", id="it just ends"),
+        pytest.param([[WHOLE] * 3], [3], id="it never hangs up"),
+        pytest.param([[WHOLE], [WHOLE] * 2], [2, 2], id="while the next request is on its way"),
+        pytest.param([[WHOLE, LAST], [WHOLE]], [2, 1], id="after an answer that says so"),
     ],
 )
-def test_an_answer_that_breaks_off_is_an_error(events: tuple[bytes, ...], error: str) -> None:
-    incoming = Incoming(sent_s=0.0)
-    incoming.feed(HEAD + b"".join(chunked(events)), 1.0)
-
-    assert read_exchange(incoming).error == error
-
-
-def test_the_text_and_the_id_of_a_stream_are_read_from_its_events() -> None:
-    incoming = Incoming(sent_s=0.0)
-    incoming.feed(HEAD + b"".join(chunked((output.PING, *EVENTS))), 1.0)
-
-    assert read_text(incoming) == "Hello wörld"
-    assert read_id(incoming) == "role"
+def test_who_is_hung_up_on_between_answers_asks_again(
+    connections: list[list[bytes]], asked: list[int]
+) -> None:
+    server = Server(*connections)
+    found = run_loop(server.serve(3), 100.0)
+    assert [one.done for one in found] == [True] * 3
+    assert server.asked == asked
 
 
-def test_an_exchange_travels_as_json() -> None:
-    exchange = answer(0.0, 1.0, 2.0)
-
-    assert Exchange.from_json(json.loads(json.dumps(exchange.to_json()))) == exchange
+@pytest.mark.parametrize(
+    "connections",
+    [
+        pytest.param([[WHOLE, HALF]], id="in mid-answer"),
+        pytest.param([[]], id="on a connection that was never answered"),
+        pytest.param([[WHOLE], []], id="once more, before the second answer"),
+    ],
+)
+def test_an_answer_that_is_lost_is_an_error(connections: list[list[bytes]]) -> None:
+    with pytest.raises(ConnectionLost):
+        run_loop(Server(*connections).serve(3), 100.0)
 
 
 class OneBoard:
@@ -166,9 +167,6 @@ def test_the_client_leaves_in_mid_stream_and_waits_for_the_next_answer() -> None
 def test_an_answer_that_does_not_get_far_enough_to_be_left_is_a_failure() -> None:
     with pytest.raises(BenchFailed, match="did not get as far as it should"):
         asyncio.run(hang_up_on(OneBoard(), events=1_000_000, limit_s=0.5))
-
-
-# -- interrupting ---------------------------------------------------------------------------------
 
 
 class PausableBoard:

@@ -1,1 +1,0 @@
-"""Child processes, clients, clusters and figures that all benchmarks share."""
