@@ -1,7 +1,7 @@
 """CPU time and memory of process trees, read from /proc under a root that is passed in.
 
-Processes are named by their part of a cluster, known by its command line, or by whoever watches
-them: by pid or by a part of their command. Those of other machines cannot be seen.
+Processes are named by their part of a cluster, known by its command line, or under a name
+that a caller gives them. Those of other machines cannot be seen.
 """
 
 from __future__ import annotations
