@@ -27,7 +27,7 @@ from rkserve.core.metrics import (
     RouterMetrics,
     StreamCollector,
 )
-from rkserve.models.folder import FolderSettings
+from rkserve.models.settings import FolderSettings
 from rkserve.native.binding.releases import RELEASES
 from rkserve.native.handle_states import TRANSITIONS as HANDLE_TRANSITIONS
 from rkserve.native.quirks import TABLE as QUIRKS

@@ -34,7 +34,7 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from rkserve.models.vision import FAMILIES
+from rkserve.models.settings import FAMILIES
 from rkserve.native.sim import adapters
 from rkserve.native.sim import models as sim_models
 from rkserve.native.sim.inputs import SimEncoder

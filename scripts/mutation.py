@@ -31,7 +31,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 AREAS = (
     "control",
-    "router/policies",
+    "router/policies.py",
     "board/answer",
     "board/rules",
     "native/engine",
@@ -237,9 +237,9 @@ class Trial:
 
 
 def mutants(tree: Path, area: str) -> list[Mutant]:
-    """Return all mutants of an area, in the order of its files."""
+    """Return all mutants of an area (a folder, or one module), in the order of its files."""
     found: list[Mutant] = []
-    for path in sorted((tree / "rkserve" / area).glob("*.py")):
+    for path in sorted((tree / "rkserve").glob(area if area.endswith(".py") else f"{area}/*.py")):
         name = str(path.relative_to(tree))
         found += Mutator(name, path.read_text(encoding="utf-8")).found
     return found
@@ -254,7 +254,10 @@ def sample(tree: Path, area: str, count: int, seed: int) -> list[Mutant]:
 
 def files_of(tree: Path, area: str, module: str = "") -> list[str]:
     """Return the area's test files, those named after the module first."""
-    files = sorted((tree / "tests" / area).glob("test_*.py"))
+    folder, _, stem = (
+        area.removesuffix(".py").rpartition("/") if area.endswith(".py") else (area, "", "")
+    )
+    files = sorted((tree / "tests" / folder).glob(f"test_{stem}*.py"))
     files.sort(key=lambda one: not (module and one.stem.startswith(f"test_{module}")))
     return [str(one.relative_to(tree)) for one in files]
 
@@ -387,7 +390,7 @@ def summary(area: str, tried: Sequence[tuple[Mutant, Verdict]]) -> Iterator[str]
 def main() -> int:
     """Run it. Returns the exit code: 1 where tests fail without a mutant."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("areas", nargs="*", default=AREAS, help="folders below rkserve/")
+    parser.add_argument("areas", nargs="*", default=AREAS, help="folders or modules below rkserve/")
     parser.add_argument("--count", type=int, default=40, help="mutants of each area")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--tree", type=Path, default=ROOT, help="another checkout")

@@ -24,7 +24,7 @@ from rkserve.config.serve_config import RkserveConfig
 from rkserve.core.board_report import BoardReport, BoardState
 from rkserve.core.errors import RkserveError
 from rkserve.core.metrics import BoardCollector, CoordinatorMetrics, RouterMetrics, StreamCollector
-from rkserve.models.folder import FolderSettings
+from rkserve.models.settings import FolderSettings
 from rkserve.native.quirks import NAMES as QUIRKS
 from rkserve.native.sim import profiles
 from tests.support.paths import PROJECT

@@ -55,7 +55,8 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "router.dispatch": BASE | {"fleet", "router.policies", "router.queue"},
     "router.auth": BASE | {"api.json", "router.queue"},
     "router.images": BASE | {"api.prompting"},
-    "router.stored_responses": BASE | {"api", "router.auth"},
+    "router.response_store": BASE | {"api"},
+    "router.stored_responses": BASE | {"api", "router.auth", "router.response_store"},
     "router": BASE
     | {"fleet", "control", "api", "sampling.trial"}
     | {"router.auth", "router.dispatch", "router.images", "router.queue"}

@@ -23,7 +23,7 @@ from rkserve.fleet.load import ModelBoards, RoutingStatus
 from rkserve.fleet.prefix_index import PrefixIndex
 from rkserve.fleet.requests import RoutingRequest
 from rkserve.native.sim import profiles
-from rkserve.router.policies.prefix import PrefixPolicy
+from rkserve.router.policies import PrefixPolicy
 from rkserve.router.queue.admission import QueueTerms
 
 FAST, SLOW = "rk3588-qwen2.5-1.5b-w8a8", "rk3576-internlm2-1.8b-w4a16"

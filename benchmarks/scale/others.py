@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.scale.board import PaperBoard
 from benchmarks.scale.router import Request, Spent
-from rkserve.router.queue.admission import AnswerTiming
+from rkserve.router.queue.reservation import AnswerTiming
 
 
 class TwoChoices:

@@ -16,16 +16,9 @@ from rkserve.fleet.load import ModelBoards, RoutingStatus
 from rkserve.fleet.prefix_index import PrefixIndex
 from rkserve.fleet.requests import InFlightRequest, RoutingRequest
 from rkserve.fleet.speeds import WorkCounters
-from rkserve.router.policies import POLICIES
-from rkserve.router.policies.base import PolicySettings, RoutingPolicy, SendTo, WaitFor
-from rkserve.router.queue.admission import (
-    AdmissionQueue,
-    AnswerTiming,
-    Capacity,
-    QueueEntry,
-    RequestSize,
-    ServiceTimeModel,
-)
+from rkserve.router.policies import POLICIES, PolicySettings, RoutingPolicy, SendTo, WaitFor
+from rkserve.router.queue.admission import AdmissionQueue, Capacity, QueueEntry
+from rkserve.router.queue.reservation import AnswerTiming, RequestSize, ServiceTimeModel
 
 MODEL = "paper"
 LOOKED_AT = 16  # as ``modelqueue`` does

@@ -8,7 +8,8 @@ from typing import Protocol
 from benchmarks.scale.board import PaperBoard
 from benchmarks.scale.talk import Context, Talk
 from rkserve.core.errors import RkserveError
-from rkserve.router.queue.admission import AnswerTiming, QueueTerms
+from rkserve.router.queue.admission import QueueTerms
+from rkserve.router.queue.reservation import AnswerTiming
 
 
 @dataclass(eq=False, slots=True)

@@ -11,7 +11,8 @@ from random import Random
 from benchmarks.scale.board import PaperBoard
 from benchmarks.scale.router import Request, Router
 from benchmarks.scale.talk import Shape, Talk, talk, turns_of
-from rkserve.router.queue.admission import AnswerTiming, QueueTerms
+from rkserve.router.queue.admission import QueueTerms
+from rkserve.router.queue.reservation import AnswerTiming
 
 
 @dataclass(slots=True)

@@ -24,7 +24,7 @@ from rkserve.core.errors import ArtifactRefused, RequestError
 from rkserve.core.file_digests import DIGEST
 from rkserve.core.name_rules import NAME
 from rkserve.models.adapters import Manifest
-from rkserve.models.tensors import Parameter, read_parameters
+from rkserve.models.weights import Parameter, read_parameters
 
 log = logging.getLogger(__name__)
 

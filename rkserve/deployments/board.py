@@ -29,8 +29,7 @@ from rkserve.core.messages import (
     Event,
     GenerateRequest,
 )
-from rkserve.deployments.board_factory import BoardLocation, assemble
-from rkserve.deployments.hardware import HardwareView
+from rkserve.deployments.board_factory import BoardLocation, HardwareView, assemble
 from rkserve.deployments.replica import Node, board_name, find_node, log_with_serve
 from rkserve.transport.server import ChannelAddress, ChannelServer
 

@@ -13,11 +13,11 @@ from ray.serve.handle import DeploymentHandle
 from rkserve.config.board_group import BoardGroupConfig
 from rkserve.config.serve_config import RkserveConfig
 from rkserve.core.errors import ConfigError
-from rkserve.deployments.autoscaling import RESOURCE
 from rkserve.deployments.board import BoardReplica
 from rkserve.deployments.coordinator import CoordinatorReplica
 from rkserve.deployments.haproxy import check_environ
 from rkserve.deployments.preflight import check_args, check_folders
+from rkserve.deployments.ray_extensions import RESOURCE
 from rkserve.deployments.replica import HEAD, ROUTER
 from rkserve.deployments.router import RouterReplica
 
@@ -102,7 +102,7 @@ def _boards(group: BoardGroupConfig, config: RkserveConfig) -> DeploymentHandle:
         # Where the head's RAY_SERVE_MAX_PER_REPLICA_RETRY_COUNT allows it; Ray takes the smaller.
         max_constructor_retry_count=1000,
         request_router_config=RequestRouterConfig(
-            request_router_class="rkserve.deployments.request_router:PickReplica"
+            request_router_class="rkserve.deployments.ray_extensions:PickReplica"
         ),
         **_placement(group),
     )
@@ -122,7 +122,7 @@ def _placement(group: BoardGroupConfig) -> dict[str, Any]:
             upscale_delay_s=0.0,
             downscale_delay_s=DOWNSCALE_DELAY_S,
             policy=AutoscalingPolicy(
-                policy_function="rkserve.deployments.autoscaling:FollowNodes",
+                policy_function="rkserve.deployments.ray_extensions:FollowNodes",
                 policy_kwargs={"share": group.rknpu},
             ),
         ),

@@ -78,17 +78,17 @@ class RayPeers:
         self._handle: Any = serve.get_deployment_handle(context.deployment, context.app_name)
         self._timeout_s = timeout_s
 
-    async def homeless(self) -> list[GenerationInfo]:
+    async def unassigned(self) -> list[GenerationInfo]:
         """Return the generations of all Routers without a board. Raises ``BoardFailed``."""
-        answers: list[list[GenerationInfo]] = await self._ask("homeless")
+        answers: list[list[GenerationInfo]] = await self._ask("unassigned")
         return [info for answer in answers for info in answer]
 
-    async def control_homeless(
+    async def control_unassigned(
         self, generation: str, action: ControlAction, choice: int | None
     ) -> RouterGenerations:
         """Control the Routers' part of a generation without a board. Raises ``BoardFailed``."""
         answers: list[RouterGenerations] = await self._ask(
-            "control_homeless", generation, action, choice
+            "control_unassigned", generation, action, choice
         )
         return RouterGenerations(
             tuple(one for answer in answers for one in answer.done),

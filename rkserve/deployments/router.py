@@ -31,9 +31,10 @@ from rkserve.http.auth import host_names, machine_names
 from rkserve.http.gradio_routes import GradioCalls, PendingCall
 from rkserve.models.folder import open_model_folder
 from rkserve.router.coordinator_client import CoordinatorClient
-from rkserve.router.dispatch.build import open_dispatch, open_fleet
-from rkserve.router.service import ServedModel, Service
-from rkserve.router.stored_responses.store import Responses
+from rkserve.router.dispatch.dispatch import open_dispatch, open_fleet
+from rkserve.router.served_models import ServedModel
+from rkserve.router.service import Service
+from rkserve.router.stored_responses import Responses
 from rkserve.transport.client import ChannelClient
 
 SWITCH_S = 0.001
@@ -161,19 +162,19 @@ class RouterReplica:
             loop.create_task(self._responses.forget_old(), name="forget old responses"),
         ]
 
-    async def homeless(self) -> list[GenerationInfo]:
+    async def unassigned(self) -> list[GenerationInfo]:
         """Return this Router's generations without a board."""
-        return self._service.homeless()
+        return self._service.unassigned.infos()
 
-    async def control_homeless(
+    async def control_unassigned(
         self, generation: str, action: ControlAction, choice: int | None
     ) -> RouterGenerations:
         """Control this Router's part of a generation without a board."""
-        return self._service.control_homeless(generation, action, choice)
+        return self._service.unassigned.control(generation, action, choice)
 
     async def abort_waiting(self, scope: ClusterScope, request_ids: list[str] | None) -> int:
         """Abort this Router's requests without a board; return their number."""
-        return self._service.abort_waiting(scope, request_ids)
+        return self._service.unassigned.abort(scope, request_ids)
 
     async def kept_chain(
         self, owner: str, response_id: str, most_bytes: int | None

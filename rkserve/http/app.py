@@ -40,7 +40,7 @@ from rkserve.http.streaming import DIRECT
 from rkserve.page import FRONT, PageFile, page_files
 from rkserve.router.features.generations import GenerationPeers
 from rkserve.router.service import Service
-from rkserve.router.stored_responses.store import Responses
+from rkserve.router.stored_responses import Responses
 
 log = logging.getLogger(__name__)
 OPEN = Access.OPEN

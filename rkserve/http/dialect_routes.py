@@ -142,14 +142,14 @@ def _add_ollama_models(app: FastAPI, service: Service) -> None:
         """List the models."""
         check_client(request, service.keys)
         facts = await folder_facts(service, service.fleet.models)
-        return JSONResponse(ollama_models.tags((await service.models())["data"], facts))
+        return JSONResponse(ollama_models.tags((await service.models.listed())["data"], facts))
 
     @app.post(f"{_OLLAMA}/show")
     async def show(request: Request) -> JSONResponse:
         """Describe one model."""
         check_client(request, service.keys)
         asked = ollama_models.parse_show(await _body(service, request))
-        entry = await service.model(asked)
+        entry = await service.models.one(asked)
         base = ollama_models.base_of(entry)
         facts = await folder_facts(service, [base])
         return JSONResponse(ollama_models.show(entry, facts[base]))
@@ -159,7 +159,7 @@ def _add_ollama_models(app: FastAPI, service: Service) -> None:
         """List the models that are loaded."""
         check_client(request, service.keys)
         facts = await folder_facts(service, service.fleet.models)
-        entries, reports = (await service.models())["data"], service.fleet.reports()
+        entries, reports = (await service.models.listed())["data"], service.fleet.reports()
         return JSONResponse(ollama_models.running(entries, facts, reports))
 
     @app.api_route(f"{_OLLAMA}/version", methods=["GET", "HEAD"])
@@ -173,8 +173,8 @@ def _add_vendor(app: FastAPI, service: Service) -> None:
     async def rkllm_chat(request: Request) -> Response:
         """Answer a conversation as the vendor's demo server does."""
         check_client(request, service.keys)  # before the models are listed for it
-        served = [str(one["id"]) for one in (await service.models())["data"]]
-        return await respond(service, request, rkllm_dialect(served, service.default_model))
+        served = [str(one["id"]) for one in (await service.models.listed())["data"]]
+        return await respond(service, request, rkllm_dialect(served, service.models.default))
 
 
 async def _body(service: Service, request: Request) -> bytes:

@@ -29,7 +29,7 @@ from rkserve.http.request_body import read_body
 from rkserve.http.streaming import StreamedAnswer, stream_late
 from rkserve.router.auth import Caller
 from rkserve.router.service import Service, read_call
-from rkserve.router.stored_responses.store import owner_of
+from rkserve.router.stored_responses import owner_of
 
 # A client reads the events of a call at once; after this long it must have gone.
 PENDING_S = 60.0
@@ -230,7 +230,7 @@ class _Routes:
         body = await self.body(request)
         call = await read_call(body, read)
         if gradio.immediate(call) is None:  # a mistake in its arguments is told at once
-            read_chat(Fields(gradio.chat_body(call, self._service.default_model)))
+            read_chat(Fields(gradio.chat_body(call, self._service.models.default)))
         pending = PendingCall(uuid.uuid4().hex, owner, call, len(body))
         await self._calls.post(pending)
         return JSONResponse({"event_id": pending.event_id})
@@ -244,7 +244,7 @@ class _Routes:
             yield framing.opening() + framing.completed(outputs)
             return
         service = self._service
-        asked = gradio.chat_body(pending.call, service.default_model)
+        asked = gradio.chat_body(pending.call, service.models.default)
         body = output.dumps(asked).encode()
         dialect = gradio.dialect_of(pending.call, asked, framing)
         opening = asyncio.get_running_loop().create_task(service.open(body, dialect, caller=caller))

@@ -22,7 +22,7 @@ from rkserve.router.features.embeddings import CallContext, Embeddings
 from rkserve.router.features.rerank import Reranking
 from rkserve.router.features.tokenize import Tokenization, let_in
 from rkserve.router.service import Service
-from rkserve.router.stored_responses.store import ResponseMemory, Responses, owner_of
+from rkserve.router.stored_responses import ResponseMemory, Responses, owner_of
 
 JSON = "application/json"
 
@@ -53,13 +53,13 @@ def _add_models(app: FastAPI, service: Service) -> None:
     async def models(request: Request) -> JSONResponse:
         """List the models and the boards behind each."""
         check_client(request, service.keys)
-        return JSONResponse(await service.models())
+        return JSONResponse(await service.models.listed())
 
     @app.get("/v1/models/{model_id:path}")
     async def model(request: Request, model_id: str) -> JSONResponse:
         """Describe one model."""
         check_client(request, service.keys)
-        return JSONResponse(await service.model(model_id))
+        return JSONResponse(await service.models.one(model_id))
 
 
 def _add_embeddings(app: FastAPI, service: Service) -> None:

@@ -21,7 +21,7 @@ from rkserve.http.auth import check_client
 from rkserve.http.request_body import read_body
 from rkserve.router.auth import Caller, ClientKey
 from rkserve.router.service import Opened, Service, read_call
-from rkserve.router.stored_responses.store import NO_MEMORY, ResponseMemory
+from rkserve.router.stored_responses import NO_MEMORY, ResponseMemory
 
 log = logging.getLogger(__name__)
 

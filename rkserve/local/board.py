@@ -65,7 +65,7 @@ from rkserve.local.generation import (
 from rkserve.models.adapters import adapters, resolve
 from rkserve.models.folder import ModelFolder, open_model_folder
 from rkserve.reference.asking import SCHEMAS
-from rkserve.router.images.inputs import ImageInputs
+from rkserve.router.images import ImageInputs
 
 GROUP = "local"
 

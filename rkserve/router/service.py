@@ -7,7 +7,7 @@ import logging
 import secrets
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Collection, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
@@ -17,39 +17,29 @@ from rkserve.api.common.calls import ChatCall, CompletionCall, named_answer
 from rkserve.api.common.logprobs import TokenTexts
 from rkserve.api.common.output import answer_headers, error_object, tool_headers
 from rkserve.api.common.plan import held, plan, prompt_texts, reading
-from rkserve.api.common.renderer import Renderer
 from rkserve.api.common.version_policy import (
     ANY,
     ResolvedModel,
     VersionPolicy,
-    bind,
-    find_line,
     read_session,
 )
 from rkserve.api.json.body import JsonObject
 from rkserve.api.json.fields import quoted
 from rkserve.api.openai.models import (
-    adapter_entry,
     board_entry,
     boards_list,
-    line_entry,
-    model_entry,
-    models_list,
 )
 from rkserve.api.parsing.answer_parser import ParserOptions
 from rkserve.api.prompting.conversation import Message
 from rkserve.api.prompting.images import images_of
 from rkserve.config.router import RouterConfig
-from rkserve.core.board_report import BoardReport, GenerationInfo, RouterGenerations
-from rkserve.core.desired_state import Scope
+from rkserve.core.board_report import BoardReport
 from rkserve.core.errors import (
     BoardAsleep,
     BoardNotFound,
     BoardTimeExceeded,
-    CoordinatorAway,
     DeadlineExceeded,
     EnginePaused,
-    ModelNotFound,
     NoBoard,
     RateLimited,
     RequestError,
@@ -58,7 +48,6 @@ from rkserve.core.errors import (
 from rkserve.core.messages import (
     FIRST_LABEL,
     Accepted,
-    ControlAction,
     Delta,
     Event,
     Finished,
@@ -67,44 +56,24 @@ from rkserve.core.messages import (
 )
 from rkserve.core.metrics import BoardCollector, RouterMetrics
 from rkserve.core.run_params import Guide, Picture, Sampling
-from rkserve.models.folder import ModelFolder
 from rkserve.router.auth import Caller, Callers, claim_of, open_keys
 from rkserve.router.coordinator_client import CoordinatorClient, WakeOnRequest
-from rkserve.router.dispatch.choices import Choices
 from rkserve.router.dispatch.dispatch import Dispatch
-from rkserve.router.grammar_check import GrammarChecker, GrammarCheckRules
-from rkserve.router.images.fetch import fetch_of
-from rkserve.router.images.inputs import ImageInputs
-from rkserve.router.model_names import ModelNames
-from rkserve.router.off_loop import INLINE_BODY_BYTES, off_loop
+from rkserve.router.images import ImageInputs, fetch_of
+from rkserve.router.off_loop import INLINE_BODY_BYTES, GrammarChecker, GrammarCheckRules, off_loop
 from rkserve.router.queue.admission import QueueTerms
-from rkserve.router.stored_responses.store import NO_MEMORY, ResponseMemory
-from rkserve.router.streams import OpenStreams
+from rkserve.router.served_models import ServedModel, ServedModels
+from rkserve.router.stored_responses import NO_MEMORY, ResponseMemory
+from rkserve.router.streams import Choices, OpenStreams
 
 log = logging.getLogger(__name__)
 
 CallT = TypeVar("CallT")
-# The model name of the vendor's demo client, whose server has a single model and ignores it.
-VENDOR_MODEL = "rkllm"
 
 
 async def read_call(body: bytes, parse: Callable[[bytes], CallT]) -> CallT:
     """Return what a body asks for. Raises ``RequestError``."""
     return await off_loop(len(body), partial(parse, body))
-
-
-@dataclass(frozen=True)
-class ServedModel:
-    """A model's folder and renderer, as the Router uses them."""
-
-    folder: ModelFolder
-    renderer: Renderer
-    created: int
-
-    @classmethod
-    def open(cls, folder: ModelFolder) -> ServedModel:
-        """Load tokenizer and template. Raises ``ConfigError``."""
-        return cls(folder, Renderer(folder), int(folder.path.stat().st_mtime))
 
 
 @dataclass
@@ -141,7 +110,7 @@ class Service:
     def __init__(
         self,
         config: RouterConfig,
-        models: dict[str, ServedModel],
+        models: Mapping[str, ServedModel],
         dispatch: Dispatch,
         cluster: CoordinatorClient,
         metrics: RouterMetrics,
@@ -163,11 +132,8 @@ class Service:
         )
         self._sight = ImageInputs(config.images, fetch_of(config.images))
         self.waking = WakeOnRequest(cluster, fleet, config.control_timeout_s)
-        self.catalog = ModelNames(
-            {name: served.folder.path for name, served in models.items()},
-            lambda: cluster.desired,
-        )
-        self._models = models
+        self.models = ServedModels(models, cluster, fleet)
+        self.unassigned = dispatch.unassigned
         self._named: set[str] = set()  # ids of answers to requests that clients have named
         self.metrics = metrics
         self.registry = metrics.registry
@@ -176,79 +142,9 @@ class Service:
     # -- models -------------------------------------------------------------------------------
 
     @property
-    def default_model(self) -> str:
-        """The model of calls without one: the first that generates text, if any."""
-        return next(iter([*self.generating, *self._models]))
-
-    @property
-    def generating(self) -> tuple[str, ...]:
-        """The models that generate text: those whose folders make no embeddings."""
-        return tuple(n for n, one in self._models.items() if one.folder.settings.embedding is None)
-
-    @property
     def in_flight(self) -> int:
         """The number of calls in flight at this Router."""
         return int(self.registry.get_sample_value("rkserve_requests_in_flight") or 0)
-
-    def served(self, model_id: str) -> ServedModel:
-        """Return one of the configured models."""
-        return self._models[model_id]
-
-    async def model(self, asked: str) -> JsonObject:
-        """Return the entry of one model or adapter. Raises ``ModelNotFound``, ``AdapterBroken``."""
-        meant = await self.meant(asked)
-        if meant.adapter_name is None:
-            return self._model_entry(meant.model)
-        found = find_line(asked, self._models, self.cluster.desired)
-        # Resolved as for a request: what a line does not serve yet, a folder may.
-        if found is not None and bind(*found, ANY) is not None:
-            return line_entry(*self._ages(meant.model), *found)
-        listed = await self.catalog.adapters(meant.model)
-        versions = next((v for v in listed if v[0].name == meant.adapter_name), None)
-        if versions is None or meant.adapter is None:
-            raise ModelNotFound(asked)  # it has been removed since it was resolved
-        named = meant.adapter.version if meant.named else None
-        return adapter_entry(meant.model, *self._ages(meant.model), versions, named)
-
-    async def models(self) -> JsonObject:
-        """Return the list of models, each followed by its adapters."""
-        entries = []
-        for model_id in self._models:
-            ages = self._ages(model_id)
-            in_folder = {of[0].name: of for of in await self.catalog.adapters(model_id)}
-            lines = [
-                line
-                for line in self.cluster.desired.lines
-                if line.model == model_id
-                and (bind(line, None, ANY) is not None or line.name not in in_folder)
-            ]
-            entries.append(self._model_entry(model_id))
-            entries += [line_entry(*ages, line) for line in lines]
-            entries += [
-                adapter_entry(model_id, *ages, versions)
-                for name, versions in in_folder.items()
-                if all(name != line.name for line in lines)
-            ]
-        return models_list(entries)
-
-    async def meant(self, asked: str, policy: VersionPolicy = ANY) -> ResolvedModel:
-        """Return the model and adapter that a model name refers to.
-
-        Raises:
-            CoordinatorAway: the name is unknown, and so is the desired state.
-            RkserveError: as ``ModelNames.resolve``.
-        """
-        try:
-            return await self.catalog.resolve(asked, policy)
-        except ModelNotFound:
-            if asked == VENDOR_MODEL:
-                return await self.catalog.resolve(self.default_model, policy)
-            if self.cluster.known:
-                raise
-            raise CoordinatorAway(
-                f"Whether there is an adapter '{asked[:80]}' is not known before the Coordinator "
-                "has been heard."
-            ) from None
 
     def boards(self) -> JsonObject:
         """Return the latest reports of all boards."""
@@ -264,35 +160,6 @@ class Service:
     def _circuit(self, report: BoardReport) -> tuple[str, str]:
         state, reason = self._dispatch.circuit(report.replica)
         return state.value, reason
-
-    def _model_entry(self, model_id: str) -> JsonObject:
-        desired, reports = self.cluster.desired, self.fleet.reports(model_id)
-        served, ages = self._models[model_id], self._ages(model_id)
-        embedding, vision = served.folder.settings.embedding, served.folder.settings.vision
-        return model_entry(model_id, *ages, reports, desired, embedding=embedding, vision=vision)
-
-    def position_bytes(self, model_id: str) -> int | None:
-        """Return the bytes of one KV cache position, if the model's folder says so."""
-        return self._models[model_id].folder.settings.kv_bytes_per_token
-
-    def _ages(self, model_id: str) -> tuple[int, int]:
-        """Return when the model was created, and its context length."""
-        served = self._models[model_id]
-        return served.created, served.folder.settings.context_length
-
-    def homeless(self) -> list[GenerationInfo]:
-        """Return this Router's generations that no board has."""
-        return self._dispatch.homeless()
-
-    def control_homeless(
-        self, generation: str, action: ControlAction, choice: int | None
-    ) -> RouterGenerations:
-        """Control this Router's choices without a board; see ``Dispatch.control``."""
-        return self._dispatch.control(generation, action, choice)
-
-    def abort_waiting(self, scope: Scope, request_ids: Collection[str] | None) -> int:
-        """Abort this Router's requests without a board; see ``Dispatch.abort_all``."""
-        return self._dispatch.abort_all(scope, request_ids)
 
     def events(self, request: GenerateRequest, claim: QueueTerms) -> AsyncGenerator[Event, None]:
         """Yield the events of one request; see ``Dispatch.generate``."""
@@ -326,10 +193,10 @@ class Service:
         completion = ""
         try:
             call = await memory.recall(await read_call(body, dialect.parse))
-            call = self._with_model(call)
+            call = call if call.model else replace(call, model=self.models.only)
             claim = claim_of(call, caller, timeout_s, self.config, started_s)
-            meant = await self.meant(call.model, policy)
-            call = held(call, self._models[meant.model].renderer)
+            meant = await self.models.resolve(call.model, policy)
+            call = held(call, self.models.served(meant.model).renderer)
             if call.steps.guide is not None:
                 await self._check_guide(*call.steps.guide, caller)
             completion = self._name(dialect, call)
@@ -345,7 +212,7 @@ class Service:
             caller.leave()
             raise
         caller.spend(sum(len(one.prompt_ids) or one.counted for one in requests) // call.tries)
-        read = reading(call, self._models[meant.model].renderer, requests[0])
+        read = reading(call, self.models.served(meant.model).renderer, requests[0])
         stamp = replace(
             self._stamp(meant, accepted, requests, read),
             lexicon=lexicon,
@@ -373,21 +240,6 @@ class Service:
         except RateLimited:
             self.metrics.rate_limited.inc()
             raise
-
-    def _with_model(self, call: AnyCall) -> AnyCall:
-        """Return the call with a model: if it has none, the only one that generates text.
-
-        Raises ``RequestError`` if several do.
-        """
-        if call.model:
-            return call
-        if len(self.generating or self._models) > 1:
-            raise RequestError(
-                "Missing required parameter: 'model'. It may be left out only where a single model "
-                "is served that generates text.",
-                "model",
-            )
-        return replace(call, model=self.default_model)
 
     def _name(self, dialect: Dialect, call: AnyCall) -> str:
         """Return the ID of the answer to a call. Raises ``RequestError`` if it is in use."""
@@ -547,7 +399,7 @@ class Service:
         vocabulary = None
         if scored or call.special_tokens or (echo and None in texts):
             param = "skip_special_tokens" if call.special_tokens else "logprobs"
-            read = self._models[meant.model].renderer.vocabulary
+            read = self.models.served(meant.model).renderer.vocabulary
             vocabulary = await asyncio.to_thread(read, param)
         # Trainers pair ids and log-probabilities, so that none may be missing beside ids.
         # Programs that measure likelihoods count an echo's log-probabilities from its end.
@@ -562,7 +414,7 @@ class Service:
 
     def _ends(self, call: AnyCall, meant: ResolvedModel) -> frozenset[int]:
         """Return the ids that end an answer and are not part of its text."""
-        eos_ids = self._models[meant.model].folder.settings.eos_token_ids
+        eos_ids = self.models.served(meant.model).folder.settings.eos_token_ids
         return frozenset((*eos_ids, *(() if call.include_stop else call.stop_ids)))
 
     def _stamp(
@@ -587,7 +439,7 @@ class Service:
         self, model: str, accepted: Accepted, request: GenerateRequest
     ) -> Sampling:
         """Return the sampling values used; those that the board ignored are defaults."""
-        defaults = self._models[model].folder.settings.sampling.values()
+        defaults = self.models.served(model).folder.settings.sampling.values()
         ignored = {name: getattr(defaults, name) for name in accepted.sampling_ignored}
         return replace(request.sampling, **ignored)
 
@@ -611,7 +463,7 @@ class Service:
         """Return the images of a call, decoded. Raises ``RequestError``."""
         if not isinstance(call, ChatCall):
             return ()
-        vision = self._models[meant.model].folder.settings.vision
+        vision = self.models.served(meant.model).folder.settings.vision
         return await self._sight.pictures(call.images, vision)
 
     def check_images(self, messages: Sequence[Message], model: str) -> None:
@@ -621,7 +473,7 @@ class Service:
             RequestError: the model takes no images, or there are too many.
         """
         if images := images_of(messages):
-            self._sight.check(images, self._models[model].folder.settings.vision)
+            self._sight.check(images, self.models.served(model).folder.settings.vision)
 
     def _plan(
         self,
@@ -631,7 +483,7 @@ class Service:
         session: str,
         pictures: Sequence[Picture],
     ) -> list[GenerateRequest]:
-        served = self._models[meant.model]
+        served = self.models.served(meant.model)
         settings = served.folder.settings
         return plan(
             call,

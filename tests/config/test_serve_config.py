@@ -27,7 +27,8 @@ from rkserve.config.serve_config import (
     resolve_folder,
 )
 from rkserve.core.errors import ConfigError
-from rkserve.models.folder import FolderSettings, SamplingDefaults, open_model_folder
+from rkserve.models.folder import open_model_folder
+from rkserve.models.settings import FolderSettings, SamplingDefaults
 
 SETTINGS: tuple[type[BaseModel], ...] = (
     RkserveConfig,

@@ -18,7 +18,7 @@ from rkserve.core.board_report import BoardReport
 from rkserve.core.errors import BoardFailed, BoardGone, QueueFull, StateConflict
 from rkserve.core.messages import Delta, Embedded, EmbedRequest, Event, GenerateRequest
 from rkserve.deployments.board_link import RayLink
-from rkserve.deployments.request_router import ReplicaGone
+from rkserve.deployments.ray_extensions import ReplicaGone
 from tests.support.boards.fake_boards import accepted, finished, report
 
 pytestmark = pytest.mark.virtual_time

@@ -36,7 +36,7 @@ from rkserve.core.messages import AdapterRef, Finished, GenerateRequest
 from rkserve.fleet.fleet import Fleet
 from rkserve.router.dispatch.circuit_breaker import CircuitBreaker
 from rkserve.router.dispatch.dispatch import Dispatch, FailoverLimits
-from rkserve.router.policies.prefix import PrefixPolicy
+from rkserve.router.policies import PrefixPolicy
 from rkserve.router.queue.queues import ModelQueues, QueueRules
 from tests.support.boards.fake_boards import FakeBoards, Step, accepted, answer, report
 

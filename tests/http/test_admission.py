@@ -291,7 +291,7 @@ async def test_an_abort_of_a_request_that_waits_is_an_answer_without_text() -> N
     running, waiting = (asyncio.create_task(of("POST", CHAT, json=chat())) for _ in range(2))
     depth = {"model": MODEL, "priority": "0"}
     await eventually(lambda: of.metric("rkserve_queue_depth", **depth) == 1)
-    assert of.service.abort_waiting(Scope(), None) == 1
+    assert of.service.unassigned.abort(Scope(), None) == 1
     answer = await waiting
     assert answer.status_code == 200
     (choice,) = answer.json()["choices"]
@@ -312,7 +312,7 @@ class BothRouters:
 
     async def abort(self, scope: Scope, request_ids: list[str] | None, timeout_s: float) -> int:
         assert timeout_s > 0
-        return sum(one.service.abort_waiting(scope, request_ids) for one in self.houses)
+        return sum(one.service.unassigned.abort(scope, request_ids) for one in self.houses)
 
 
 async def test_an_abort_of_everything_reaches_the_queues_of_all_routers(tmp_path: Path) -> None:
@@ -348,17 +348,17 @@ class OtherRouters:
     def __init__(self, *says: GenerationInfo, away: bool = False) -> None:
         self._says, self._away = list(says), away
 
-    async def homeless(self) -> list[GenerationInfo]:
+    async def unassigned(self) -> list[GenerationInfo]:
         if self._away:
             raise BoardFailed("other Routers", "no answer")
         return self._says
 
-    async def control_homeless(
+    async def control_unassigned(
         self, generation: str, action: ControlAction, choice: int | None
     ) -> RouterGenerations:
         of = [
             one
-            for one in await self.homeless()
+            for one in await self.unassigned()
             if one.request_id.startswith(f"{generation}/")
             and choice in (None, int(one.request_id.rpartition("/")[2]))
         ]

@@ -33,7 +33,7 @@ from rkserve.core.errors import (
 from rkserve.core.messages import ControlAction, Edit
 from rkserve.http.generation_routes import add_control
 from rkserve.models.folder import open_model_folder
-from rkserve.router.service import ServedModel
+from rkserve.router.served_models import ServedModel
 from tests.support.boards.fake_boards import FakeBoards, report
 from tests.support.boards.own_time import run_loop
 from tests.support.cluster.fake_head import line

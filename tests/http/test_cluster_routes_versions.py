@@ -13,7 +13,7 @@ import pytest
 from rkserve.core.desired_state import AdapterVersions, Desired
 from rkserve.core.messages import Delta, VersionSpan
 from rkserve.models.folder import open_model_folder
-from rkserve.router.service import ServedModel
+from rkserve.router.served_models import ServedModel
 from tests.support.boards.fake_boards import (
     FakeBoards,
     Step,

@@ -23,7 +23,7 @@ from rkserve.control.operations import (
 )
 from rkserve.core.desired_state import BaseVersion, Desired, Weights
 from rkserve.core.errors import ArtifactNotFound, ArtifactRefused, OperationConflict, StaleWeights
-from rkserve.models.tensors import Parameter
+from rkserve.models.weights import Parameter
 from tests.support.boards.fake_boards import FakeBoards, report
 from tests.support.boards.fakes import run_loop
 from tests.support.cluster.fake_head import FakeHead, line, version

@@ -18,7 +18,7 @@ from rkserve.core.errors import BoardFailed, EngineDied, QueueFull
 from rkserve.core.messages import Delta
 from rkserve.http.dialect_routes import error_of
 from rkserve.models.folder import ModelFolder
-from rkserve.router.service import ServedModel
+from rkserve.router.served_models import ServedModel
 from tests.support.boards.fake_boards import (
     FakeBoards,
     Step,

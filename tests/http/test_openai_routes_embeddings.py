@@ -325,7 +325,7 @@ async def test_a_hang_up_frees_all_boards_and_what_waits_is_withdrawn() -> None:
     of.expect_nothing_left()
     assert len(boards.opened) == 2
     assert of.metric("rkserve_hang_ups_total") == 1
-    assert of.service.homeless() == []
+    assert of.service.unassigned.infos() == []
 
 
 async def test_an_answer_that_is_not_ready_in_time_is_stopped() -> None:
@@ -343,7 +343,7 @@ async def test_what_waits_for_vectors_is_no_generation() -> None:
         of("POST", PATH, json={"model": MODEL, "input": [[5] * 1500, [6] * 1500]})
     )
     await eventually(lambda: boards.running)
-    assert of.service.homeless() == []
+    assert of.service.unassigned.infos() == []
     assert boards.gate is not None
     boards.gate.set()
     body = json.loads((await asked).content)

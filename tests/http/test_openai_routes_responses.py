@@ -14,7 +14,7 @@ from rkserve.api.responses.stored import StoredResponse
 from rkserve.config.router import ResponsesConfig, RouterConfig
 from rkserve.core.errors import BoardFailed, EngineDied
 from rkserve.core.messages import Delta, FinishReason
-from rkserve.router.stored_responses.store import Responses
+from rkserve.router.stored_responses import Responses
 from tests.support.boards.fake_boards import (
     FakeBoards,
     Step,

@@ -15,7 +15,7 @@ import pytest
 
 from rkserve.config.router import RouterConfig
 from rkserve.router.off_loop import off_loop
-from rkserve.router.service import ServedModel
+from rkserve.router.served_models import ServedModel
 from tests.support.boards.fake_boards import FakeBoards
 from tests.support.boards.own_time import run_loop
 from tests.support.http.reference_house import ReferenceHouse

@@ -488,7 +488,7 @@ def test_the_only_model_that_generates_is_meant_beside_one_for_vectors(
     of = rollout()
     generates = of.served
     models = {"vectors": embedding_boards.model(), generates.folder.id: generates}
-    of.service._models = models
+    of.service.models._models = models
     assert send(of, "POST", path, json=body).status_code == 200
     assert asked(of).model == generates.folder.id
     models["another"] = generates

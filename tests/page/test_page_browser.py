@@ -21,7 +21,7 @@ from rkserve.config.router import RouterConfig
 from rkserve.core.errors import EngineDied
 from rkserve.core.messages import Delta
 from rkserve.models.folder import open_model_folder
-from rkserve.router.service import ServedModel
+from rkserve.router.served_models import ServedModel
 from tests.support.boards.fake_boards import Step, accepted, finished
 from tests.support.http.page_server import PageServer, words
 from tests.support.paths import PROJECT

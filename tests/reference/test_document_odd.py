@@ -16,7 +16,7 @@ import pytest
 
 from rkserve.core.run_params import Guide
 from rkserve.http.endpoints import JSON, OCTETS, Endpoint
-from rkserve.router.grammar_check import GrammarChecker
+from rkserve.router.off_loop import GrammarChecker
 from rkserve.sampling.grammar import refusal
 from tests.reference.test_document import API, ENDPOINTS, SCHEMAS, check, ident, media_of
 from tests.support.boards.own_time import run_loop

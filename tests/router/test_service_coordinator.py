@@ -21,9 +21,9 @@ from rkserve.core.errors import ArtifactRefused
 from rkserve.core.metrics import RouterMetrics
 from rkserve.http.app import make_app
 from rkserve.router.coordinator_client import CoordinatorClient
-from rkserve.router.dispatch.build import open_dispatch, open_fleet
+from rkserve.router.dispatch.dispatch import open_dispatch, open_fleet
 from rkserve.router.service import Service
-from rkserve.router.stored_responses.store import Responses
+from rkserve.router.stored_responses import Responses
 from tests.support.boards.own_time import run_loop
 from tests.support.cluster.fake_cluster import Control, FakeCluster, FakeStore
 from tests.support.http.router_house import model

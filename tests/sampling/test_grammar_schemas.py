@@ -27,7 +27,7 @@ from rkserve.native import engine_frames
 from rkserve.native.engine.stepwise import StepwiseRuns
 from rkserve.native.engine_frames import FrameKind, FrameReader, StepParams
 from rkserve.native.runtime import Matrix, Runtime
-from rkserve.router.grammar_check import GrammarChecker
+from rkserve.router.off_loop import GrammarChecker
 from tests.support.boards.fakes import run_loop
 from tests.support.values.grammar_walk import EOS, TOKENS, VOCABULARY
 from tests.support.values.hard_schemas import HOSTILE, schemas

@@ -26,7 +26,7 @@ def test_the_process_says_that_it_is_ready_and_answers_line_by_line() -> None:
 def test_neither_engines_nor_routers_load_a_compiler_that_nobody_asked_for() -> None:
     code = (
         "import sys, rkserve.native.engine.process, rkserve.native.binding.runtime;"
-        "import rkserve.router.grammar_check;"
+        "import rkserve.router.off_loop;"
         "print([name for name in ('numpy', 'llguidance') if name in sys.modules])"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -24,7 +24,7 @@ from rkserve.fleet.load import Candidate, ModelBoards, RoutingStatus
 from rkserve.fleet.prefix_index import PrefixIndex
 from rkserve.fleet.requests import InFlightRequest, RoutingRequest
 from rkserve.fleet.speeds import WorkCounters
-from rkserve.router.policies.base import Decision, PolicySettings, SendTo
+from rkserve.router.policies import Decision, PolicySettings, SendTo
 
 TALK = tuple(range(5000, 6500))
 NOTHING_ELSE = PolicySettings(restore_ms=0.0, park_ms=0.0)

@@ -29,7 +29,7 @@ from rkserve.core.desired_state import AdapterVersion, AdapterVersions, Desired,
 from rkserve.core.errors import RequestError
 from rkserve.core.file_digests import DIGEST
 from rkserve.core.name_rules import NAME
-from rkserve.models.tensors import Parameter, read_parameters
+from rkserve.models.weights import Parameter, read_parameters
 
 MAX_SCALE = 100  # as in manifest.json
 

@@ -21,7 +21,7 @@ from rkserve.api.parsing.tool_choice import NO_TOOLS, ToolOptions, read_definiti
 from rkserve.api.prompting.conversation import Message, check_prefill
 from rkserve.api.prompting.images import ImagePart, image_at, image_file, shown
 from rkserve.core.errors import RequestError, UnsupportedParameter
-from rkserve.models.folder import CONTEXT_MAX
+from rkserve.models.settings import CONTEXT_MAX
 
 _AT_LEAST_ONE = Range(1)
 _ROLES = ("user", "assistant", "system")

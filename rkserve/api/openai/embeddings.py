@@ -20,7 +20,7 @@ from rkserve.api.json.limits import MAX_DIMENSIONS, MAX_INPUTS
 from rkserve.core.errors import ContextOverflow, InputTooLong, RequestError, UnsupportedParameter
 from rkserve.core.messages import EmbedRequest
 from rkserve.core.run_params import Pooling
-from rkserve.models.folder import EmbeddingSettings
+from rkserve.models.settings import EmbeddingSettings
 
 # A board runs one request at a time: a chunk should not take much longer than a long prompt does,
 # and is repeated as a whole if the board is lost.

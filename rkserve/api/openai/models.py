@@ -11,8 +11,7 @@ from rkserve.core.board_report import BoardReport, BoardState
 from rkserve.core.desired_state import AdapterVersion, AdapterVersions, Desired, SleepLevel
 from rkserve.core.errors.base import without_folders
 from rkserve.models.adapters import Adapter
-from rkserve.models.folder import EmbeddingSettings
-from rkserve.models.vision import VisionSettings
+from rkserve.models.settings import EmbeddingSettings, VisionSettings
 
 OWNER = "rkserve"
 

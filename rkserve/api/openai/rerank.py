@@ -24,7 +24,7 @@ from rkserve.api.parsing.reasoning import ReasoningOptions
 from rkserve.core.errors import ContextOverflow, InputTooLong, RequestError, UnsupportedParameter
 from rkserve.core.messages import Delta, GenerateRequest
 from rkserve.core.run_params import Sampling, Stepwise
-from rkserve.models.rerank import RerankSettings
+from rkserve.models.settings import RerankSettings
 
 _REFUSED: dict[str, unsupported.Harmless] = {
     name: lambda _value, _body: False

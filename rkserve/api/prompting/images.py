@@ -17,7 +17,7 @@ from rkserve.api.json.fields import Fields, missing, quoted, wrong_type
 from rkserve.api.json.limits import MAX_PATH_CHARS
 from rkserve.api.prompting.tokenizer import IMAGE, ControlTokenGuard, PromptSegment
 from rkserve.core.errors import RequestError, UnsupportedParameter
-from rkserve.models.vision import VisionSettings
+from rkserve.models.settings import VisionSettings
 
 PLACE, OTHER_PLACE = "<image>", "<video>"  # the runtime replaces it by an image or a video
 DETAILS = ("auto", "low", "high")  # the encoder has one image size

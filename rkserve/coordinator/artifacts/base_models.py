@@ -13,7 +13,8 @@ from pathlib import Path
 from rkserve.core.desired_state import BaseVersion
 from rkserve.core.errors import ArtifactNotFound, ArtifactRefused, ConfigError
 from rkserve.core.file_digests import CachedDigest
-from rkserve.models.folder import UnfitWeights, weights_facts, weights_in
+from rkserve.models.folder import weights_in
+from rkserve.models.weights import UnfitWeights, weights_facts
 
 log = logging.getLogger(__name__)
 

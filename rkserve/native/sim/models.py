@@ -7,7 +7,7 @@ scripts/make_sim_chat.py --seed writes one from the command line.
 
 from __future__ import annotations
 
-from rkserve.models.folder import SIM_HEADER, SIM_MAGIC
+from rkserve.models.weights import SIM_HEADER, SIM_MAGIC
 
 _FILE_BYTES, _MODEL_ID, _PLATFORM = 2, 3, 4
 _STRINGS_AT, _STRINGS_BYTES = 16, 17

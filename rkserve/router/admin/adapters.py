@@ -118,7 +118,7 @@ class Adapters:
         name, model = call.push.name, self._model_for(call.push)
         # An earlier call that got no further than staging is continued.
         again = call.again or await self._earlier(_staging_key(asked)) is not None
-        if not again and await self._service.catalog.has_adapter(name, (model,)):
+        if not again and await self._service.models.names.has_adapter(name, (model,)):
             raise AdapterExists(
                 f"The lora adapter '{name}' has already been loaded. To load another version "
                 "of it, set 'load_inplace' to true.",

@@ -211,7 +211,7 @@ class Operations:
                 report,
                 rate.prefill_tokens_per_s if (rate := rates.get(report.board_id)) else 0.0,
                 rate.decode_tokens_per_s if rate else 0.0,
-                self._service.position_bytes(report.model),
+                self._service.models.position_bytes(report.model),
             )
             for report in self._fleet.reports()
         ]
@@ -253,7 +253,7 @@ class Operations:
         """
         self.check_models(models)
         among = models or tuple(self._fleet.models)
-        if not models and len(generate := self._service.generating) == 1:
+        if not models and len(generate := self._service.models.generating) == 1:
             among = generate  # a model for embeddings beside it has no adapters and no steps
         if len(among) > 1:
             names = ", ".join(repr(one) for one in among)
@@ -275,7 +275,7 @@ class Operations:
     async def scope(self, terms: CallOptions, adapter: str | None) -> Scope:
         """Return the scope of a call. Raises an error for unknown names."""
         self.check_models(terms.models)
-        if adapter is not None and not await self._service.catalog.has_adapter(
+        if adapter is not None and not await self._service.models.names.has_adapter(
             adapter, terms.models
         ):
             raise AdapterNotFound(adapter)

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import random
 import time
-from collections.abc import AsyncGenerator, Callable, Collection, Coroutine
+from collections.abc import AsyncGenerator, Coroutine, Mapping
 from contextlib import aclosing, suppress
-from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Any, Protocol
 
-from rkserve.core.board_report import BoardState, GenerationInfo, GenerationState, RouterGenerations
-from rkserve.core.desired_state import Scope, ServedWeights
+from rkserve.config.router import RouterConfig
+from rkserve.core.board_report import BoardState
 from rkserve.core.errors import (
     AdapterBroken,
     BoardAsleep,
@@ -31,20 +30,20 @@ from rkserve.core.errors import (
     RkserveError,
 )
 from rkserve.core.messages import (
-    ControlAction,
     Delta,
-    EmbedRequest,
     Event,
     Finished,
     GenerateRequest,
-    Kv,
     Paused,
 )
-from rkserve.fleet.fleet import Fleet, GenerationBoards
+from rkserve.core.metrics import QueueCollector, RouterMetrics
+from rkserve.fleet.fleet import BoardLink, Fleet
 from rkserve.router.dispatch.circuit_breaker import Circuit, CircuitBreaker
 from rkserve.router.dispatch.failover import BY_CLUSTER, GenerationProgress, why
+from rkserve.router.dispatch.unassigned import ControlChange, RequestLocation, UnassignedRequests
+from rkserve.router.policies import POLICIES, InstrumentedPolicy, PolicySettings
 from rkserve.router.queue.admission import QueueTerms
-from rkserve.router.queue.queues import TriedBoards
+from rkserve.router.queue.queues import ModelQueues, QueueRules, TriedBoards
 
 log = logging.getLogger(__name__)
 
@@ -60,9 +59,6 @@ _LATER = (NoBoard, QueueFull, QueueTimeout, EnginePaused, *_WAITING)
 # out of order reports that itself, and a replica that has ended gets no more requests.
 _FAULTS = (EngineDied, EngineHung, BoardSilent)
 FORGIVE_S = 5.0
-ENDED_REMEMBERED = 256
-BY_REQUEST = "request"  # the origin of the pause
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,85 +132,6 @@ class _Attempt:
         self.accepted = self.finished = self.left = False
 
 
-class _ControlChange(Exception):
-    """A control call changed a request that no board has."""
-
-
-class _RequestLocation:
-    """The board of one request, or none; registered while entered.
-
-    While no board has the request, control calls change it here, and end the waits of ``or_told``.
-    """
-
-    def __init__(
-        self,
-        course: GenerationProgress,
-        holders: GenerationBoards,
-        homes: dict[str, _RequestLocation],
-    ) -> None:
-        self.course = course
-        self.id = course.asked.request_id
-        self.ended = False  # aborted, with or without a board
-        self.held: tuple[float, ServedWeights] | None = (
-            None  # by the cluster: since when, and what it served
-        )
-        self.failures = 0  # the boards that rejected it or were lost
-        self.begun_s = self.since_s = time.monotonic()  # the time since which it has no board
-        self._holders, self._homes = holders, homes
-        self.replica: str | None = None
-        self._told = asyncio.Event()
-
-    def __enter__(self) -> _RequestLocation:
-        self._homes[self.id] = self
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._holders.leave(self.id)
-        if self._homes.get(self.id) is self:
-            del self._homes[self.id]
-
-    def enter(self, place: BoardReservation) -> None:
-        """Note that a board has accepted the request."""
-        self.replica = place.replica
-        self._holders.enter(self.id, place.group, place.replica)
-
-    def leave(self) -> None:
-        """Note that no board has the request."""
-        self._holders.leave(self.id)
-        self.replica, self.since_s = None, time.monotonic()
-
-    def tell(self) -> None:
-        """End the current wait, because a pause or abort has changed the request."""
-        self._told.set()
-
-    async def or_told(
-        self, work: Coroutine[Any, Any, T], drop: Callable[[T], None] = lambda _: None
-    ) -> T:
-        """Return the result of ``work``; ``drop`` releases one that comes too late.
-
-        Raises:
-            _ControlChange: a control call changed the request first.
-        """
-        loop = asyncio.get_running_loop()
-        task, told = loop.create_task(work), loop.create_task(self._told.wait())
-        waits_for: set[asyncio.Task[Any]] = {task, told}
-        taken = False
-        try:
-            await asyncio.wait(waits_for, return_when=asyncio.FIRST_COMPLETED)
-            if not self._told.is_set():
-                taken = True
-                return task.result()
-            self._told.clear()
-            raise _ControlChange
-        finally:
-            told.cancel()
-            if not taken:
-                task.cancel()
-                await asyncio.gather(task, return_exceptions=True)
-                if not task.cancelled() and task.exception() is None:
-                    drop(task.result())
-
-
 class Dispatch:
     """Sends the requests of one Router to boards. Use from one event loop."""
 
@@ -223,7 +140,7 @@ class Dispatch:
         fleet: Fleet,
         places: ReservationQueue,
         rng: random.Random,
-        persistence: FailoverLimits | None = None,
+        limits: FailoverLimits | None = None,
         *,
         breaker: CircuitBreaker | None = None,
         losses: FailoverFigures | None = None,
@@ -233,13 +150,9 @@ class Dispatch:
         self.places = places
         self.breaker = CircuitBreaker() if breaker is None else breaker
         self._rng = rng
-        self._persistence = persistence or FailoverLimits()
+        self._limits = limits or FailoverLimits()
         self._losses = losses
-        self._homes: dict[str, _RequestLocation] = {}
-        self._ended: dict[str, GenerationInfo] = {}  # requests aborted here, the oldest first
-        self._aborts: dict[
-            str | None, float
-        ] = {}  # times of aborts of all requests, by model or of everything
+        self.unassigned = UnassignedRequests(fleet)
         self._tasks: set[asyncio.Task[None]] = set()
         fleet.changed.append(self._forget_boards)
 
@@ -247,67 +160,6 @@ class Dispatch:
         """Return the state of the board's circuit, and the reason if it is not closed."""
         now_s = time.monotonic()
         return self.breaker.circuit(replica, now_s), self.breaker.reason(replica, now_s)
-
-    def homeless(self) -> list[GenerationInfo]:
-        """Return the states of requests that no board has at the moment.
-
-        They wait in the queue, are on the way to a board, or between two boards.
-        """
-        return [_waiting(home) for home in self._homes.values() if _is_waiting(home)]
-
-    def control(
-        self, generation: str, action: ControlAction, choice: int | None
-    ) -> RouterGenerations:
-        """Apply ``action`` to those choices of a generation that no board has.
-
-        A request that waits for its first board can only be aborted. An abort also ends a choice
-        that leaves its board during the call.
-        """
-        homes = [home for home in self._homes.values() if _is_of(home.id, generation, choice)]
-        done: list[GenerationInfo] = []
-        refused: list[GenerationInfo] = []
-        for home in homes:
-            waits = _is_waiting(home)
-            if action is ControlAction.ABORT:
-                self._abort(home)
-            fits = waits and _act(home, action)
-            if waits:
-                (done if fits else refused).append(_waiting(home))
-        ended = [info for name, info in self._ended.items() if _is_of(name, generation, choice)]
-        return RouterGenerations(tuple(done), tuple(refused), tuple(ended), known=bool(homes))
-
-    def abort_all(self, scope: Scope, request_ids: Collection[str] | None) -> int:
-        """Abort requests that no board has, all or by ID; return their number.
-
-        Requests on boards are aborted by the boards, and here if they lose their board first. With
-        ``scope.boards`` only requests on these boards are meant.
-        """
-        boards = {seat.replica: seat.board_id for seat in self.fleet.seats()}
-        if request_ids is None and not scope.boards:
-            now_s = time.monotonic()
-            self._aborts |= dict.fromkeys(scope.models or (None,), now_s)
-        ended = 0
-        for home in list(self._homes.values()):
-            asked = home.course.asked
-            board = "" if home.replica is None else boards.get(home.replica, home.replica)
-            if isinstance(asked, EmbedRequest) or not scope.covers(board, asked.model):
-                continue
-            if request_ids is None or any(_is_named(home.id, one) for one in request_ids):
-                ended += _is_waiting(home) and not home.ended
-                self._abort(home)
-        return ended
-
-    def _abort(self, home: _RequestLocation) -> None:
-        home.ended = True
-        if home.replica is None:
-            home.tell()
-
-    def _is_aborted(self, request: GenerateRequest, claim: QueueTerms) -> bool:
-        """Return whether everything was aborted between the call's arrival and now."""
-        if claim.came_s is None:
-            return False
-        latest_s = max(self._aborts.get(model, -math.inf) for model in (None, request.model))
-        return claim.came_s < latest_s and not isinstance(request, EmbedRequest)
 
     def _forget_boards(self) -> None:
         """Forget replicas that no longer exist; their successors have other keys."""
@@ -327,31 +179,31 @@ class Dispatch:
             PoisonRequest: two boards have failed during it.
             RkserveError: the error of the last board, after the events before it.
         """
-        course = GenerationProgress(request, self._persistence.continuations)
+        progress = GenerationProgress(request, self._limits.continuations)
         tried = TriedBoards()
-        with _RequestLocation(course, self.fleet.entries, self._homes) as home:
-            home.ended = claim is not None and self._is_aborted(request, claim)
-            while (place := await self._place(home, tried, claim or QueueTerms())) is not None:
+        terms = claim or QueueTerms()
+        with self.unassigned.locate(progress, terms) as location:
+            while (place := await self._place(location, tried, terms)) is not None:
                 one = _Attempt(place)
                 link = self.fleet.links[place.group]
                 try:
                     async with aclosing(link.open(place.request, place.replica)) as events:
-                        event = await home.or_told(self._first(events, place.replica))
+                        event = await location.unless_changed(self._first(events, place.replica))
                         one.accepted = True
-                        home.enter(place)
+                        location.enter(place.group, place.replica)
                         place.heard(event)
-                        if (told := course.heard(event)) is not None:
-                            yield told
+                        if (sent := progress.heard(event)) is not None:
+                            yield sent
                         async for event in events:
                             one.finished = isinstance(event, Finished)
                             place.heard(event)
-                            if course.waits or home.held or isinstance(event, Paused):
-                                self._noted(home, event)
-                            if (told := course.heard(event)) is not None:
-                                yield told
+                            if progress.waits or location.paused or isinstance(event, Paused):
+                                self._noted(location, event)
+                            if (sent := progress.heard(event)) is not None:
+                                yield sent
                         self._require_end(one)
-                except (_ControlChange, *_ELSEWHERE) as exc:
-                    self._left(home, one, exc, tried)
+                except (ControlChange, *_ELSEWHERE) as exc:
+                    self._left(location, one, exc, tried)
                 except BaseException:
                     # After the last event there is no need to wait for the end of the stream.
                     one.left = not one.finished
@@ -361,38 +213,33 @@ class Dispatch:
                 finally:
                     self.breaker.undecided(place.replica)
                     place.ended(left=one.left)
-                await self._between(home)
-            for last in self._aborted(home):
+                await self._between(location)
+            for last in self.unassigned.end(location):
                 yield last
 
     async def _place(
-        self, home: _RequestLocation, tried: TriedBoards, claim: QueueTerms
+        self, location: RequestLocation, tried: TriedBoards, claim: QueueTerms
     ) -> BoardReservation | None:
         """Return a reservation, through any control calls meanwhile; None if aborted.
 
         Raises the error for which no board takes it.
         """
-        while not home.ended:
-            with suppress(_ControlChange):
-                place = await home.or_told(self._take(home.course, tried, claim), self._give_back)
-                home.course.queued_ms += place.waited_ms
+        while not location.ended:
+            with suppress(ControlChange):
+                place = await location.unless_changed(
+                    self._take(location.progress, tried, claim), self._give_back
+                )
+                location.progress.queued_ms += place.waited_ms
                 return place
         return None
 
-    async def _between(self, home: _RequestLocation) -> None:
+    async def _between(self, location: RequestLocation) -> None:
         """Wait before the next attempt, unless a control call ends the wait."""
-        home.leave()
-        if home.ended:
+        location.leave()
+        if location.ended:
             return
-        with suppress(_ControlChange):
-            await home.or_told(self._pause(home.course, home.failures))
-
-    def _aborted(self, home: _RequestLocation) -> list[Event]:
-        """Return the events that end an aborted request that no board has."""
-        self._ended[home.id] = replace(_waiting(home), state=GenerationState.ENDED)
-        while len(self._ended) > ENDED_REMEMBERED:
-            del self._ended[next(iter(self._ended))]
-        return home.course.aborted((time.monotonic() - home.since_s) * 1e3)
+        with suppress(ControlChange):
+            await location.unless_changed(self._pause(location.progress, location.failures))
 
     def _give_back(self, place: BoardReservation) -> None:
         """Release a reservation that is no longer needed."""
@@ -402,25 +249,25 @@ class Dispatch:
     # -- before a board has it ----------------------------------------------------------------
 
     async def _take(
-        self, course: GenerationProgress, tried: TriedBoards, claim: QueueTerms
+        self, progress: GenerationProgress, tried: TriedBoards, claim: QueueTerms
     ) -> BoardReservation:
         """Return a reservation; wait for a restart if no board is left for a begun answer.
 
         Raises the error for which no board takes it.
         """
-        until_s = time.monotonic() + self._persistence.restart_wait_s
+        until_s = time.monotonic() + self._limits.restart_wait_s
         tries = 0
         while True:
             try:
-                place = await self.places.take(course.request, tried, claim)
+                place = await self.places.take(progress.request, tried, claim)
             except _LATER as exc:
-                if not course.accepted:
+                if not progress.accepted:
                     raise
                 if time.monotonic() >= until_s:
-                    if course.cause is not None and isinstance(exc, QueueTimeout):
-                        raise course.cause from exc  # more useful than the timeout
+                    if progress.cause is not None and isinstance(exc, QueueTimeout):
+                        raise progress.cause from exc  # more useful than the timeout
                     raise
-                if not course.begun and self._is_hopeless(course.request.model):
+                if not progress.begun and self._is_hopeless(progress.request.model):
                     raise
             else:
                 self.breaker.sent(place.replica, time.monotonic())
@@ -445,7 +292,7 @@ class Dispatch:
         Raises:
             BoardFailed: it did not arrive; the replica is frozen or unreachable.
         """
-        limit_s = self._persistence.accept_timeout_s
+        limit_s = self._limits.accept_timeout_s
         try:
             return await asyncio.wait_for(anext(events), limit_s)
         except (TimeoutError, asyncio.TimeoutError):  # two classes before Python 3.11
@@ -460,14 +307,14 @@ class Dispatch:
             raise BoardFailed(one.place.replica, "its answer has no end")
         self.breaker.worked(one.place.replica)
 
-    async def _pause(self, course: GenerationProgress, failures: int) -> None:
+    async def _pause(self, progress: GenerationProgress, failures: int) -> None:
         """Wait before the next attempt; the first retry of a begun answer does not wait."""
-        if course.tokens and course.times <= 1:
+        if progress.tokens and progress.times <= 1:
             return
         await asyncio.sleep(self._pause_s(failures))
 
     def _pause_s(self, tries: int) -> float:
-        rules = self._persistence
+        rules = self._limits
         most_s = min(rules.longest_pause_s, rules.pause_s * 2 ** min(tries - 1, 30))
         return self._rng.uniform(most_s / 2, most_s)
 
@@ -475,27 +322,27 @@ class Dispatch:
 
     def _left(
         self,
-        home: _RequestLocation,
+        location: RequestLocation,
         one: _Attempt,
-        exc: _ControlChange | RkserveError,
+        exc: ControlChange | RkserveError,
         tried: TriedBoards,
     ) -> None:
         """Handle a request that has no board. Raises as ``_missed``."""
-        if isinstance(exc, _ControlChange):
+        if isinstance(exc, ControlChange):
             one.left = True
             return
-        home.failures += 1
+        location.failures += 1
         try:
-            self._missed(home.course, one, exc, tried)
+            self._missed(location.progress, one, exc, tried)
         except RkserveError:
-            if not home.ended:  # the abort ends it
+            if not location.ended:  # the abort ends it
                 raise
 
     def _missed(
-        self, course: GenerationProgress, one: _Attempt, exc: RkserveError, tried: TriedBoards
+        self, progress: GenerationProgress, one: _Attempt, exc: RkserveError, tried: TriedBoards
     ) -> None:
         """Handle a rejection or a loss. Raises the client's error if the request ends by it."""
-        if isinstance(exc, QueueTimeout) and not course.begun:
+        if isinstance(exc, QueueTimeout) and not progress.begun:
             raise exc  # it has waited as long as a request without any text may
         place, now_s = one.place, time.monotonic()
         if isinstance(exc, BoardFailed) and not isinstance(exc, _WAITING):
@@ -511,16 +358,16 @@ class Dispatch:
         if not isinstance(exc, _LACKING):
             tried.clear()  # earlier rejections of other boards may be outdated
         tried[place.replica] = exc
-        if (error := course.lost(place.replica, exc, now_s)) is not None:
+        if (error := progress.lost(place.replica, exc, now_s)) is not None:
             if isinstance(error, PoisonRequest):
-                self._forgive(course)
+                self._forgive(progress)
             raise error
         if self._losses is not None:
             self._losses.continued(why(exc))
         log.warning(
             "%s goes on elsewhere after %d tokens: %s",
             place.request.request_id,
-            course.tokens,
+            progress.tokens,
             exc,
         )
 
@@ -529,30 +376,30 @@ class Dispatch:
         if opened and self._losses is not None:
             self._losses.opened()
 
-    def _noted(self, home: _RequestLocation, event: Event) -> None:
+    def _noted(self, location: RequestLocation, event: Event) -> None:
         """Register an event that pauses or resumes the answer."""
-        now_s, model = time.monotonic(), home.course.asked.model
+        now_s, model = time.monotonic(), location.progress.asked.model
         served = self.fleet.listing.desired.served
         if isinstance(event, Paused):
-            if event.by == BY_CLUSTER and home.held is None:
-                home.held = (now_s, served(model))
-        elif home.held is not None and (isinstance(event, Finished) or _grows(event)):
-            (since_s, before), home.held = home.held, None
+            if event.by == BY_CLUSTER and location.paused is None:
+                location.paused = (now_s, served(model))
+        elif location.paused is not None and (isinstance(event, Finished) or _grows(event)):
+            (since_s, before), location.paused = location.paused, None
             if self._losses is not None:
                 self._losses.held(model, before.held_by(served(model)), now_s - since_s)
-        if home.course.waits:
-            self._back(home.course, event)
+        if location.progress.waits:
+            self._back(location.progress, event)
 
-    def _back(self, course: GenerationProgress, event: Event) -> None:
+    def _back(self, progress: GenerationProgress, event: Event) -> None:
         """Note that an answer that lost its board continues with this event."""
-        took_s = course.back(event, time.monotonic())
+        took_s = progress.back(event, time.monotonic())
         if took_s is not None and self._losses is not None:
             self._losses.back(took_s)
 
-    def _forgive(self, course: GenerationProgress) -> None:
+    def _forgive(self, progress: GenerationProgress) -> None:
         """Clear the boards that failed during a request that caused it itself."""
         groups = {seat.replica: seat.group for seat in self.fleet.seats()}
-        for strike in course.strikes:
+        for strike in progress.strikes:
             self.breaker.forgive(strike.board)
             if strike.board in groups:
                 self._spawn(self._ask_to_forgive(groups[strike.board], strike.board))
@@ -574,54 +421,28 @@ def _grows(event: Event) -> bool:
     return isinstance(event, Delta) and bool(event.token_ids)
 
 
-def _is_waiting(home: _RequestLocation) -> bool:
-    """Return whether no board has the request, and it can be controlled."""
-    return home.replica is None and not isinstance(home.course.asked, EmbedRequest)
+def open_fleet(
+    config: RouterConfig, links: Mapping[str, BoardLink], groups: Mapping[str, str]
+) -> Fleet:
+    """Return the fleet; cached prefixes are tracked if the policy uses them."""
+    uses_prefixes = POLICIES[config.policy].uses_prefixes
+    remembered = config.prefix_files_per_board if uses_prefixes else None
+    return Fleet(links, groups, remembered)
 
 
-def _is_of(request_id: str, generation: str, choice: int | None) -> bool:
-    completion, _, index = request_id.rpartition("/")
-    return completion == generation and choice in (None, int(index) if index.isdigit() else -1)
-
-
-def _is_named(request_id: str, asked: str) -> bool:
-    """Return whether an ID is that of the request or of its completion."""
-    return asked in (request_id, request_id.rpartition("/")[0])
-
-
-def _act(home: _RequestLocation, action: ControlAction) -> bool:
-    """Apply a control action to a request that no board has; return False if not applicable."""
-    course = home.course
-    if action is ControlAction.ABORT:
-        return True
-    if action is ControlAction.PAUSE and course.accepted:
-        course.pause()
-    elif action is ControlAction.RESUME and course.rests is not None:
-        course.resume()
-    else:
-        return False
-    home.tell()
-    return True
-
-
-def _waiting(home: _RequestLocation) -> GenerationInfo:
-    """Return the state of a request that no board has."""
-    course = home.course
-    request, rests = course.request, course.rests
-    done, ref = request.continued, request.adapter
-    state = GenerationState.QUEUED if rests is None else GenerationState.PAUSED
-    return GenerationInfo(
-        request_id=request.request_id,
-        board_id="",
-        model=request.model,
-        state=GenerationState.ABORTING if home.ended else state,
-        prompt_tokens=len(request.prompt_ids),
-        tokens=0 if done is None else done.tokens,
-        context_tokens=len(request.prompt_ids) + (0 if done is None else len(done.slots)),
-        partial_output="" if done is None else done.text,
-        kv=None if rests is None else Kv.RECOMPUTED,
-        adapter=request.line if ref is None else ref.name,
-        native_pause=request.native_pause,
-        paused_by=None if rests is None else rests.by or BY_REQUEST,
-        age_s=time.monotonic() - home.since_s,
+def open_dispatch(
+    config: RouterConfig, fleet: Fleet, metrics: RouterMetrics, rng: random.Random
+) -> Dispatch:
+    """Return the dispatch of a fleet, with its queues."""
+    breaker = CircuitBreaker()
+    rules = QueueRules(config.queue_limit, config.queue_timeout_s, config.replicas)
+    chosen = POLICIES[config.policy](rng, PolicySettings(max_wait_s=config.board_wait_s))
+    policy = InstrumentedPolicy(chosen, metrics)
+    for model, boards in fleet.listing.boards.items():
+        policy.watch(model, boards)
+    queues = ModelQueues(fleet, policy, rules, breaker, metrics)
+    metrics.registry.register(QueueCollector(queues.depths))
+    limits = FailoverLimits(
+        config.accept_timeout_s, config.max_continuations, config.restart_wait_s
     )
+    return Dispatch(fleet, queues, rng, limits, breaker=breaker, losses=metrics)

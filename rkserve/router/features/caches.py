@@ -88,8 +88,8 @@ class Caches:
     async def build(self, model: str, asked: ControlRequest) -> tuple[int, JsonObject]:
         """Build a named prompt cache on every present board of a model."""
         call = await off_loop(len(asked.body), partial(parse_build, asked))
-        meant = await self._service.meant(model)
-        served = self._service.served(meant.model)
+        meant = await self._service.models.resolve(model)
+        served = self._service.models.served(meant.model)
         work = partial(ids_of, call, served.renderer, served.folder.settings.context_length)
         ids = await off_loop(len(asked.body), work)
         seats = self._some(self._service.fleet.seats(meant.model), meant.model)
@@ -124,7 +124,7 @@ class Caches:
 
     async def listed(self, model: str) -> JsonObject:
         """Return the prompt caches of a model, optionally of one adapter."""
-        meant = await self._service.meant(model)
+        meant = await self._service.models.resolve(model)
         answers = await self._ask(
             self._service.fleet.seats(meant.model),
             "caches",
@@ -153,7 +153,7 @@ class Caches:
         """
         check_delete(asked)
         check_cache_name(name)
-        meant = await self._service.meant(model)
+        meant = await self._service.models.resolve(model)
         kept = await self._service.cluster.drop_cache(meant.model, name)
         answers = await self._ask(self._service.fleet.seats(meant.model), "delete_cache", name)
         had = sorted(board for board, deleted in answers.said.items() if deleted)
@@ -173,7 +173,9 @@ class Caches:
 
     async def _seats(self, where: KvScope) -> list[BoardAddress]:
         """Return the boards that are meant. Raises ``ModelNotFound``, ``BoardNotFound``."""
-        base = None if where.model is None else (await self._service.meant(where.model)).model
+        base = (
+            None if where.model is None else (await self._service.models.resolve(where.model)).model
+        )
         seats = self._service.fleet.seats(base)
         if where.boards is None:
             return seats

@@ -52,7 +52,7 @@ from rkserve.core.messages import (
     GenerateRequest,
 )
 from rkserve.core.run_params import Pooling
-from rkserve.models.folder import EmbeddingSettings
+from rkserve.models.settings import EmbeddingSettings
 from rkserve.router.auth import Caller, claim_of
 from rkserve.router.off_loop import off_loop
 from rkserve.router.queue.admission import QueueTerms
@@ -157,8 +157,8 @@ class Embeddings:
         """Answer a call for the hidden states of all tokens. Raises ``RkserveError``."""
         with self.entered(visit):
             call = await beside(len(body), lambda: parse_pooling(body))
-            meant = await self._service.meant(call.wanted.model, visit.policy)
-            served = self._service.served(meant.model)
+            meant = await self._service.models.resolve(call.wanted.model, visit.policy)
+            served = self._service.models.served(meant.model)
             served.renderer.needs_ids("input")
             context_len = served.folder.settings.context_length
             texts = await beside(
@@ -217,10 +217,10 @@ class Embeddings:
 
         Raises:
             EmbeddingUnsupported: it makes no embeddings.
-            RkserveError: as ``Service.meant``.
+            RkserveError: as ``ServedModels.resolve``.
         """
-        meant = await self._service.meant(wanted.model, visit.policy)
-        served = self._service.served(meant.model)
+        meant = await self._service.models.resolve(wanted.model, visit.policy)
+        served = self._service.models.served(meant.model)
         settings = served.folder.settings.embedding
         if settings is None:
             raise EmbeddingUnsupported(

@@ -56,14 +56,14 @@ _ID = re.compile(r"[A-Za-z0-9_-]{1,80}")
 class GenerationPeers(Protocol):
     """The Routers of one application."""
 
-    async def homeless(self) -> list[GenerationInfo]:
+    async def unassigned(self) -> list[GenerationInfo]:
         """Return the generations of all Routers that no board has.
 
         Raises:
             BoardFailed: they did not answer.
         """
 
-    async def control_homeless(
+    async def control_unassigned(
         self, generation: str, action: ControlAction, choice: int | None
     ) -> RouterGenerations:
         """Control the choices of a generation that Routers have and no board.
@@ -100,12 +100,12 @@ class _AtRouters:
 class _Others:
     """The answers of other Routers about generations that no board has, or the failure."""
 
-    homeless: list[GenerationInfo] = field(default_factory=list)
+    unassigned: list[GenerationInfo] = field(default_factory=list)
     failed: dict[str, RkserveError] = field(default_factory=dict)
 
     def of(self, generation: str, choice: int | None) -> list[GenerationInfo]:
         """Return the entries of one generation."""
-        return [one for one in self.homeless if _is_of(one, generation, choice)]
+        return [one for one in self.unassigned if _is_of(one, generation, choice)]
 
 
 class Generations:
@@ -121,9 +121,11 @@ class Generations:
     async def listed(self) -> JsonObject:
         """Return all generations without their texts, including those without a board."""
         answers, others = await asyncio.gather(self._held(self._fleet.seats()), self._others())
-        homeless = {one.request_id: one for one in [*others.homeless, *self._service.homeless()]}
+        unassigned = {
+            one.request_id: one for one in [*others.unassigned, *self._service.unassigned.infos()]
+        }
         return {
-            **generations_list([*merged(answers.said.values()), *homeless.values()]),
+            **generations_list([*merged(answers.said.values()), *unassigned.values()]),
             "failed": failures({**answers.failed, **others.failed}),
         }
 
@@ -197,11 +199,11 @@ class Generations:
         self, generation: str, action: ControlAction, choice: int | None
     ) -> tuple[_AtRouters, dict[str, RkserveError]]:
         """Control choices without a board, at this Router or else at all others."""
-        own = self._service.control_homeless(generation, action, choice)
+        own = self._service.unassigned.control(generation, action, choice)
         if self._peers is None or own.known or own.ended:
             return _AtRouters(own.done, own.refused, own.ended, here=own.known), {}
         try:
-            found = await self._peers.control_homeless(generation, action, choice)
+            found = await self._peers.control_unassigned(generation, action, choice)
         except BoardFailed as exc:
             return _AtRouters(), {ROUTERS: exc}
         return _AtRouters(found.done, found.refused, found.ended), {}
@@ -214,14 +216,14 @@ class Generations:
 
     def _waiting(self, generation: str, choice: int | None) -> list[GenerationInfo]:
         """Return this Router's entries of a generation without a board."""
-        return [one for one in self._service.homeless() if _is_of(one, generation, choice)]
+        return [one for one in self._service.unassigned.infos() if _is_of(one, generation, choice)]
 
     async def _others(self) -> _Others:
         """Ask the other Routers for generations that no board has."""
         if self._peers is None:
             return _Others()
         try:
-            return _Others(await self._peers.homeless())
+            return _Others(await self._peers.unassigned())
         except BoardFailed as exc:
             return _Others(failed={ROUTERS: exc})
 
@@ -257,7 +259,7 @@ class Generations:
             return Edit()  # a board without the generation answers that before it checks the edit
         if len(found.seats) > 1:  # with a single board, its own error says the same
             raise RequestError("The answer has several choices; say which one to edit.", "choice")
-        served = self._service.served(found.seats[0].model)
+        served = self._service.models.served(found.seats[0].model)
         work = partial(edit_of, call, served.renderer, served.folder.settings.context_length)
         return await off_loop(len(call.text or call.token_ids or ""), work)
 

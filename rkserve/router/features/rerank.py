@@ -61,10 +61,10 @@ class RerankerModel:
 
         Raises:
             UnsupportedParameter: its words are not tokens of the vocabulary.
-            RkserveError: as ``Service.meant``.
+            RkserveError: as ``ServedModels.resolve``.
         """
-        meant = await self._service.meant(wanted.model, visit.policy)
-        served = self._service.served(meant.model)
+        meant = await self._service.models.resolve(wanted.model, visit.policy)
+        served = self._service.models.served(meant.model)
         settings = served.folder.settings
         if settings.rerank is None:
             return None

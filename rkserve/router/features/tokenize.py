@@ -23,10 +23,11 @@ from rkserve.api.openai.tokenize import (
     tokenized,
     tokenizer_info,
 )
-from rkserve.core.errors import RateLimited, RequestError, UnsupportedParameter
+from rkserve.core.errors import RateLimited, UnsupportedParameter
 from rkserve.router.auth import Caller
 from rkserve.router.off_loop import off_loop
-from rkserve.router.service import ServedModel, Service, read_call
+from rkserve.router.served_models import ServedModel
+from rkserve.router.service import Service, read_call
 
 
 @contextmanager
@@ -50,8 +51,8 @@ async def count_prompt(service: Service, body: bytes, parse: Callable[[bytes], C
         RequestError: the body is invalid, or the model has no tokenizer at the Router.
     """
     call = await read_call(body, parse)
-    meant = await service.meant(call.model)
-    served = service.served(meant.model)
+    meant = await service.models.resolve(call.model)
+    served = service.models.served(meant.model)
     service.check_images(call.messages, meant.model)
     if served.renderer.tokenizer is None:
         raise UnsupportedParameter(
@@ -67,13 +68,13 @@ async def count_prompt(service: Service, body: bytes, parse: Callable[[bytes], C
 
 async def make_ready(service: Service, asked: str) -> None:
     """Wake a model by name if it sleeps. Raises as a request for it would."""
-    meant = await service.meant(asked)
+    meant = await service.models.resolve(asked)
     await service.waking.ready(meant.model)
 
 
 async def folder_facts(service: Service, model_ids: list[str]) -> dict[str, FolderFacts]:
     """Return the details of models' folders, by model."""
-    served = {model_id: service.served(model_id) for model_id in model_ids}
+    served = {model_id: service.models.served(model_id) for model_id in model_ids}
     return await asyncio.to_thread(
         lambda: {model_id: _facts(one) for model_id, one in served.items()}
     )
@@ -117,13 +118,13 @@ class Tokenization:
         call = await self._off_loop(body, partial(parse_tokenize, body))
         model = await self._model(call.model)
         self._service.check_images(call.messages, model)
-        served = self._service.served(model)
+        served = self._service.models.served(model)
         return await self._off_loop(body, lambda: _written(_tokenize(served, call)))
 
     async def detokenize(self, body: bytes) -> bytes:
         """Answer POST /detokenize in JSON. Raises ``RequestError``, ``ModelNotFound``."""
         call = await self._off_loop(body, partial(parse_detokenize, body))
-        served = self._service.served(await self._model(call.model))
+        served = self._service.models.served(await self._model(call.model))
         most = served.folder.settings.context_length
         text = partial(served.renderer.whole_text, call.ids, "tokens", most)
         return await self._off_loop(body, lambda: _written(detokenized(text())))
@@ -133,7 +134,7 @@ class Tokenization:
 
     async def info(self, query: Sequence[tuple[str, str]]) -> JsonObject:
         """Answer GET /tokenizer_info. Raises ``RequestError``, ``ModelNotFound``."""
-        served = self._service.served(await self._model(parse_info(query)))
+        served = self._service.models.served(await self._model(parse_info(query)))
         settings, facts = served.folder.settings, served.renderer.facts()
         if facts["eos_token"] is None and settings.eos_token_ids:
             facts["eos_token"] = served.renderer.strings(settings.eos_token_ids[:1])[0]
@@ -145,18 +146,8 @@ class Tokenization:
         Without a name, the only model that generates is meant, even with embedding models beside
         it.
         """
-        service = self._service
-        if asked is not None:
-            return (await service.meant(asked)).model
-        names = list(service.fleet.models)
-        writing = [one for one in names if service.served(one).folder.settings.embedding is None]
-        if len(names) == 1 or len(writing) == 1:
-            return (writing or names)[0]
-        raise RequestError(
-            "Missing required parameter: 'model'. It may be left out only where a single model is "
-            "served that generates text.",
-            "model",
-        )
+        models = self._service.models
+        return models.only if asked is None else (await models.resolve(asked)).model
 
 
 def _tokenize(served: ServedModel, call: TokenizeCall) -> JsonObject:

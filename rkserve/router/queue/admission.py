@@ -1,12 +1,18 @@
-"""Admission to the queue of one model: its bound, deadlines and expected service times. Pure.
+"""Admission to the queue of one model: its order, its bound and the deadlines. Pure.
 
 One queue serves all boards of a model. It is bounded: an overflow evicts the least urgent and
 youngest request. A request that cannot meet its deadline is rejected at once, so that boards work
-on useful requests only. The clock is passed in; routing policies choose the boards.
+on useful requests only.
+
+More urgent requests go first. At equal urgency the owner with the least service for its weight goes
+first, so that a thousand requests of one owner do not delay the single request of another. Service
+is measured in board time instead of requests, so that long requests gain nothing. The clock is
+passed in; routing policies choose the boards.
 """
 
 from __future__ import annotations
 
+import bisect
 import heapq
 import itertools
 import math
@@ -15,111 +21,183 @@ from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
 from rkserve.core.errors import DeadlineUnreachable, QueueFull, QueueTimeout, RkserveError
-from rkserve.router.queue.fairness import FairQueue, Waiting
-
-LATEST = 0.1  # the weight of one answer in the averages
-FEW = 4  # answers that an estimate needs at least
-SAFE = 2.0  # mean deviations above the mean; few answers exceed that
-MOST_RATIO = 8.0  # the cap for outliers, such as disturbed runs
+from rkserve.router.queue.reservation import ServiceTime
 
 
-@dataclass(frozen=True, slots=True)
-class RequestSize:
-    """The size of a request before it runs. ``prompt_tokens`` is at least 1."""
+@dataclass(eq=False, slots=True)
+class Waiting:
+    """One waiting request.
 
-    prompt_tokens: int
-    max_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class AnswerTiming:
-    """The measured times of one answer. ``held_ms`` is its time on a board, without pauses."""
-
-    prefill_tokens: int
-    prefill_ms: float
-    decode_tokens: int
-    decode_ms: float
-    tokens: int
-    held_ms: float
-
-
-@dataclass(frozen=True, slots=True)
-class ServiceTime:
-    """The expected time on a board: the mean, and a bound that most requests keep."""
-
-    likely_ms: float
-    safe_ms: float
-
-
-@dataclass(slots=True)
-class _Mean:
-    """An exponential moving average; the first few values have equal weight."""
-
-    value: float = 0.0
-    count: int = 0
-
-    def add(self, value: float) -> None:
-        self.count += 1
-        self.value += (value - self.value) * max(LATEST, 1 / self.count)
-
-
-@dataclass(slots=True)
-class ServiceTimeModel:
-    """Statistics of the answers of one model, over all boards.
-
-    Lengths are kept by the client's token limit, in powers of two: answers with a limit of 4,000
-    tokens say nothing about those with a limit of 100.
+    ``number`` grows with each arrival. ``flow`` is the owner, and ``cost_ms`` the expected board
+    time. A request that is ``ahead`` goes before all that are not.
     """
 
-    _prefill_ms: _Mean = field(default_factory=_Mean)  # of one token
-    _decode_ms: _Mean = field(default_factory=_Mean)
-    _fresh: _Mean = field(default_factory=_Mean)  # the share of a prompt that is not cached
-    _lengths: dict[int, _Mean] = field(default_factory=dict)
-    # The time on a board, relative to the estimate from token counts.
-    _ratio: _Mean = field(default_factory=_Mean)
-    _spread: _Mean = field(default_factory=_Mean)
+    number: int
+    flow: str
+    weight: float
+    priority: int
+    cost_ms: float
+    ahead: bool
 
-    def of(self, asked: RequestSize) -> ServiceTime | None:
-        """Return the expected service time; None before enough answers have ended."""
-        plain_ms = self._plain_ms(asked)
-        if plain_ms is None or self._ratio.count < FEW:
-            return None
-        ratio = self._ratio.value
-        return ServiceTime(plain_ms * ratio, plain_ms * (ratio + SAFE * self._spread.value))
 
-    def heard(self, asked: RequestSize, took: AnswerTiming) -> None:
-        """Learn from a completed answer."""
-        plain_ms = self._plain_ms(asked)
-        if plain_ms:
-            ratio = min(MOST_RATIO, took.held_ms / plain_ms)
-            self._spread.add(abs(ratio - self._ratio.value) if self._ratio.count else ratio / 2)
-            self._ratio.add(ratio)
-        if took.prefill_tokens > 0 and took.prefill_ms > 0:
-            self._prefill_ms.add(took.prefill_ms / took.prefill_tokens)
-        if took.decode_tokens > 0 and took.decode_ms > 0:
-            self._decode_ms.add(took.decode_ms / took.decode_tokens)
-        self._fresh.add(min(1.0, took.prefill_tokens / asked.prompt_tokens))
-        self._lengths.setdefault(asked.max_tokens.bit_length(), _Mean()).add(took.tokens)
+WaitingT = TypeVar("WaitingT", bound=Waiting)
+
+
+@dataclass(slots=True)
+class _Flow(Generic[WaitingT]):
+    """The waiting requests of one owner at one priority, in the order of arrival."""
+
+    entries: dict[int, WaitingT] = field(default_factory=dict)
+    cost_ms: float = 0.0  # the weighted cost of all of them
+
+
+class FairQueue(Generic[WaitingT]):
+    """The requests that wait for boards of one model."""
+
+    def __init__(self) -> None:
+        self._ahead: list[WaitingT] = []  # by priority and number
+        self._levels: dict[int, dict[str, _Flow[WaitingT]]] = {}
+        self._size = 0
+        # The weighted service of each owner. An owner that returns starts at the level of the least
+        # served one that waits, so that idle time earns no credit.
+        self._served: dict[str, float] = {}
+        self._floor = 0.0
+
+    def __len__(self) -> int:
+        return self._size + len(self._ahead)
 
     @property
-    def typical_ms(self) -> float | None:
-        """The mean service time of any answer; None before the first one."""
-        lengths = [mean.value for mean in self._lengths.values()]
-        if not lengths or not self._decode_ms.count:
-            return None
-        return self._decode_ms.value * sum(lengths) / len(lengths)
+    def size(self) -> int:
+        """The number of waiting requests without those that are ahead, which were admitted
+        before.
+        """
+        return self._size
 
-    def _plain_ms(self, asked: RequestSize) -> float | None:
-        if not self._decode_ms.count and not self._prefill_ms.count:
-            return None
-        mean = self._lengths.get(asked.max_tokens.bit_length())
-        tokens = asked.max_tokens if mean is None else min(asked.max_tokens, mean.value)
-        fresh = self._fresh.value * asked.prompt_tokens
-        return fresh * self._prefill_ms.value + tokens * self._decode_ms.value
+    def by_priority(self) -> dict[int, int]:
+        """Return the number of waiting requests at each priority."""
+        counts: dict[int, int] = {}
+        for one in self._ahead:
+            counts[one.priority] = counts.get(one.priority, 0) + 1
+        for priority, flows in self._levels.items():
+            waiting = sum(len(flow.entries) for flow in flows.values())
+            counts[priority] = counts.get(priority, 0) + waiting
+        return counts
+
+    def add(self, one: WaitingT) -> None:
+        """Add a request behind those of its owner at the same priority."""
+        if one.ahead:
+            bisect.insort(self._ahead, one, key=lambda other: (other.priority, other.number))
+            return
+        flows = self._levels.setdefault(one.priority, {})
+        if all(one.flow not in level for level in self._levels.values()):
+            self._served[one.flow] = max(self._served.get(one.flow, 0.0), self._floor)
+        flow = flows.setdefault(one.flow, _Flow())
+        flow.entries[one.number] = one
+        flow.cost_ms += one.cost_ms / one.weight
+        self._size += 1
+
+    def remove(self, one: WaitingT) -> None:
+        """Remove a waiting request."""
+        if one.ahead:
+            self._ahead.remove(one)
+            return
+        flows = self._levels[one.priority]
+        flow = flows[one.flow]
+        del flow.entries[one.number]
+        flow.cost_ms -= one.cost_ms / one.weight
+        self._size -= 1
+        if not flow.entries:
+            del flows[one.flow]
+        if not flows:
+            del self._levels[one.priority]
+
+    def serve(self, one: WaitingT) -> None:
+        """Remove a request that gets a board, and charge its expected time to its owner."""
+        self.remove(one)
+        self._floor = max(self._floor, self._served.get(one.flow, self._floor))
+        self.charge(one.flow, one.weight, one.cost_ms)
+
+    def charge(self, flow: str, weight: float, ms: float) -> None:
+        """Correct the service of an owner by that time, which may be negative."""
+        self._served[flow] = self._served.get(flow, self._floor) + ms / weight
+
+    def order(self) -> Iterator[WaitingT]:
+        """Yield the waiting requests in serving order, without changing the queue."""
+        had: dict[str, float] = {}  # the service of the owners by then
+
+        def charged(one: WaitingT) -> float:
+            before = had.get(one.flow, self._served.get(one.flow, self._floor))
+            had[one.flow] = before + one.cost_ms / one.weight
+            return had[one.flow]
+
+        for one in self._ahead:
+            charged(one)
+            yield one
+        for priority in sorted(self._levels):
+            flows = self._levels[priority]
+            turns = [
+                (
+                    had.get(name, self._served.get(name, self._floor)),
+                    name,
+                    iter(flow.entries.values()),
+                )
+                for name, flow in flows.items()
+            ]
+            heapq.heapify(turns)
+            while turns:
+                _, name, rest = turns[0]
+                following = next(rest, None)
+                if following is None:
+                    heapq.heappop(turns)
+                    continue
+                yield following
+                heapq.heapreplace(turns, (charged(following), name, rest))
+
+    def ahead_of(self, flow: str, priority: int) -> float:
+        """Return the service before one more request of that owner, in ms."""
+        total = sum(one.cost_ms for one in self._ahead)
+        for level, flows in self._levels.items():
+            if level < priority:
+                total += sum(_cost(one) for one in flows.values())
+        mine = self._levels.get(priority, {})
+        own = mine.get(flow)
+        until = 0.0 if own is None else own.cost_ms
+        until += self._served.get(flow, self._floor) if own is not None else self._floor
+        for name, other in mine.items():
+            share = other.cost_ms
+            if name != flow:
+                share = min(share, max(0.0, until - self._served.get(name, self._floor)))
+            total += share * _weight(other)
+        return total
+
+    def victim(self, newcomer: WaitingT) -> WaitingT:
+        """Return the request to evict: the youngest of the largest owner at the lowest urgency.
+
+        It may be the new request.
+        """
+        worst = max(self._levels, default=newcomer.priority)
+        if newcomer.priority > worst:
+            return newcomer
+        flows = self._levels.get(worst, {})
+        backlog = {name: flow.cost_ms for name, flow in flows.items()}
+        if newcomer.priority == worst:
+            own = backlog.get(newcomer.flow, 0.0)
+            backlog[newcomer.flow] = own + newcomer.cost_ms / newcomer.weight
+        most = max(backlog, key=lambda name: backlog[name], default=newcomer.flow)
+        if newcomer.priority == worst and backlog[newcomer.flow] >= backlog[most]:
+            return newcomer
+        return next(reversed(flows[most].entries.values()))
+
+
+def _cost(flow: _Flow[WaitingT]) -> float:
+    return flow.cost_ms * _weight(flow)
+
+
+def _weight(flow: _Flow[WaitingT]) -> float:
+    return next(iter(flow.entries.values())).weight
 
 
 T = TypeVar("T")
-
 # The assumed service time before any is known: shares then count requests.
 UNKNOWN_MS = 1000.0
 ANONYMOUS = ""

@@ -17,18 +17,20 @@ from rkserve.core.errors import DeadlineUnreachable, QueueTimeout, RkserveError
 from rkserve.core.messages import GenerateRequest
 from rkserve.fleet.load import Candidate, ModelBoards, PauseEffect
 from rkserve.fleet.requests import RoutingRequest
-from rkserve.router.policies.base import RoutingPolicy, SendTo, WaitFor
+from rkserve.router.policies import RoutingPolicy, SendTo, WaitFor
 from rkserve.router.queue.admission import (
     ANONYMOUS,
     AdmissionQueue,
-    AnswerTiming,
     Capacity,
     QueueEntry,
     QueueTerms,
+)
+from rkserve.router.queue.reservation import (
+    AnswerTiming,
     RequestSize,
+    Reservation,
     ServiceTimeModel,
 )
-from rkserve.router.queue.reservation import Reservation
 
 # The requests compared for one free board. Those that wait for another board do not count.
 LOOKED_AT = 16

@@ -31,7 +31,7 @@ from rkserve.core.errors import (
 from rkserve.core.messages import GenerateRequest
 from rkserve.fleet.fleet import Fleet
 from rkserve.fleet.load import Candidate, ModelBoards, PauseEffect
-from rkserve.router.policies.base import RoutingPolicy
+from rkserve.router.policies import RoutingPolicy
 from rkserve.router.queue.admission import QueueTerms
 from rkserve.router.queue.model_queue import ModelQueue, Waiter
 from rkserve.router.queue.reservation import Reservation

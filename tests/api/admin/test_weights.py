@@ -39,7 +39,7 @@ from rkserve.core.desired_state import (
 )
 from rkserve.core.errors import ArtifactRefused, RequestError, UnsupportedParameter
 from rkserve.core.messages import AdapterRef
-from rkserve.models.tensors import Parameter, difference, read_parameters
+from rkserve.models.weights import Parameter, difference, read_parameters
 
 VERSION = AdapterVersion(AdapterRef("tone", "v7", "a" * 64), 1234)
 BASE = BaseVersion("m", "step-7", "b" * 64, 5678)

@@ -22,7 +22,7 @@ from rkserve.api.openai.embeddings import (
 from rkserve.core.errors import RequestError, UnsupportedParameter
 from rkserve.core.messages import AdapterRef
 from rkserve.core.run_params import Pooling
-from rkserve.models.folder import EmbeddingSettings
+from rkserve.models.settings import EmbeddingSettings
 
 PLAIN = EmbeddingSettings()
 

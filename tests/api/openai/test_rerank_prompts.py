@@ -15,7 +15,7 @@ from rkserve.api.openai.rerank import RankedText, RerankModel, judge_of, request
 from rkserve.core.errors import InputTooLong, UnsupportedParameter
 from rkserve.core.messages import AdapterRef, Delta
 from rkserve.core.run_params import Scored
-from rkserve.models.rerank import RerankSettings
+from rkserve.models.settings import RerankSettings
 from tests.support.http.wire_folders import make_folder
 from tests.support.sim.sim_board import FOLDER
 

@@ -27,7 +27,8 @@ from rkserve.api.parsing.tools import FORMATS
 from rkserve.core.errors import RequestError, RkserveError, UnsupportedParameter
 from rkserve.core.messages import Delta, FinishReason, GenerateRequest, Thinking
 from rkserve.core.run_params import Sampling
-from rkserve.models.folder import FolderSettings, ModelFolder, open_model_folder
+from rkserve.models.folder import ModelFolder, open_model_folder
+from rkserve.models.settings import FolderSettings
 from tests.api.openai.test_answers import STAMP, chunks, client_of, finished, streaming, whole
 from tests.support.http.tool_talk import TIME, WEATHER, function
 from tests.support.http.wire_folders import CHATML, make_folder, read_back

@@ -17,7 +17,7 @@ from rkserve.api.responses.answers import ResponseAnswer
 from rkserve.api.responses.requests import ResponseCall, parse_response
 from rkserve.config.router import RouterConfig
 from rkserve.core.messages import Delta, Finished
-from rkserve.router.stored_responses.store import Responses
+from rkserve.router.stored_responses import Responses
 from tests.support.boards.board_bench import collect
 from tests.support.boards.fakes import run_loop
 from tests.support.http.tool_talk import GREEDY, Talk

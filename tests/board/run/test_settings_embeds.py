@@ -21,7 +21,7 @@ from rkserve.core.run_params import Embeds
 from rkserve.local import LocalBoard, open_board
 from rkserve.models.folder import open_model_folder
 from rkserve.native.sim.inputs import embeddings
-from rkserve.router.service import ServedModel
+from rkserve.router.served_models import ServedModel
 from tests.local.test_board import COUNTED, MODEL, SIMULATED, folder_with
 from tests.support.boards.fake_boards import accepted, finished
 from tests.support.http.router_house import house, model, scripted, send

@@ -16,7 +16,7 @@ from rkserve.core.run_params import EncoderShape, EncoderStates
 from rkserve.local import LocalBoard, open_board
 from rkserve.models.folder import open_model_folder
 from rkserve.native.engine_frames import FrameKind, FrameReader, pack_encoder, unpack_encoder
-from rkserve.router.service import ServedModel
+from rkserve.router.served_models import ServedModel
 from tests.board.run.test_settings_embeds import FIT, events_of, safetensors
 from tests.local.test_board import COUNTED, MODEL, SIMULATED, folder_with
 from tests.support.boards.engine_desk import Desk

@@ -17,7 +17,7 @@ from rkserve.control.artifact_metadata import (
 from rkserve.coordinator.artifacts.store import ArtifactRules, ArtifactStore
 from rkserve.core.desired_state import BaseVersion
 from rkserve.core.errors import ArtifactNotFound, ArtifactRefused, BodyTooLarge
-from rkserve.models.tensors import Parameter
+from rkserve.models.weights import Parameter
 from rkserve.native.sim.models import reseed
 from tests.support.paths import PROJECT
 

@@ -22,8 +22,8 @@ from rkserve.core.messages import (
     Usage,
 )
 from rkserve.core.run_params import Scored
-from rkserve.models.rerank import RerankSettings
-from rkserve.router.service import ServedModel
+from rkserve.models.settings import RerankSettings
+from rkserve.router.served_models import ServedModel
 from tests.support.boards.fake_boards import FakeBoards, accepted, eventually, report
 from tests.support.http.router_house import House, model, send
 

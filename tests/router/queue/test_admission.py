@@ -11,12 +11,9 @@ import pytest
 
 from rkserve.core.errors import DeadlineUnreachable, QueueFull, QueueTimeout, RateLimited
 from rkserve.router.auth import CallerLimits, Meter
-from rkserve.router.queue.admission import (
-    AdmissionQueue,
+from rkserve.router.queue.admission import AdmissionQueue, Capacity, QueueEntry, QueueTerms
+from rkserve.router.queue.reservation import (
     AnswerTiming,
-    Capacity,
-    QueueEntry,
-    QueueTerms,
     RequestSize,
     ServiceTime,
     ServiceTimeModel,

@@ -36,8 +36,7 @@ from rkserve.core.messages import (
 from rkserve.fleet.fleet import Fleet
 from rkserve.fleet.load import ModelBoards
 from rkserve.fleet.requests import RoutingRequest
-from rkserve.router.policies.base import Decision, RoutingPolicy, SendTo, WaitFor
-from rkserve.router.policies.simple import LeastLoadPolicy
+from rkserve.router.policies import Decision, LeastLoadPolicy, RoutingPolicy, SendTo, WaitFor
 from rkserve.router.queue.admission import QueueTerms
 from rkserve.router.queue.model_queue import LOOKED_AT
 from rkserve.router.queue.queues import ModelQueues, QueueRules, TriedBoards

@@ -23,7 +23,7 @@ from rkserve.core.messages import (
 )
 from rkserve.core.run_params import Pooling
 from rkserve.models.folder import open_model_folder
-from rkserve.router.service import ServedModel
+from rkserve.router.served_models import ServedModel
 from tests.support.boards.fake_boards import FakeBoards, accepted, report
 from tests.support.http.router_house import House
 from tests.support.paths import PROJECT

@@ -13,7 +13,7 @@ import uvicorn
 from rkserve.config.router import RouterConfig
 from rkserve.core.messages import Delta
 from rkserve.core.ports import free_port
-from rkserve.router.service import ServedModel
+from rkserve.router.served_models import ServedModel
 from tests.support.boards.fake_boards import (
     FakeBoards,
     Step,

@@ -30,10 +30,10 @@ from rkserve.http.gradio_routes import GradioCalls, PendingCall
 from rkserve.http.openapi import ApiDescription
 from rkserve.reference.dialects import EVENT
 from rkserve.router.coordinator_client import CoordinatorClient
-from rkserve.router.dispatch.build import open_dispatch, open_fleet
+from rkserve.router.dispatch.dispatch import open_dispatch, open_fleet
+from rkserve.router.response_store import ResponseStore
 from rkserve.router.service import Service
-from rkserve.router.stored_responses.sqlite import ResponseStore
-from rkserve.router.stored_responses.store import Responses
+from rkserve.router.stored_responses import Responses
 from tests.support.boards.embedding_boards import VectorBoards
 from tests.support.boards.embedding_boards import model as embedding_model
 from tests.support.boards.fake_boards import FakeBoards, answer

@@ -18,9 +18,10 @@ from rkserve.core.metrics import RouterMetrics
 from rkserve.http.app import make_app
 from rkserve.models.folder import open_model_folder
 from rkserve.router.coordinator_client import CoordinatorClient
-from rkserve.router.dispatch.build import open_dispatch, open_fleet
-from rkserve.router.service import ServedModel, Service
-from rkserve.router.stored_responses.store import ResponsePeers, Responses
+from rkserve.router.dispatch.dispatch import open_dispatch, open_fleet
+from rkserve.router.served_models import ServedModel
+from rkserve.router.service import Service
+from rkserve.router.stored_responses import ResponsePeers, Responses
 from tests.support.boards.fake_boards import FakeBoards, Step, report
 from tests.support.boards.own_time import run_loop
 from tests.support.cluster.fake_head import FakeHead

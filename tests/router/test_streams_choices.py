@@ -9,7 +9,7 @@ import pytest
 
 from rkserve.core.errors import BoardFailed, DeadlineExceeded, QueueFull
 from rkserve.core.messages import Accepted, Delta, Event, Finished, GenerateRequest, Paused
-from rkserve.router.dispatch.choices import WAITING, Choices, Generate
+from rkserve.router.streams import WAITING, Choices, Generate
 from tests.support.boards.fake_boards import FakeBoards, Step, accepted, answer, finished, report
 
 pytestmark = pytest.mark.virtual_time

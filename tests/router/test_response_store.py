@@ -13,7 +13,7 @@ import pytest
 
 from rkserve.api.responses.stored import StoredResponse
 from rkserve.core.errors import BodyTooLarge, ResponsesFailed
-from rkserve.router.stored_responses.sqlite import FILE, LOCK, ResponseStore, remove_all
+from rkserve.router.response_store import FILE, LOCK, ResponseStore, remove_all
 
 MINE, OTHERS = "mine", "another key's"
 A, B, C = (f"resp_{letter * 32}" for letter in "abc")
@@ -134,7 +134,7 @@ def test_the_longest_unused_go_where_there_is_too_much(tmp_path: Path, clock: Cl
 CRASH = """
 import os, sys
 from pathlib import Path
-from rkserve.router.stored_responses.sqlite import ResponseStore
+from rkserve.router.response_store import ResponseStore
 from rkserve.api.responses.stored import StoredResponse
 store = ResponseStore(Path(sys.argv[1]), 1 << 20, 1e10)
 store.write("mine", StoredResponse(sys.argv[2], None, (), {"status": "completed", "output": []}))

@@ -36,7 +36,7 @@ from rkserve.core.errors import (
     UnsupportedParameter,
 )
 from rkserve.router.auth import ClientKey, Keys
-from rkserve.router.stored_responses.sqlite import ResponseStore, remove_all, too_long
+from rkserve.router.response_store import ResponseStore, remove_all, too_long
 
 
 class ResponseMemory(Protocol):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from rkserve.deployments.hardware import HardwareView
+from rkserve.deployments.board_factory import HardwareView
 from rkserve.native.sim import telemetry
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from rkserve.core.errors import RateLimited, RequestError
 from rkserve.core.run_params import Guide, GuideKind
-from rkserve.router.grammar_check import KEPT, GrammarChecker, GrammarCheckRules
+from rkserve.router.off_loop import KEPT, GrammarChecker, GrammarCheckRules
 from rkserve.sampling.trial import MAX_CHARS
 from tests.support.boards.fake_boards import FakeBoards
 from tests.support.boards.fakes import run_loop

@@ -9,8 +9,8 @@ import pytest
 
 from rkserve.api.common.version_policy import ResolvedModel
 from rkserve.core.errors import AdapterBroken, ModelNotFound
-from rkserve.router import model_names as rules
-from rkserve.router.model_names import ModelNames
+from rkserve.router import served_models as rules
+from rkserve.router.served_models import ModelNames
 from tests.support.boards.own_time import run_loop
 
 pytestmark = pytest.mark.virtual_time

@@ -13,7 +13,7 @@ import pytest
 from rkserve.api.prompting.images import ImagePart
 from rkserve.config.router import ImagesConfig
 from rkserve.core.errors import RequestError
-from rkserve.router.images.fetch import (
+from rkserve.router.images import (
     MAX_REDIRECTS,
     Address,
     CheckedNetwork,

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rkserve.deployments.autoscaling import target
-from rkserve.deployments.request_router import PickReplica, ReplicaGone
+from rkserve.deployments.ray_extensions import PickReplica, ReplicaGone, target
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rkserve.router.queue.fairness import FairQueue, Waiting
+from rkserve.router.queue.admission import FairQueue, Waiting
 
 _numbers = count()
 

@@ -9,7 +9,7 @@ import pytest
 
 from rkserve.core.errors import ConfigError
 from rkserve.models.folder import open_model_folder
-from rkserve.models.vision import FAMILIES, VisionSettings
+from rkserve.models.settings import FAMILIES, VisionSettings
 from tests.support.http.wire_folders import make_folder
 from tests.support.paths import PROJECT
 

@@ -18,8 +18,7 @@ from rkserve.core.messages import (
 )
 from rkserve.fleet.prefix_index import Reuse
 from rkserve.fleet.requests import InFlightRequest, RoutingRequest
-from rkserve.router.policies.base import PolicySettings, SendTo, WaitFor
-from rkserve.router.policies.prefix import PrefixPolicy
+from rkserve.router.policies import PolicySettings, PrefixPolicy, SendTo, WaitFor
 from tests.support.routing import (
     NOTHING_ELSE,
     TALK,

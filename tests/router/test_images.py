@@ -17,9 +17,9 @@ from rkserve.config.router import ImagesConfig, RouterConfig
 from rkserve.core.errors import RequestError
 from rkserve.core.messages import GenerateRequest
 from rkserve.models.folder import open_model_folder
-from rkserve.models.vision import VisionSettings
-from rkserve.router.images.inputs import ImageInputs
-from rkserve.router.service import ServedModel
+from rkserve.models.settings import VisionSettings
+from rkserve.router.images import ImageInputs
+from rkserve.router.served_models import ServedModel
 from tests.support.boards.fake_boards import FakeBoards, Step, answer, report
 from tests.support.http.router_house import CHAT, House, send
 from tests.support.http.router_house import house as blind

@@ -13,8 +13,8 @@ import pytest
 from PIL import Image
 
 from rkserve.core.errors import RequestError
-from rkserve.models.vision import VisionSettings
-from rkserve.router.images.inputs import MAX_SCANS, picture_of
+from rkserve.models.settings import VisionSettings
+from rkserve.router.images import MAX_SCANS, picture_of
 
 PATH = "messages[0].content[1].image_url.url"
 RED, BLUE, GREY = (255, 0, 0), (0, 0, 255), (128, 128, 128)

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from rkserve.fleet.load import PauseEffect
 from rkserve.fleet.requests import InFlightRequest
-from rkserve.router.policies import POLICIES
-from rkserve.router.policies.base import SendTo
+from rkserve.router.policies import POLICIES, SendTo
 from tests.support.paths import PROJECT
 from tests.support.routing import (
     ask,

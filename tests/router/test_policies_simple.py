@@ -8,8 +8,7 @@ import pytest
 
 from rkserve.fleet.prefix_index import Reuse
 from rkserve.fleet.requests import InFlightRequest
-from rkserve.router.policies import POLICIES
-from rkserve.router.policies.base import PolicySettings, SendTo, WaitFor
+from rkserve.router.policies import POLICIES, PolicySettings, SendTo, WaitFor
 from tests.support.routing import (
     ask,
     boards,

@@ -1,13 +1,101 @@
-"""The tensors of a weight file, as a trainer lists them, and the difference of two lists."""
+"""Weight files: the metadata in their headers, and lists of their tensors as trainers give them."""
 
 from __future__ import annotations
 
+import os
 import re
+import stat
+import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from rkserve.core.errors import RequestError
+
+# Files mistaken for a .rkllm: their first bytes, the offset of these, and their kind.
+FOREIGN = (
+    (b"GGUF", 0, "a GGUF model, which has to be converted with rkllm-toolkit"),
+    (b"RKNN", 0, "an RKNN model, which belongs to librknnrt and not to librkllmrt"),
+    (b"RKSIMLRA", 0, "an adapter for simulated boards, and no base model"),
+    (b"PK\x03\x04", 0, "a ZIP archive or a PyTorch checkpoint"),
+    (b"\x1f\x8b", 0, "a gzip archive"),
+    (b"(\xb5/\xfd", 0, "a Zstandard archive"),
+    (b"\xfd7zXZ", 0, "an xz archive"),
+    (b"ustar", 257, "a tar archive"),
+    (b"\x7fELF", 0, "a program or a library"),
+    (b"\x89HDF", 0, "an HDF5 file"),
+    (b'{"', 8, "a safetensors file, which has to be converted with rkllm-toolkit"),
+    (b"version https://git-lfs", 0, "a pointer of Git LFS; fetch the file itself"),
+)
+# The header of rkserve.native.sim.models and the simulated runtime: magic, format, size, names.
+SIM_MAGIC, SIM_FORMAT = b"RKSIMLLM", 1
+SIM_HEADER = struct.Struct("<8sII64s16s64s16s16s4I6I5i")
+
+
+class UnfitWeights(ValueError):
+    """The reason why a file certainly is no model for RKLLM; callers put it into their message."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsMetadata:
+    """The metadata in the header of a model file; None is unknown.
+
+    The vendor has not published the ``.rkllm`` format, so nothing is known about a real file before
+    it is loaded, and only files that certainly are something else are refused. ``platform`` is the
+    SoC that it was converted for (``any``: all), ``max_context`` the longest context.
+    """
+
+    size_bytes: int
+    simulated: bool = False
+    model_id: str | None = None
+    platform: str | None = None
+    toolkit: str | None = None
+    max_context: int | None = None
+
+
+def weights_facts(path: Path) -> WeightsMetadata:
+    """Return the metadata of a model's file without loading it.
+
+    Raises:
+        UnfitWeights: it certainly is no model for RKLLM, or is damaged.
+        OSError: it cannot be read.
+    """
+    with path.open("rb") as file:
+        found = os.fstat(file.fileno())
+        if not stat.S_ISREG(found.st_mode):
+            raise UnfitWeights("it is no regular file")
+        head = file.read(SIM_HEADER.size)
+    if not head.strip(b"\0"):
+        raise UnfitWeights("it is empty" if not head else "it begins with nothing but zeros")
+    for magic, at, kind in FOREIGN:
+        if head[at : at + len(magic)] == magic:
+            raise UnfitWeights(f"it is {kind}")
+    if head.lstrip()[:1] == b"<":
+        raise UnfitWeights("it is a page of HTML or XML, perhaps what a server answered instead")
+    if head.startswith(SIM_MAGIC):
+        return _simulated(head, found.st_size)
+    return WeightsMetadata(found.st_size)
+
+
+def _simulated(head: bytes, size_bytes: int) -> WeightsMetadata:
+    if len(head) < SIM_HEADER.size:
+        raise UnfitWeights("it is a simulated model that was cut off")
+    _, form, said_bytes, model_id, platform, _, toolkit, _, max_context, *_ = SIM_HEADER.unpack(
+        head
+    )
+    if form != SIM_FORMAT:
+        raise UnfitWeights(f"it is a simulated model of the unknown format {form}")
+    if said_bytes != size_bytes:
+        raise UnfitWeights(
+            f"it is a simulated model of {said_bytes} bytes, of which {size_bytes} are there"
+        )
+    texts = [
+        field.partition(b"\0")[0].decode(errors="replace")
+        for field in (model_id, platform, toolkit)
+    ]
+    return WeightsMetadata(size_bytes, True, texts[0], texts[1], texts[2], max_context)
+
 
 MAX_PARAMETERS = 20_000
 MAX_NAME_CHARS = 256

@@ -1,1 +1,0 @@
-"""Images in requests: fetched, checked, decoded. The only room that decodes them."""
