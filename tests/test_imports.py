@@ -47,7 +47,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "api.anthropic": BASE | API,
     "api.ollama": BASE | API | {"api.openai"},
     "api.admin": BASE | API,
-    "reference": BASE | {"api", "control.operations"},
+    "reference": BASE | {"api", "control.calls", "control.operations"},
     "fleet": BASE,
     "control": BASE,
     "router.policies": BASE | {"fleet"},

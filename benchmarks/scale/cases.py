@@ -17,7 +17,7 @@ from benchmarks.scale.rollout import Converged, Rolling
 from benchmarks.scale.router import Router
 from benchmarks.scale.talk import Shape
 from benchmarks.scale.world import World
-from rkserve.control.rollout_plan import Strategy
+from rkserve.control.calls import Strategy
 from rkserve.core.block_hashes import BlockHashes, CachedPrefixes, FilePrefix, pack, seed_of
 from rkserve.fleet.load import ModelBoards, RoutingStatus
 from rkserve.fleet.prefix_index import PrefixIndex

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from random import Random
 
 from rkserve.control import state_changes
+from rkserve.control.calls import Strategy
 from rkserve.control.rollout import (
     BoardAnswered,
     BoardJoined,
@@ -19,7 +20,7 @@ from rkserve.control.rollout import (
     advance,
     start,
 )
-from rkserve.control.rollout_plan import AdapterRolloutPlan, Move, MoveRequest, Strategy
+from rkserve.control.rollout_plan import AdapterRolloutPlan, Move, MoveRequest
 from rkserve.core.desired_state import AdapterVersion, Desired
 from rkserve.core.messages import AdapterRef
 

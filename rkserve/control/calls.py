@@ -1,41 +1,293 @@
-"""Calls from a Router to the Coordinator and their results: values that are sent by pickle.
+"""Calls from a Router to the Coordinator: values that are sent by pickle.
 
-``params`` by kind; all keys may be absent or null if a default is given:
-
-- ``pause``: ``models``, ``boards`` (lists of IDs, empty = all), ``adapter`` (name, null = the
-  boards as a whole), ``mode`` (keep | wait | abort), ``clear_cache``, ``lease_s`` (seconds, null =
-  none); ``resume``: ``models``, ``boards``, ``adapter``, none of them = everything.
-- ``sleep``: ``models``, ``boards``, ``mode``, ``level`` (0 | 1 | 2, 1), ``lease_s``, ``wakes``
-  (whether a request for the model ends it; null = as its boards' group is configured); ``wake``:
-  ``models``, ``boards``, ``tags`` (of ``weights``, ``kv_cache``; none = both), ``requested`` (only
-  sleeps that a request ends, and without refusing the rest, false).
-- ``cache_reset``: ``models``, ``boards``, ``reset_running_requests``; ``abort``: ``request_ids``
-  (null = all), ``models``, ``boards``.
-- ``adapter_stage``: ``model``, ``name``, ``version``, ``digest`` (sha256, hexadecimal), ``scale``,
-  ``size_bytes``: the artifact is in the head's store already.
-- ``adapter_rollout``: ``model``, ``name``, ``version``, ``strategy`` (atomic | rolling | canary),
-  ``max_unavailable`` (boards, 1), ``weight`` (0 to 1, of sessions), ``in_flight`` (pin | switch |
-  abort), ``observe_s`` (seconds), ``auto`` (promote when the verdict is good, true).
-- ``adapter_rollback``, ``adapter_promote``: ``model``, ``name``.
-- ``adapter_retire``: ``model``, ``name``, ``version`` (null = the whole adapter).
-- ``label``: ``model``, ``label``, ``reset_step`` (forget the last step of a trainer, false).
-- ``weight_update``: ``model``, ``step`` (a trainer's, later than the last), ``in_flight`` (pin |
-  switch | abort, switch), and either ``name`` and ``version`` of a staged adapter, or ``digest``,
-  ``size_bytes`` and ``version`` (its label) of base weights in the head's store.
-- ``rebase``: ``model``, ``digest`` and ``size_bytes`` of base weights in the head's store (null =
-  the file in the model folder), ``label`` (null = of the content), ``max_unavailable`` (boards, 1),
-  ``in_flight`` (pin).
+Each kind of operation has an action: a model that names its parameters, their types and their
+defaults. An operation's record keeps the action, and shows the parameters that were given.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from enum import Enum
+from typing import Annotated, Literal, TypeAlias
 
-from rkserve.control.operations import ControlOperation, OperationKind
-from rkserve.control.params import Params
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue
+
+from rkserve.core.desired_state import (
+    AdapterVersion,
+    BaseVersion,
+    InFlight,
+    PauseMode,
+    Scope,
+    SleepLevel,
+)
+from rkserve.core.messages import AdapterRef
+
+WEIGHTS, KV_CACHE = "weights", "kv_cache"
+
+
+class OperationKind(str, Enum):
+    """The kinds of operations."""
+
+    PAUSE = "pause"
+    RESUME = "resume"
+    SLEEP = "sleep"
+    WAKE = "wake"
+    CACHE_RESET = "cache_reset"
+    ABORT = "abort"
+    ADAPTER_STAGE = "adapter_stage"
+    ADAPTER_ROLLOUT = "adapter_rollout"
+    ADAPTER_ROLLBACK = "adapter_rollback"
+    ADAPTER_PROMOTE = "adapter_promote"
+    ADAPTER_RETIRE = "adapter_retire"
+    LABEL = "label"
+    WEIGHT_UPDATE = "weight_update"
+    REBASE = "rebase"
+
+
+class Strategy(str, Enum):
+    """The strategy of a rollout: everywhere at one instant, board by board, or for some
+    sessions.
+    """
+
+    ATOMIC = "atomic"
+    ROLLING = "rolling"
+    CANARY = "canary"
+
+
+def _whole(level: object) -> object:
+    """Refuse true and 1.0, which an enum of integers accepts."""
+    if isinstance(level, bool | float):
+        raise ValueError("a level is 0, 1 or 2")  # noqa: TRY004 # pydantic turns it into its own
+    return level
+
+
+Text = Annotated[str, Field(min_length=1)]
+Level = Annotated[SleepLevel, BeforeValidator(_whole)]
+Handling = Annotated[InFlight, Field(strict=False)]
+_K = OperationKind
+
+
+class Action(BaseModel):
+    """The parameters of an operation, of the kind that its class stands for."""
+
+    # Validators are built at first use: a Router that only pauses needs one of them.
+    model_config = ConfigDict(
+        frozen=True, strict=True, extra="forbid", allow_inf_nan=False, defer_build=True
+    )
+    kind: OperationKind
+
+    @property
+    def params(self) -> dict[str, JsonValue]:
+        """The given parameters as JSON data, for records and answers."""
+        return self.model_dump(mode="json", exclude_unset=True, exclude={"kind"})
+
+
+class ScopedAction(Action):
+    """An action on a part of the cluster: model IDs, board IDs (empty: all), and the name of an
+    adapter (None: the boards as a whole).
+    """
+
+    models: tuple[Text, ...] = ()
+    boards: tuple[Text, ...] = ()
+    adapter: Text | None = None
+
+    @property
+    def scope(self) -> Scope:
+        """The part of the cluster."""
+        return Scope(tuple(sorted(set(self.models))), tuple(sorted(set(self.boards))), self.adapter)
+
+
+class PauseAction(ScopedAction):
+    """Stop generation. ``lease_s`` (None: no limit) is in seconds."""
+
+    kind: Literal[_K.PAUSE] = _K.PAUSE
+    mode: PauseMode = PauseMode.KEEP
+    clear_cache: bool = False
+    lease_s: float | None = None
+
+
+class ResumeAction(ScopedAction):
+    """Remove pauses."""
+
+    kind: Literal[_K.RESUME] = _K.RESUME
+
+
+class SleepAction(ScopedAction):
+    """Unload models. ``wakes``: a request for the model ends it; None is as its boards' group is
+    configured.
+    """
+
+    kind: Literal[_K.SLEEP] = _K.SLEEP
+    mode: PauseMode = PauseMode.KEEP
+    level: Level = SleepLevel.UNLOADED
+    lease_s: float | None = None
+    wakes: bool | None = None
+
+
+class WakeAction(ScopedAction):
+    """Load models again; empty ``tags`` are both. With ``requested`` it removes only sleeps that a
+    request ends, and does not refuse the rest.
+    """
+
+    kind: Literal[_K.WAKE] = _K.WAKE
+    tags: tuple[Annotated[str, Field(pattern=f"^({WEIGHTS}|{KV_CACHE})$")], ...] = ()
+    requested: bool = False
+
+
+class CacheResetAction(ScopedAction):
+    """Clear KV caches."""
+
+    kind: Literal[_K.CACHE_RESET] = _K.CACHE_RESET
+    reset_running_requests: bool = False
+
+
+class AbortAction(ScopedAction):
+    """Abort the named requests; None or empty is all."""
+
+    kind: Literal[_K.ABORT] = _K.ABORT
+    request_ids: tuple[Text, ...] | None = None
+
+
+class ModelAction(Action):
+    """An action on the weights or adapters of one model."""
+
+    model: Text
+
+
+class LabelAction(ModelAction):
+    """Name the weights. ``reset_step`` forgets the last step of a trainer."""
+
+    kind: Literal[_K.LABEL] = _K.LABEL
+    label: Text
+    reset_step: bool = False
+
+
+class AdapterStageAction(ModelAction):
+    """Deliver a version whose file is in the head's store."""
+
+    kind: Literal[_K.ADAPTER_STAGE] = _K.ADAPTER_STAGE
+    name: Text
+    version: Text
+    digest: Text
+    scale: float = 1.0
+    size_bytes: int
+
+    @property
+    def artifact(self) -> AdapterVersion:
+        """The version."""
+        ref = AdapterRef(self.name, self.version, self.digest, self.scale)
+        return AdapterVersion(ref, self.size_bytes)
+
+
+class ServingAction(ModelAction):
+    """An action that changes the versions that a model serves."""
+
+
+class AdapterRolloutAction(ServingAction):
+    """Serve a staged version. ``weight`` is the canary's share of the sessions, which is observed
+    for ``observe_s`` seconds; with ``auto`` it is promoted on a good verdict.
+    """
+
+    kind: Literal[_K.ADAPTER_ROLLOUT] = _K.ADAPTER_ROLLOUT
+    name: Text
+    version: Text
+    strategy: Annotated[Strategy, Field(strict=False)] = Strategy.ATOMIC
+    max_unavailable: Annotated[int, Field(ge=1)] = 1
+    weight: Annotated[float, Field(ge=0, le=1)] = 0.1
+    in_flight: Handling = InFlight.PIN
+    observe_s: Annotated[float, Field(ge=0)] = 60.0
+    auto: bool = True
+
+
+class AdapterRollbackAction(ServingAction):
+    """Serve the previous version again."""
+
+    kind: Literal[_K.ADAPTER_ROLLBACK] = _K.ADAPTER_ROLLBACK
+    name: Text
+
+
+class AdapterPromoteAction(ServingAction):
+    """Make the observed canary the active version."""
+
+    kind: Literal[_K.ADAPTER_PROMOTE] = _K.ADAPTER_PROMOTE
+    name: Text
+
+
+class AdapterRetireAction(ServingAction):
+    """Remove a version; None is the whole adapter."""
+
+    kind: Literal[_K.ADAPTER_RETIRE] = _K.ADAPTER_RETIRE
+    name: Text
+    version: Text | None = None
+
+
+class WeightUpdateAction(ServingAction):
+    """Serve a trainer's weights from one instant on: with ``name`` a staged adapter version, else
+    base weights in the head's store, of which ``version`` is the label. ``step`` is the trainer's,
+    later than the last one.
+    """
+
+    kind: Literal[_K.WEIGHT_UPDATE] = _K.WEIGHT_UPDATE
+    step: Annotated[int, Field(ge=0)]
+    in_flight: Handling = InFlight.SWITCH
+    name: Text | None = None
+    version: Text
+    digest: Text | None = None
+    size_bytes: int | None = None
+
+    @property
+    def artifact(self) -> BaseVersion | None:
+        """The base weights that it brings to boards, if any."""
+        return _base(self.model, self.version, self.digest, self.size_bytes)
+
+
+class RebaseAction(ServingAction):
+    """Load other base weights board by board: those of ``digest`` in the head's store, or with None
+    the file in the model folder. ``model_path`` is their place as the caller named it.
+    """
+
+    kind: Literal[_K.REBASE] = _K.REBASE
+    model_path: str | None = None
+    label: Text | None = None
+    in_flight: Handling = InFlight.PIN
+    max_unavailable: Annotated[int, Field(ge=1)] = 1
+    digest: Text | None = None
+    size_bytes: int | None = None
+
+    @property
+    def artifact(self) -> BaseVersion | None:
+        """The base weights that it brings to boards, if any."""
+        return _base(self.model, self.label, self.digest, self.size_bytes)
+
+
+def _base(
+    model: str, label: str | None, digest: str | None, size_bytes: int | None
+) -> BaseVersion | None:
+    if digest is None:
+        return None
+    return BaseVersion(model, label or digest[:12], digest, size_bytes or 0)
+
+
+# An action of any kind; in JSON data its ``kind`` tells which.
+AnyAction: TypeAlias = Annotated[
+    PauseAction
+    | ResumeAction
+    | SleepAction
+    | WakeAction
+    | CacheResetAction
+    | AbortAction
+    | LabelAction
+    | AdapterStageAction
+    | AdapterRolloutAction
+    | AdapterRollbackAction
+    | AdapterPromoteAction
+    | AdapterRetireAction
+    | WeightUpdateAction
+    | RebaseAction,
+    Field(discriminator="kind"),
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +300,22 @@ class OperationRequest:
     ``background`` answers at once, with a running operation.
     """
 
-    kind: OperationKind
-    params: Params = field(default_factory=dict, hash=False)
+    action: AnyAction
     who: str = ""
     key: str | None = None
     timeout_s: float | None = None
     expected_epoch: int | None = None
     background: bool = False
+
+    @property
+    def kind(self) -> OperationKind:
+        """The kind of operation."""
+        return self.action.kind
+
+    @property
+    def params(self) -> dict[str, JsonValue]:
+        """The given parameters as JSON data."""
+        return self.action.params
 
     @property
     def fingerprint(self) -> str:
@@ -66,17 +327,3 @@ class OperationRequest:
             allow_nan=False,
         )
         return hashlib.sha256(content.encode()).hexdigest()
-
-
-@dataclass(frozen=True, slots=True)
-class OperationOutcome:
-    """The answer. ``status`` is HTTP's: 200, 202, 207, or that of ``operation.error``.
-
-    ``applied`` is False if this call changed nothing: it repeats an earlier one, or its change was
-    already in effect. ``emitted`` has the token counts of stopped generations by request ID.
-    """
-
-    status: int
-    operation: ControlOperation
-    applied: bool = True
-    emitted: Mapping[str, int] = field(default_factory=dict, hash=False)

@@ -3,20 +3,19 @@ strictly.
 
 Reading refuses anything that writing would not produce: another schema, an unknown or missing
 field, a value of another type, a duplicate key, a number that is not finite. The fields come from
-the types of the values. Sequences in free JSON (``params``, ``details``) are read back as lists.
+the types of the values. Sequences in free JSON (``details``) are read back as lists.
 """
 
 from __future__ import annotations
 
-import collections.abc
 import json
 import math
-import types
-from collections.abc import Mapping, Sequence
-from dataclasses import fields, is_dataclass
-from enum import Enum
+import reprlib
+from collections.abc import Callable
 from functools import cache
-from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
 
 from rkserve.control.operations import ControlOperation
 from rkserve.core.desired_state import Desired, DesiredCache
@@ -28,10 +27,6 @@ SCHEMA = 2
 T = TypeVar("T")
 
 
-class _Free:
-    """Marks a field that holds any JSON value."""
-
-
 def write_desired(desired: Desired) -> str:
     """Return a desired state as text. Raises ``LedgerFailed`` for values that JSON cannot hold."""
     return _write("desired", desired)
@@ -39,7 +34,7 @@ def write_desired(desired: Desired) -> str:
 
 def read_desired(text: str) -> Desired:
     """Return the desired state of a text. Raises ``LedgerFailed`` with the reason."""
-    return _parse("desired", Desired, text)
+    return _read("desired", Desired, text)
 
 
 def write_operation(operation: ControlOperation) -> str:
@@ -49,7 +44,7 @@ def write_operation(operation: ControlOperation) -> str:
 
 def read_operation(text: str) -> ControlOperation:
     """Return the operation of a text. Raises ``LedgerFailed`` with the reason."""
-    return _parse("operation", ControlOperation, text)
+    return _read("operation", ControlOperation, text)
 
 
 def write_cache(cache: DesiredCache) -> str:
@@ -59,33 +54,49 @@ def write_cache(cache: DesiredCache) -> str:
 
 def read_cache(text: str) -> DesiredCache:
     """Return the prompt cache of a text. Raises ``LedgerFailed`` with the reason."""
-    return _parse("cache", DesiredCache, text)
+    return _read("cache", DesiredCache, text)
 
 
-def plain(value: object) -> Any:
-    """Return a value as JSON data, for answers that show it in its stored form."""
-    if is_dataclass(value):
-        return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
-    if isinstance(value, Enum):
-        return value.value
-    if isinstance(value, Mapping):
-        return {key: plain(one) for key, one in value.items()}
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return [plain(one) for one in value]
-    return value
+# Built at first use, since a Router stores nothing.
+_adapter: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)
+
+
+def _plain(value: Any) -> Any:
+    """Return a value's fields. An operation's kind and parameters stand beside each other."""
+    if isinstance(value, ControlOperation):
+        found = _adapter(ControlOperation).dump_python(value, exclude={"action"}, warnings=False)
+        return {**found, "kind": value.kind, "params": value.params}
+    return _adapter(type(value)).dump_python(value, warnings=False)
 
 
 def _write(what: str, value: object) -> str:
-    content = {"schema": SCHEMA, what: plain(value)}
     try:
+        content = {"schema": SCHEMA, what: _plain(value)}
         return json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise LedgerFailed(f"A value of '{what}' cannot be kept: {error}.") from error
 
 
-def _parse(what: str, kind: type[T], text: str) -> T:
+def _read(what: str, kind: type[T], text: str) -> T:
+    content = _content(what, text)
     try:
-        content = json.loads(text, object_pairs_hook=_once, parse_constant=_never)
+        given = json.dumps(_with_action(content) if kind is ControlOperation else content)
+        found: T = _adapter(kind).validate_json(given, strict=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        said = f"{first['msg']}, not {reprlib.repr(first['input'])}"
+        raise _wrong(_path(what, first["loc"]), said) from error
+    # The types alone would accept unknown fields, and absent ones that have a default.
+    _compare(content, json.loads(json.dumps(_plain(found))), what)
+    return found
+
+
+def _content(what: str, text: str) -> Any:
+    """Return the value in a text, converted to the current schema."""
+    try:
+        content = json.loads(
+            text, object_pairs_hook=_once, parse_constant=_never, parse_float=_finite
+        )
     except (ValueError, RecursionError) as error:
         raise LedgerFailed(f"What is kept as '{what}' is no JSON: {error}.") from error
     if not isinstance(content, dict) or type(content.get("schema")) is not int:
@@ -99,8 +110,15 @@ def _parse(what: str, kind: type[T], text: str) -> T:
         raise LedgerFailed(f"What is kept as '{what}' has the keys {sorted(content)}.")
     for older in range(schema, SCHEMA):
         content[what] = _OLDER[older](what, content[what])
-    found: T = _read(kind, content[what], what)
-    return found
+    return content[what]
+
+
+def _with_action(content: Any) -> Any:
+    """Return a stored operation with its kind and parameters as one value."""
+    if not isinstance(content, dict) or not isinstance(content.get("params"), dict):
+        return content
+    rest = {name: value for name, value in content.items() if name not in ("kind", "params")}
+    return {**rest, "action": {**content["params"], "kind": content.get("kind")}}
 
 
 def _of_schema_1(what: str, value: Any) -> Any:
@@ -136,88 +154,31 @@ def _never(constant: str) -> float:
     raise ValueError(f"{constant} is no number of JSON")
 
 
-@cache
-def _hints(kind: type) -> dict[str, Any]:
-    # `Json` is recursive; the reader of types treats it as any JSON value.
-    free = {"Json": _Free, "Params": Mapping[str, _Free]}
-    return get_type_hints(kind, localns=free)
+def _finite(number: str) -> float:
+    found = float(number)
+    if not math.isfinite(found):  # Python reads 1e999 as infinity
+        raise ValueError(f"{number} is not finite")
+    return found
 
 
-def _read(kind: Any, value: Any, where: str) -> Any:
-    if kind is _Free:
-        return _finite(value, where)
-    if is_dataclass(kind):
-        return _read_fields(kind, value, where)
-    origin = get_origin(kind)
-    if origin is not None:
-        return _READERS[origin](get_args(kind), value, where)
-    if issubclass(kind, Enum):
-        return _read_choice(kind, value, where)
-    if kind is float and type(value) is int and abs(value) < 1 << 1000:
-        return float(value)
-    if type(value) is not kind:
-        raise _wrong(where, f"{value!r} is no {kind.__name__}")
-    return _finite(value, where)
+def _compare(read: Any, written: Any, where: str) -> None:
+    """Raise ``LedgerFailed`` unless a value that was read is written in the same way."""
+    if isinstance(read, dict) and isinstance(written, dict):
+        if read.keys() != written.keys():
+            raise _wrong(where, f"it has the fields {sorted(read)}, not {sorted(written)}")
+        for name, value in read.items():
+            if name != "params":  # an action refuses both
+                _compare(value, written[name], f"{where}.{name}")
+    elif isinstance(read, list) and isinstance(written, list) and len(read) == len(written):
+        for number, value in enumerate(read):
+            _compare(value, written[number], f"{where}[{number}]")
+    # True and 1.0 are equal to 1, and an enum of integers accepts them.
+    elif read != written or (type(written) is int and type(read) is not int):
+        raise _wrong(where, f"{read!r} would be written as {written!r}")
 
 
-def _read_fields(kind: Any, value: Any, where: str) -> Any:
-    hints = _hints(kind)
-    if not isinstance(value, dict):
-        raise _wrong(where, "it is no object")
-    if set(value) != set(hints):
-        raise _wrong(where, f"it has the fields {sorted(value)}, not {sorted(hints)}")
-    return kind(
-        **{name: _read(hint, value[name], f"{where}.{name}") for name, hint in hints.items()}
-    )
-
-
-def _read_optional(kinds: tuple[Any, ...], value: Any, where: str) -> Any:
-    (kind,) = (one for one in kinds if one is not type(None))
-    return None if value is None else _read(kind, value, where)
-
-
-def _read_tuple(kinds: tuple[Any, ...], value: Any, where: str) -> Any:
-    if not isinstance(value, list):
-        raise _wrong(where, "it is no list")
-    if kinds[-1] is Ellipsis:
-        kinds = (kinds[0],) * len(value)
-    if len(kinds) != len(value):
-        raise _wrong(where, f"it has {len(value)} entries, not {len(kinds)}")
-    pairs = enumerate(zip(kinds, value, strict=True))
-    return tuple(_read(kind, one, f"{where}[{n}]") for n, (kind, one) in pairs)
-
-
-def _read_mapping(kinds: tuple[Any, ...], value: Any, where: str) -> Any:
-    if not isinstance(value, dict):
-        raise _wrong(where, "it is no object")
-    return {key: _read(kinds[1], one, f"{where}[{key!r}]") for key, one in value.items()}
-
-
-def _read_choice(kind: type[Enum], value: Any, where: str) -> Enum:
-    # By type as well: true and 1.0 are equal to an enum value of 1.
-    for one in kind:
-        if type(one.value) is type(value) and one.value == value:
-            return one
-    raise _wrong(where, f"{value!r} is none of {[one.value for one in kind]}")
-
-
-_READERS = {
-    tuple: _read_tuple,
-    collections.abc.Mapping: _read_mapping,
-    types.UnionType: _read_optional,
-    Union: _read_optional,
-}
-
-
-def _finite(value: Any, where: str) -> Any:
-    # Python reads 1e999 as infinity, which JSON cannot represent.
-    if isinstance(value, float) and not math.isfinite(value):
-        raise _wrong(where, "the number is not finite")
-    if isinstance(value, list):
-        return [_finite(one, f"{where}[{n}]") for n, one in enumerate(value)]
-    if isinstance(value, dict):
-        return {key: _finite(one, f"{where}[{key!r}]") for key, one in value.items()}
-    return value
+def _path(what: str, loc: tuple[int | str, ...]) -> str:
+    return what + "".join(f"[{one}]" if isinstance(one, int) else f".{one}" for one in loc)
 
 
 def _wrong(where: str, why: str) -> LedgerFailed:

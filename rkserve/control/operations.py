@@ -5,31 +5,31 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from typing import TypeGuard
 
-from rkserve.control import params as read
-from rkserve.control.params import Json, Params
+from pydantic import JsonValue
+
+from rkserve.control.calls import (
+    AdapterPromoteAction,
+    AdapterRetireAction,
+    AdapterRollbackAction,
+    AdapterRolloutAction,
+    AdapterStageAction,
+    AnyAction,
+    CacheResetAction,
+    LabelAction,
+    OperationKind,
+    PauseAction,
+    ResumeAction,
+    ServingAction,
+    SleepAction,
+    Strategy,
+    WakeAction,
+    WeightUpdateAction,
+)
 from rkserve.control.state_changes import overlap
 from rkserve.core.desired_state import InFlight, Scope
 from rkserve.core.errors import OperationConflict, RkserveError
-
-
-class OperationKind(str, Enum):
-    """The kinds of operations."""
-
-    PAUSE = "pause"
-    RESUME = "resume"
-    SLEEP = "sleep"
-    WAKE = "wake"
-    CACHE_RESET = "cache_reset"
-    ABORT = "abort"
-    ADAPTER_STAGE = "adapter_stage"
-    ADAPTER_ROLLOUT = "adapter_rollout"
-    ADAPTER_ROLLBACK = "adapter_rollback"
-    ADAPTER_PROMOTE = "adapter_promote"
-    ADAPTER_RETIRE = "adapter_retire"
-    LABEL = "label"
-    WEIGHT_UPDATE = "weight_update"
-    REBASE = "rebase"
 
 
 class OperationState(str, Enum):
@@ -110,7 +110,7 @@ class BoardOutcome:
     latency_ms: float = 0.0
     error: str = ""
     message: str = ""
-    details: Mapping[str, Json] = field(default_factory=dict, hash=False)
+    details: Mapping[str, JsonValue] = field(default_factory=dict, hash=False)
 
     @property
     def good(self) -> bool:
@@ -136,16 +136,15 @@ class ControlError:
 class ControlOperation:
     """One operation. Times are in seconds since 1970, ``phases`` are (name, milliseconds).
 
-    ``params`` are those of its call, ``who`` names the caller without any secret. ``epoch`` is the
+    ``action`` is that of its call, ``who`` names the caller without any secret. ``epoch`` is the
     last one that it made (0: none). ``key`` and ``fingerprint`` are those of the call, so that a
     repeated call finds it. ``results`` are by board ID. ``error`` is None on success.
     """
 
     id: str
-    kind: OperationKind
+    action: AnyAction
     state: OperationState = OperationState.RUNNING
     phase: Phase = Phase.ACCEPTED
-    params: Params = field(default_factory=dict, hash=False)
     who: str = ""
     created_s: float = 0.0
     finished_s: float | None = None
@@ -155,6 +154,16 @@ class ControlOperation:
     results: Mapping[str, BoardOutcome] = field(default_factory=dict, hash=False)
     phases: tuple[tuple[str, float], ...] = ()
     error: ControlError | None = None
+
+    @property
+    def kind(self) -> OperationKind:
+        """The kind of its action."""
+        return self.action.kind
+
+    @property
+    def params(self) -> dict[str, JsonValue]:
+        """The parameters of its call as JSON data."""
+        return self.action.params
 
     @property
     def over(self) -> bool:
@@ -200,154 +209,132 @@ class ControlOperation:
         return replace(self, state=state, phase=Phase.DONE, finished_s=now_s, error=error)
 
 
-# These hold boards briefly, unless their strategy is rolling or canary.
-_HOLDERS = frozenset(
-    {
-        OperationKind.ADAPTER_ROLLOUT,
-        OperationKind.ADAPTER_ROLLBACK,
-        OperationKind.WEIGHT_UPDATE,
-    }
-)
-# These change the versions that a model serves.
-ROLLOUTS = frozenset(
-    {
-        OperationKind.ADAPTER_ROLLOUT,
-        OperationKind.ADAPTER_ROLLBACK,
-        OperationKind.ADAPTER_PROMOTE,
-        OperationKind.ADAPTER_RETIRE,
-        OperationKind.WEIGHT_UPDATE,
-        OperationKind.REBASE,
-    }
-)
-# Those of them that may change base weights.
+@dataclass(frozen=True, slots=True)
+class OperationOutcome:
+    """The answer to an ``OperationRequest``. ``status`` is HTTP's: 200, 202, 207, or that of
+    ``operation.error``.
+
+    ``applied`` is False if this call changed nothing: it repeats an earlier one, or its change was
+    already in effect. ``emitted`` has the token counts of stopped generations by request ID.
+    """
+
+    status: int
+    operation: ControlOperation
+    applied: bool = True
+    emitted: Mapping[str, int] = field(default_factory=dict, hash=False)
+
+
+# These may change base weights.
 UPDATES = frozenset({OperationKind.WEIGHT_UPDATE, OperationKind.REBASE})
 # Their effect is not promised to the caller before they are answered.
 HOLDS = frozenset({OperationKind.PAUSE, OperationKind.SLEEP})
-_PAUSING = frozenset({OperationKind.PAUSE, OperationKind.RESUME, OperationKind.WAKE})
-_RESTING = frozenset({OperationKind.SLEEP, OperationKind.WAKE})
-_K = OperationKind
 
 
-def conflict(
-    running: Iterable[ControlOperation], kind: OperationKind, params: Params
-) -> str | None:
+def conflict(running: Iterable[ControlOperation], asked: AnyAction) -> str | None:
     """Return why a running operation excludes the requested one; None if none does.
 
     ``promote`` and ``rollback`` of an adapter whose canary is being observed are allowed: that
     rollout (``deciding``) receives them instead of a new operation.
     """
     for one in running:
-        if not one.over and (why := _excludes(one, kind, params)):
+        if not one.over and (why := _excludes(one, asked)):
             return f"Operation '{one.id}' ({one.kind.value}) is going on: {why}"
     return None
 
 
-def deciding(
-    running: Iterable[ControlOperation], kind: OperationKind, params: Params
-) -> ControlOperation | None:
+def deciding(running: Iterable[ControlOperation], asked: AnyAction) -> ControlOperation | None:
     """Return the observed canary that a ``promote`` or ``rollback`` decides, if any."""
-    if kind not in (_K.ADAPTER_PROMOTE, _K.ADAPTER_ROLLBACK):
-        return None
-    return next((one for one in running if _is_observed(one) and _same_line(one, params)), None)
+    return next((one for one in running if _decides(asked, one)), None)
 
 
-def _excludes(one: ControlOperation, kind: OperationKind, params: Params) -> str | None:
-    if one.kind in ROLLOUTS:
-        return _beside_rollout(one, kind, params)
-    if one.kind in _RESTING:
-        return _beside_rest(one, kind, params)
-    if _stops(one) and kind is _K.RESUME:
-        meet = overlap(read.scope(one.params), read.scope(params))
+def _excludes(one: ControlOperation, asked: AnyAction) -> str | None:
+    doing = one.action
+    if isinstance(doing, ServingAction):
+        return _beside_rollout(one, doing, asked)
+    if isinstance(doing, SleepAction | WakeAction):
+        return _beside_sleep(doing, asked)
+    if isinstance(asked, ResumeAction) and _stops(doing):
+        meet = overlap(doing.scope, asked.scope)
         return "boards are still stopping; resume once it is answered." if meet else None
-    if one.kind is _K.ADAPTER_STAGE and kind in (_K.ADAPTER_STAGE, _K.ADAPTER_RETIRE):
-        return _same_version(one, params, "that version is being staged.")
+    if isinstance(doing, AdapterStageAction) and isinstance(
+        asked, AdapterStageAction | AdapterRetireAction
+    ):
+        return "that version is being staged." if _is_same_version(doing, asked) else None
     return None
 
 
-def _stops(one: ControlOperation) -> bool:
+def _stops(doing: AnyAction) -> TypeGuard[PauseAction | CacheResetAction]:
     """Return whether it stops boards; a reset that interrupts running requests does so briefly."""
-    resets = one.kind is _K.CACHE_RESET
-    return one.kind is _K.PAUSE or (
-        resets and read.flag(one.params, "reset_running_requests", default=False)
-    )
+    if isinstance(doing, CacheResetAction):
+        return doing.reset_running_requests
+    return isinstance(doing, PauseAction)
 
 
-def _beside_rest(one: ControlOperation, kind: OperationKind, params: Params) -> str | None:
+def _beside_sleep(doing: SleepAction | WakeAction, asked: AnyAction) -> str | None:
     """Exclude changes of the served versions on boards that are going to sleep or waking up."""
-    if kind in ROLLOUTS:
-        meant = Scope(models=(read.text(params, "model"),))
-    elif kind in _RESTING and kind is not one.kind:
-        meant = read.scope(params)
+    if isinstance(asked, ServingAction):
+        meant = Scope(models=(asked.model,))
+    elif isinstance(asked, SleepAction | WakeAction) and asked.kind is not doing.kind:
+        meant = asked.scope
     else:
         return None
-    if not overlap(read.scope(one.params), meant):
+    if not overlap(doing.scope, meant):
         return None
-    going = "going to sleep" if one.kind is _K.SLEEP else "waking up"
+    going = "going to sleep" if isinstance(doing, SleepAction) else "waking up"
     return f"boards are still {going}; ask again once it is answered."
 
 
-def _beside_rollout(one: ControlOperation, kind: OperationKind, params: Params) -> str | None:
-    if kind in ROLLOUTS:
-        return _rollouts(one, kind, params)
-    if kind is _K.SLEEP:
-        served = Scope(models=(read.text(one.params, "model"),))
-        meet = overlap(served, read.scope(params))
+def _beside_rollout(one: ControlOperation, doing: ServingAction, asked: AnyAction) -> str | None:
+    if isinstance(asked, ServingAction):
+        beside = asked.model != doing.model or _decides(asked, one)
+        return None if beside else "only one operation at a time changes what a model serves."
+    if isinstance(asked, SleepAction):
+        meet = overlap(Scope(models=(doing.model,)), asked.scope)
         return "it changes what the model serves; let it sleep once that is over." if meet else None
-    if kind in _PAUSING:
-        return _pause_against_rollout(one, params)
-    if kind is _K.LABEL and one.kind in UPDATES and _same_model(one, params):
+    if isinstance(asked, PauseAction | ResumeAction | WakeAction):
+        held = _held(one)
+        meet = held is not None and overlap(held, asked.scope)
+        return "it holds the boards for a moment; try again." if meet else None
+    if isinstance(asked, LabelAction) and one.kind in UPDATES and asked.model == doing.model:
         return "it brings its own label of the weights."
-    if kind is _K.ADAPTER_STAGE and one.kind is _K.ADAPTER_RETIRE:
-        return _same_version(one, params, "that version is being retired.")
+    if isinstance(asked, AdapterStageAction) and isinstance(doing, AdapterRetireAction):
+        return "that version is being retired." if _is_same_version(doing, asked) else None
     return None
 
 
-def _rollouts(one: ControlOperation, kind: OperationKind, params: Params) -> str | None:
-    if not _same_model(one, params):
+def _held(one: ControlOperation) -> Scope | None:
+    """Return the part of the cluster that an atomic rollout holds now, also during a load under the
+    hold.
+    """
+    doing = one.action
+    if not isinstance(doing, AdapterRolloutAction | AdapterRollbackAction | WeightUpdateAction):
         return None
-    decides = kind in (_K.ADAPTER_PROMOTE, _K.ADAPTER_ROLLBACK)
-    if decides and _is_observed(one) and _same_line(one, params):
+    if isinstance(doing, AdapterRolloutAction) and doing.strategy is not Strategy.ATOMIC:
         return None
-    return "only one operation at a time changes what a model serves."
-
-
-def _pause_against_rollout(one: ControlOperation, params: Params) -> str | None:
-    at_once = (one.params.get("strategy") or "atomic") == "atomic"  # null is a default as well
-    if one.kind not in _HOLDERS or not at_once or not _holds_now(one):
-        return None
-    adapter = None if _is_held_first(one) else read.optional_text(one.params, "name")
-    held = Scope(models=(read.text(one.params, "model"),), adapter=adapter)
-    meet = overlap(held, read.scope(params))
-    return "it holds the boards for a moment; try again." if meet else None
-
-
-def _holds_now(one: ControlOperation) -> bool:
-    """Return whether boards are held, also during a load under the hold."""
+    # An update that does not pin requests holds the whole model before boards load.
+    first = isinstance(doing, WeightUpdateAction) and doing.in_flight is not InFlight.PIN
     loads = one.phase in (Phase.LOADING, Phase.SWITCHING)
-    return one.phase in HOLDING or (loads and _is_held_first(one))
+    if one.phase in HOLDING or (loads and first):
+        return Scope(models=(doing.model,), adapter=None if first else doing.name)
+    return None
 
 
-def _is_held_first(one: ControlOperation) -> bool:
-    """Return whether it holds the whole model before boards load."""
-    return one.kind is _K.WEIGHT_UPDATE and one.params.get("in_flight") != InFlight.PIN.value
-
-
-def _same_model(one: ControlOperation, params: Params) -> bool:
-    return one.params.get("model") == params.get("model")
-
-
-def _is_observed(one: ControlOperation) -> bool:
+def _decides(asked: AnyAction, one: ControlOperation) -> bool:
+    """Return whether it decides that rollout's observed canary."""
+    doing = one.action
     return (
-        not one.over and one.kind is OperationKind.ADAPTER_ROLLOUT and one.phase is Phase.OBSERVING
+        isinstance(asked, AdapterPromoteAction | AdapterRollbackAction)
+        and isinstance(doing, AdapterRolloutAction)
+        and one.phase is Phase.OBSERVING
+        and not one.over
+        and (doing.model, doing.name) == (asked.model, asked.name)
     )
 
 
-def _same_line(one: ControlOperation, params: Params) -> bool:
-    return all(one.params.get(name) == params.get(name) for name in ("model", "name"))
-
-
-def _same_version(one: ControlOperation, params: Params, why: str) -> str | None:
-    if not _same_line(one, params):
-        return None
-    versions = (one.params.get("version"), params.get("version"))
-    return why if None in versions or versions[0] == versions[1] else None
+def _is_same_version(
+    one: AdapterStageAction | AdapterRetireAction, other: AdapterStageAction | AdapterRetireAction
+) -> bool:
+    """Return whether both are about one version; a retirement without a version is about all."""
+    if (one.model, one.name) != (other.model, other.name):
+        return False
+    return None in (one.version, other.version) or one.version == other.version

@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from rkserve.control import state_changes, weight_changes
+from rkserve.control.calls import AdapterRolloutAction, OperationKind, ServingAction
 from rkserve.control.operations import (
     HOLDS,
-    ROLLOUTS,
     ControlError,
     ControlOperation,
-    OperationKind,
     OperationState,
     Phase,
 )
@@ -60,7 +59,7 @@ def _is_dead(pause: ActivePause, operations: dict[str, ControlOperation]) -> boo
     made_by = operations.get(pause.operation)
     if made_by is None:
         return False  # an old one, whose record has expired: it was acknowledged long ago
-    return made_by.kind in ROLLOUTS or made_by.state in (_S.FAILED, _S.UNDONE)
+    return isinstance(made_by.action, ServingAction) or made_by.state in (_S.FAILED, _S.UNDONE)
 
 
 def _ended(desired: Desired, one: ControlOperation, now_s: float) -> ControlOperation:
@@ -83,8 +82,8 @@ def stands(desired: Desired, one: ControlOperation) -> bool:
         return False
     if one.kind in _ONE_CHANGE:
         return True
-    if one.kind is _K.ADAPTER_ROLLOUT:
-        line = desired.line(str(one.params.get("model")), str(one.params.get("name")))
+    if isinstance(one.action, AdapterRolloutAction):
+        line = desired.line(one.action.model, one.action.name)
         active = None if line is None or line.candidate else line.active
-        return active is not None and active.ref.version == one.params.get("version")
+        return active is not None and active.ref.version == one.action.version
     return one.phase is Phase.RELEASING

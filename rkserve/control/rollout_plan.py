@@ -6,14 +6,12 @@ The order of moves and the meaning of answers are those of ``rollout``.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Protocol
 
-from rkserve.control import params as read
 from rkserve.control import state_changes
-from rkserve.control.operations import OperationKind
-from rkserve.control.params import Params
+from rkserve.control.calls import AdapterRollbackAction, AdapterRolloutAction, Strategy
 from rkserve.core.desired_state import (
     ActivePause,
     AdapterVersion,
@@ -24,16 +22,6 @@ from rkserve.core.desired_state import (
     Scope,
 )
 from rkserve.core.errors import OperationConflict, RequestError
-
-
-class Strategy(str, Enum):
-    """The strategy of a rollout: everywhere at one instant, board by board, or for some
-    sessions.
-    """
-
-    ATOMIC = "atomic"
-    ROLLING = "rolling"
-    CANARY = "canary"
 
 
 class Move(str, Enum):
@@ -276,33 +264,35 @@ _CHANGES: dict[Move, Callable[[AdapterRolloutPlan, MoveRequest, Desired, float],
 
 
 def plan(
-    kind: OperationKind,
     operation: str,
-    params: Params,
+    asked: AdapterRolloutAction | AdapterRollbackAction,
     version: AdapterVersion | None,
     boards: Iterable[str],
     *,
     hold_s: float = 60.0,
     keep: int = state_changes.KEEP_VERSIONS,
 ) -> AdapterRolloutPlan:
-    """Return the plan of a call's parameters. Raises ``RequestError`` for invalid ones."""
-    strategy = read.choice(params, "strategy", Strategy, Strategy.ATOMIC)
-    if kind is OperationKind.ADAPTER_ROLLBACK:
-        strategy, version = Strategy.ATOMIC, None
-    elif version is None:
-        raise RequestError("'version' is required.", "version")
-    return AdapterRolloutPlan(
-        operation=operation,
-        model=read.text(params, "model"),
-        name=read.text(params, "name"),
-        version=version,
-        boards=tuple(sorted(set(boards))),
-        strategy=strategy,
-        max_unavailable=read.whole(params, "max_unavailable", 1, low=1),
-        weight=read.number(params, "weight", 0.1, low=0, high=1),
-        in_flight=read.choice(params, "in_flight", InFlight, InFlight.PIN),
-        observe_s=read.number(params, "observe_s", 60.0, low=0),
-        auto=read.flag(params, "auto", default=True),
+    """Return the plan of an action; a rollback has no version. Raises ``RequestError``."""
+    given = AdapterRolloutPlan(
+        operation,
+        asked.model,
+        asked.name,
+        None,
+        tuple(sorted(set(boards))),
         hold_s=hold_s,
         keep=keep,
+    )
+    if isinstance(asked, AdapterRollbackAction):
+        return given
+    if version is None:
+        raise RequestError("'version' is required.", "version")
+    return replace(
+        given,
+        version=version,
+        strategy=asked.strategy,
+        max_unavailable=asked.max_unavailable,
+        weight=asked.weight,
+        in_flight=asked.in_flight,
+        observe_s=asked.observe_s,
+        auto=asked.auto,
     )

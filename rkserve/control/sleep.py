@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from rkserve.control import state_changes
-from rkserve.control.params import Json
+from rkserve.control.calls import WakeAction
 from rkserve.core.board_report import BoardReport, BoardState
 from rkserve.core.desired_state import ActivePause, Desired, PauseMode, Scope, SleepLevel
 from rkserve.core.errors import OperationConflict, RequestError
@@ -92,9 +92,9 @@ def of_model(model: str) -> Scope:
     return Scope(models=(model,))
 
 
-def requested(model: str) -> dict[str, Json]:
-    """Return the parameters of the wake-up operation for a request."""
-    return {"models": list(of_model(model).models), "requested": True}
+def requested(model: str) -> WakeAction:
+    """Return the wake-up for a request."""
+    return WakeAction(models=(model,), requested=True)
 
 
 def sleep(

@@ -20,13 +20,19 @@ from prometheus_client import CollectorRegistry, generate_latest
 from rkserve.config.serve_config import CoordinatorConfig
 from rkserve.control import state_changes, weight_changes
 from rkserve.control.artifact_metadata import DeclaredArtifact, StoredArtifact
-from rkserve.control.calls import OperationOutcome, OperationRequest
+from rkserve.control.calls import (
+    AdapterRolloutAction,
+    OperationKind,
+    OperationRequest,
+    RebaseAction,
+    WakeAction,
+    WeightUpdateAction,
+)
 from rkserve.control.operations import (
     HOLDS,
-    UPDATES,
     ControlError,
     ControlOperation,
-    OperationKind,
+    OperationOutcome,
     OperationState,
     conflict,
 )
@@ -299,8 +305,7 @@ class Coordinator:
     def _begin(self, call: OperationRequest) -> tuple[OperationRun, asyncio.Task[None]]:
         operation = ControlOperation(
             id=f"op-{secrets.token_hex(8)}",
-            kind=call.kind,
-            params=call.params,
+            action=call.action,
             who=call.who,
             created_s=self._now_s(),
             key=call.key,
@@ -329,12 +334,12 @@ class Coordinator:
         """
         operation = run.operation
         state_changes.expect(self._state.desired, run.call.expected_epoch)
-        await self._rebasing.prepare(self._state.desired, operation)
+        await self._rebasing.prepare(self._state.desired, operation.action)
         await self._turn(run)
         if operation.kind not in _FREEING:  # boards must be released in every case
             self._roster.require_known()
         try:
-            await self._handlers[operation.kind](self._context, run)
+            await self._handlers[operation.kind](self._context, run, operation.action)
         except RkserveError as exc:
             if not run.begun:
                 raise
@@ -365,12 +370,12 @@ class Coordinator:
         Raises:
             OperationConflict: a running operation excludes it.
         """
-        operation = run.operation
-        if self._sleeping.renews(self._context, operation):
+        asked = run.call.action
+        if self._sleeping.renews(self._context, asked):
             return
-        kind, asked = operation.kind, operation.params
-        while why := conflict(self._sleeping.in_the_way(self._context, kind), kind, asked):
-            if not operation.params.get("requested") or run.left_s <= AGAIN_S:
+        waits = isinstance(asked, WakeAction) and asked.requested
+        while why := conflict(self._sleeping.in_the_way(self._context, asked), asked):
+            if not waits or run.left_s <= AGAIN_S:
                 raise OperationConflict(why)
             await asyncio.sleep(TURN_S)
 
@@ -489,16 +494,17 @@ def _is_pause(operation: ControlOperation, state: OperationState) -> bool:
 def _without(desired: Desired, operation: ControlOperation) -> Desired:
     """Return the desired state without the pauses and candidates of an operation."""
     undo = [lambda now: state_changes.withdraw(now, operation.id)]
-    asked = operation.params
-    line = desired.line(str(asked.get("model")), str(asked.get("name")))
-    offered = None if line is None else line.candidate
+    asked = operation.action
     # A promotion or a rollback may only decide the candidate of another operation.
-    if operation.kind is OperationKind.ADAPTER_ROLLOUT and line is not None and offered is not None:
-        model, name = line.model, line.name
-        if offered.ref.version == asked.get("version"):
+    if isinstance(asked, AdapterRolloutAction):
+        model, name = asked.model, asked.name
+        line = desired.line(model, name)
+        offered = None if line is None else line.candidate
+        if offered is not None and offered.ref.version == asked.version:
             undo.append(lambda now: state_changes.drop(now, model, name))
-    if operation.kind in UPDATES:
-        undo.append(lambda now: weight_changes.undo(now, str(asked.get("model"))))
+    if isinstance(asked, RebaseAction | WeightUpdateAction):
+        of = asked.model
+        undo.append(lambda now: weight_changes.undo(now, of))
     return state_changes.as_one(desired, *undo)
 
 

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,8 @@ from rkserve.api.common.renderer import Renderer
 from rkserve.config.board_group import BoardGroupConfig
 from rkserve.config.serve_config import CoordinatorConfig, RkserveConfig, resolve_folder
 from rkserve.control.artifact_metadata import DeclaredArtifact, StoredArtifact
-from rkserve.control.calls import OperationOutcome, OperationRequest
-from rkserve.control.codec import plain
-from rkserve.control.operations import ControlOperation
+from rkserve.control.calls import OperationRequest
+from rkserve.control.operations import ControlOperation, OperationOutcome
 from rkserve.control.sleep import SleepPolicy
 from rkserve.coordinator.artifacts.sources import DownloadPool
 from rkserve.coordinator.artifacts.store import ArtifactRules, ArtifactStore
@@ -136,7 +136,7 @@ class CoordinatorReplica:
     async def audit(self, limit: int) -> list[dict[str, Any]]:
         """Return the latest entries of the audit log, the last one first."""
         lines = await asyncio.to_thread(self._coordinator.audit, limit)
-        return [plain(line) for line in lines]
+        return [asdict(line) for line in lines]
 
     async def metrics(self) -> bytes:
         """Return the Coordinator's metrics in Prometheus' text format."""

@@ -7,7 +7,8 @@ from dataclasses import replace
 from rkserve.api.admin import pause, sleep
 from rkserve.api.json import limits
 from rkserve.api.json.schemas import RequestModel
-from rkserve.control.operations import OperationKind, OperationState
+from rkserve.control.calls import OperationKind
+from rkserve.control.operations import OperationState
 from rkserve.core.desired_state import PauseMode
 from rkserve.reference import failures
 from rkserve.reference.asked import (

@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any, Protocol
 
 from rkserve.control.artifact_metadata import DeclaredArtifact, StoredArtifact
-from rkserve.control.calls import OperationOutcome, OperationRequest
-from rkserve.control.operations import ControlOperation, OperationKind
+from rkserve.control.calls import OperationRequest
+from rkserve.control.operations import ControlOperation, OperationOutcome
 from rkserve.control.sleep import REQUEST, requested, wakeable
 from rkserve.core.desired_state import AdapterVersion, Artifact, BaseVersion, Desired, DesiredCache
 from rkserve.core.errors import CoordinatorAway, ModelAsleep, RkserveError
@@ -296,7 +296,7 @@ class WakeOnRequest:
         return await asyncio.shield(task)
 
     async def _wake(self, model: str) -> int:
-        call = OperationRequest(OperationKind.WAKE, requested(model), who=REQUEST, background=True)
+        call = OperationRequest(requested(model), who=REQUEST, background=True)
         try:
             outcome = await asyncio.wait_for(self._cluster.perform(call), self._limit_s)
         except RkserveError as exc:

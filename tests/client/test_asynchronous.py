@@ -11,12 +11,12 @@ import pytest
 
 from rkserve.client import AsyncClient, NotFound, OperationFailed, Refused
 from rkserve.control.artifact_metadata import StoredArtifact
-from rkserve.control.calls import OperationOutcome, OperationRequest
+from rkserve.control.calls import OperationKind, OperationRequest
 from rkserve.control.operations import (
     BoardOutcome,
     ControlError,
     ControlOperation,
-    OperationKind,
+    OperationOutcome,
     OperationState,
     ResultStatus,
 )
@@ -25,6 +25,7 @@ from rkserve.models.weights import Parameter
 from tests.support.boards.fake_boards import FakeBoards, report
 from tests.support.cluster.fake_head import FakeHead, line, version
 from tests.support.http.router_house import House
+from tests.support.values.control_values import recorded
 
 TENSORS = [{"name": "lm_head", "shape": [4, 8], "dtype": "torch.bfloat16"}]
 
@@ -40,7 +41,7 @@ class Head(FakeHead):
         error = ControlError(503, "stage_failed", "The disk is full.") if bad else None
         done: OperationOutcome = self.outcome(call, state=self.end, error=error)
         assert done.operation.id != ""
-        return ControlOperation(name, call.kind, self.end, results=self.results, error=error)
+        return recorded(name, call.kind, self.end, results=self.results, error=error)
 
 
 def drive(head: FakeHead, use: Callable[[AsyncClient], Awaitable[Any]]) -> Any:

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 
+from rkserve.api.admin.operations import operation_entry
+from rkserve.control.calls import AdapterRolloutAction, OperationKind, PauseAction, Strategy
 from rkserve.control.codec import (
     SCHEMA,
     read_desired,
@@ -18,10 +20,10 @@ from rkserve.control.codec import (
     write_desired,
     write_operation,
 )
-from rkserve.control.operations import ControlOperation, OperationKind
+from rkserve.control.operations import BoardOutcome, ControlOperation, ResultStatus
 from rkserve.core.desired_state import ActivePause, AdapterVersions, Desired, PauseMode, Scope
 from rkserve.core.errors import LedgerFailed
-from tests.support.values.control_values import desires, operations, version
+from tests.support.values.control_values import desires, operations, recorded, version
 
 STATE = Desired(
     epoch=7,
@@ -102,16 +104,16 @@ PAUSE, LINE = (D, "pauses", 0), (D, "lines", 0)
         pytest.param(broken(put("schema", to=True)), "schema", id="a schema of another type"),
         pytest.param(broken(put("more", to=1)), "more", id="more than one value"),
         pytest.param(
-            write_operation(ControlOperation("o", OperationKind.PAUSE)), "keys", id="another kind"
+            write_operation(recorded("o", OperationKind.PAUSE)), "keys", id="another kind"
         ),
         pytest.param('{"schema":1,"schema":1,"desired":{}}', "twice", id="a key twice"),
-        pytest.param(broken(put(D, to=None)), "no object", id="null"),
+        pytest.param(broken(put(D, to=None)), "an object", id="null"),
         pytest.param(broken(lose(D, "epoch")), "epoch", id="a field is missing"),
         pytest.param(broken(put(D, "colour", to="red")), "colour", id="a field is unknown"),
         pytest.param(broken(put(D, "epoch", to="7")), "desired.epoch", id="a number as text"),
         pytest.param(broken(put(D, "epoch", to=7.0)), "desired.epoch", id="an epoch with a point"),
         pytest.param(broken(put(D, "epoch", to=True)), "desired.epoch", id="true for a number"),
-        pytest.param(broken(put(D, "pauses", to={})), "no list", id="an object for a list"),
+        pytest.param(broken(put(D, "pauses", to={})), "valid array", id="an object for a list"),
         pytest.param(broken(put(*PAUSE, "mode", to="sleep")), "sleep", id="no such mode"),
         pytest.param(broken(put(*PAUSE, "clear_cache", to=0)), "clear_cache", id="0 for false"),
         pytest.param(broken(put(*PAUSE, "scope", "boards", to=["b", 1])), "boards[1]", id="deep"),
@@ -133,13 +135,63 @@ def test_what_was_not_written_by_us_is_refused(text: str, said: str) -> None:
 
 
 def test_a_phase_of_three_parts_is_refused() -> None:
-    operation = replace(ControlOperation("o", OperationKind.PAUSE), phases=(("staging", 1.0),))
+    operation = recorded("o", OperationKind.PAUSE, phases=(("staging", 1.0),))
     text = write_operation(operation).replace('["staging",1.0]', '["staging",1.0,2]')
-    with pytest.raises(LedgerFailed, match="3 entries"):
+    with pytest.raises(LedgerFailed, match="at most 2 items"):
         read_operation(text)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, {1, 2}], ids=repr)
 def test_what_json_cannot_hold_is_not_written(value: Any) -> None:
+    results = {"b1": BoardOutcome(ResultStatus.OK, details={"kept": value})}
     with pytest.raises(LedgerFailed):
-        write_operation(ControlOperation("o", OperationKind.PAUSE, params={"lease_s": value}))
+        write_operation(recorded("o", OperationKind.PAUSE, results=results))
+    with pytest.raises(LedgerFailed):
+        write_operation(replace(recorded("o", OperationKind.PAUSE), created_s=value))
+
+
+# A line of the ledger as releases before typed actions wrote it.
+WRITTEN = (
+    '{"operation":{"created_s":12.5,"epoch":7,"error":null,"fingerprint":"f00d",'
+    '"finished_s":13.0,"id":"op-1","key":"k","kind":"pause","params":{"adapter":null,"boards":[],'
+    '"clear_cache":true,"lease_s":30.0,"mode":"wait","models":["m"]},"phase":"done",'
+    '"phases":[["stopping",1.5]],"results":{"b1":{"details":{"kept":[1,2]},"error":"",'
+    '"latency_ms":1.25,"message":"","status":"ok"}},"state":"succeeded","who":"ann"},"schema":2}'
+)
+ROLLED = (
+    '{"operation":{"created_s":0.0,"epoch":0,"error":{"code":"board_failed","message":"no",'
+    '"status":503},"fingerprint":"","finished_s":null,"id":"op-2","key":null,'
+    '"kind":"adapter_rollout","params":{"auto":true,"in_flight":"pin","model":"m","name":"law",'
+    '"strategy":"canary","version":"v1","weight":0.25},"phase":"staging","phases":[],"results":{},'
+    '"state":"running","who":""},"schema":2}'
+)
+
+
+def test_a_line_of_an_earlier_release_is_read_and_written_as_it_was() -> None:
+    pause, rollout = read_operation(WRITTEN), read_operation(ROLLED)
+    assert pause.action == PauseAction(
+        models=("m",), mode=PauseMode.WAIT, clear_cache=True, lease_s=30
+    )
+    assert pause.results["b1"].details == {"kept": [1, 2]}
+    assert rollout.action == AdapterRolloutAction(
+        model="m", name="law", version="v1", strategy=Strategy.CANARY, weight=0.25
+    )
+    assert operation_entry(rollout)["params"] == json.loads(ROLLED)["operation"]["params"]
+    assert (write_operation(pause), write_operation(rollout)) == (WRITTEN, ROLLED)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        pytest.param('"kind":"pause"', '"kind":"halt"', "halt", id="no such kind"),
+        pytest.param('"kind":"pause",', "", "kind", id="no kind"),
+        pytest.param('"lease_s":30.0', '"lease_s":"30"', "lease_s", id="a text for seconds"),
+        pytest.param('"lease_s":30.0', '"lease":30.0', "lease", id="an unknown parameter"),
+        pytest.param('"key":"k",', "", "key", id="a field is missing"),
+        pytest.param('"params":{', '"action":{', "action", id="another field"),
+    ],
+)
+def test_an_operation_of_another_form_is_refused(old: str, new: str, said: str) -> None:
+    assert old in WRITTEN
+    with pytest.raises(LedgerFailed, match=said):
+        read_operation(WRITTEN.replace(old, new))

@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rkserve.control import state_changes
-from rkserve.control.operations import (
-    ROLLOUTS,
-    ControlOperation,
-    OperationKind,
-    OperationState,
-    Phase,
-)
-from rkserve.control.params import Params
+from rkserve.control.calls import OperationKind
+from rkserve.control.operations import ControlOperation, OperationState, Phase
 from rkserve.control.recovery import INTERRUPTED, recover
 from rkserve.core.desired_state import ActivePause, Desired, PauseMode, Scope
-from tests.support.values.control_values import desires, operations, version
+from tests.support.values.control_values import SERVING, desires, operations, recorded, version
 
 K: TypeAlias = OperationKind
 P: TypeAlias = Phase
 S: TypeAlias = OperationState
 V1, V2 = version("law", "v1"), version("law", "v2")
-LAW: Params = {"model": "m", "name": "law", "version": "v2"}
+LAW: dict[str, Any] = {"model": "m", "name": "law", "version": "v2"}
 
 
 def served(*versions: str) -> Desired:
@@ -43,7 +37,7 @@ def held(desired: Desired, operation: str = "op") -> Desired:
 
 
 def found(kind: K, phase: P, epoch: int = 0, state: S = S.RUNNING) -> ControlOperation:
-    return ControlOperation("op", kind, state=state, phase=phase, params=LAW, epoch=epoch)
+    return recorded("op", kind, state=state, phase=phase, params=LAW, epoch=epoch)
 
 
 @pytest.mark.parametrize(
@@ -157,13 +151,13 @@ def test_a_lease_that_ended_meanwhile_is_over() -> None:
 def test_all_that_is_taken_back_is_one_epoch() -> None:
     desired = held(state_changes.begin(served("v1"), "m", V2, weight=0.5), "a")
     desired = held(state_changes.pause(desired, "b", Scope(), PauseMode.KEEP, 0.0, lease_s=1), "op")
-    rollout = ControlOperation("a", K.ADAPTER_ROLLOUT, params=LAW, epoch=3)
+    rollout = recorded("a", K.ADAPTER_ROLLOUT, params=LAW, epoch=3)
     after, changed = recover(desired, [found(K.PAUSE, P.STOPPING, 5), rollout], 9.0)
     assert (after.epoch, after.pauses, len(changed)) == (desired.epoch + 1, (), 2)
 
 
 def test_a_record_without_its_parameters_does_not_keep_the_coordinator_from_starting() -> None:
-    (one,) = recover(Desired(1), [ControlOperation("op", K.ADAPTER_ROLLOUT, epoch=1)], 9.0)[1]
+    (one,) = recover(Desired(1), [recorded("op", K.ADAPTER_ROLLOUT, epoch=1)], 9.0)[1]
     assert one.state is S.UNDONE
 
 
@@ -182,7 +176,7 @@ def test_whatever_is_found_nothing_half_done_is_left_and_twice_is_once(
     for pause in after.pauses:
         assert pause.expires_s is None or pause.expires_s > now_s
         by = known.get(pause.operation)
-        assert by is None or (by.kind not in ROLLOUTS and by.state not in (S.FAILED, S.UNDONE))
+        assert by is None or (by.kind not in SERVING and by.state not in (S.FAILED, S.UNDONE))
     assert recover(after, known.values(), now_s) == (after, ())
 
 
@@ -202,14 +196,14 @@ def test_of_pauses_those_stay_that_were_acknowledged(
     for maker in makers:
         desired = held(desired, maker)
     these = [
-        ControlOperation(name, kind, state=state, params=LAW, epoch=1)
+        recorded(name, kind, state=state, params=LAW, epoch=1)
         for name, (kind, state) in known.items()
     ]
     after, _ = recover(desired, these, 0.0)
     acknowledged = {
         name
         for name, (kind, state) in known.items()
-        if kind not in ROLLOUTS
+        if kind not in SERVING
         and (state in (S.SUCCEEDED, S.PARTIAL) or (state is S.RUNNING and kind in STANDING))
     }
     left = {one for one in makers if one in acknowledged or one not in known}

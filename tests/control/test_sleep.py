@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 import json
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rkserve.control import params as read
 from rkserve.control import sleep as sleep_changes
 from rkserve.control import state_changes
+from rkserve.control.calls import OperationKind
 from rkserve.control.codec import SCHEMA, read_desired, read_operation, write_desired
-from rkserve.control.operations import (
-    ROLLOUTS,
-    ControlOperation,
-    OperationKind,
-    OperationState,
-    Phase,
-    conflict,
-)
-from rkserve.control.params import Params
+from rkserve.control.operations import ControlOperation, OperationState, Phase, conflict
 from rkserve.control.recovery import recover
 from rkserve.control.sleep import SleepPolicy, unused, wakeable
 from rkserve.core.board_report import BoardReport, BoardState
@@ -34,7 +26,15 @@ from rkserve.core.desired_state import (
     SleepLevel,
 )
 from rkserve.core.errors import LedgerFailed, OperationConflict, RequestError
-from tests.support.values.control_values import BOARDS, MODELS, desires, scopes
+from tests.support.values.control_values import (
+    BOARDS,
+    MODELS,
+    SERVING,
+    action,
+    desires,
+    recorded,
+    scopes,
+)
 
 KEEP, WAIT, ABORT = PauseMode.KEEP, PauseMode.WAIT, PauseMode.ABORT
 PAUSED, UNLOADED, DROPPED = SleepLevel
@@ -242,15 +242,15 @@ def test_what_is_forgotten_of_sleeps_changes_nothing_for_any_board_at_any_time(
 # Operations
 
 
-ROLL: Params = {"model": "m", "name": "law", "version": "v2", "strategy": "rolling"}
-CANARY: Params = {**ROLL, "strategy": "canary"}
-HELD: Params = {**ROLL, "strategy": "atomic"}
-HERE: Params = {"models": ["m"]}
-THERE: Params = {"models": ["n"]}
+ROLL: dict[str, Any] = {"model": "m", "name": "law", "version": "v2", "strategy": "rolling"}
+CANARY: dict[str, Any] = {**ROLL, "strategy": "canary"}
+HELD: dict[str, Any] = {**ROLL, "strategy": "atomic"}
+HERE: dict[str, Any] = {"models": ["m"]}
+THERE: dict[str, Any] = {"models": ["n"]}
 
 
-def going(kind: K, params: Params, phase: Phase = Phase.ACCEPTED) -> ControlOperation:
-    return ControlOperation("op-1", kind, phase=phase, params=params)
+def going(kind: K, params: dict[str, Any], phase: Phase = Phase.ACCEPTED) -> ControlOperation:
+    return recorded("op-1", kind, phase=phase, params=params)
 
 
 @pytest.mark.parametrize(
@@ -277,28 +277,17 @@ def going(kind: K, params: Params, phase: Phase = Phase.ACCEPTED) -> ControlOper
     ],
 )
 def test_who_may_go_on_beside_a_sleep(
-    one: ControlOperation, kind: K, params: Params, meet: bool
+    one: ControlOperation, kind: K, params: dict[str, Any], meet: bool
 ) -> None:
-    why = conflict([one], kind, params)
+    why = conflict([one], action(kind, params))
     assert (why is None) is meet, why
 
 
-@pytest.mark.parametrize("kind", sorted(ROLLOUTS), ids=lambda kind: kind.value)
+@pytest.mark.parametrize("kind", sorted(SERVING), ids=lambda kind: kind.value)
 def test_whatever_changes_what_a_model_serves_keeps_it_from_sleeping(kind: K) -> None:
     params = {**ROLL, **HERE}
-    assert conflict([going(kind, params)], K.SLEEP, HERE) is not None
-    assert conflict([going(K.SLEEP, HERE)], kind, params) is not None
-
-
-@pytest.mark.parametrize("value", [3, -1, 1.0, True, "1", [1]], ids=repr)
-def test_a_level_is_one_of_three_numbers(value: object) -> None:
-    with pytest.raises(RequestError, match="level"):
-        read.level({"level": value}, "level", UNLOADED)  # type: ignore[dict-item]
-
-
-def test_levels_are_read() -> None:
-    assert [read.level({"level": n}, "level", UNLOADED) for n in range(3)] == list(SleepLevel)
-    assert read.level({"level": None}, "level", DROPPED) is DROPPED
+    assert conflict([going(kind, params)], action(K.SLEEP, HERE)) is not None
+    assert conflict([going(K.SLEEP, HERE)], action(kind, params)) is not None
 
 
 @pytest.mark.parametrize(
@@ -311,7 +300,7 @@ def test_levels_are_read() -> None:
 def test_a_coordinator_that_starts_takes_a_sleep_back_and_finishes_a_wake_up(
     kind: K, desired: Desired, state: S, asleep: bool
 ) -> None:
-    one = ControlOperation("op", kind, phase=Phase.SLEEPING, params={}, epoch=desired.epoch)
+    one = recorded("op", kind, phase=Phase.SLEEPING, params={}, epoch=desired.epoch)
     after, (ended,) = recover(desired, [one], 1.0)
     assert ended.state is state
     assert (after.target("b1", "m").level is not None) is asleep
@@ -319,7 +308,7 @@ def test_a_coordinator_that_starts_takes_a_sleep_back_and_finishes_a_wake_up(
 
 
 def test_a_sleep_that_was_acknowledged_outlives_the_coordinator() -> None:
-    done = ControlOperation("op", K.SLEEP, state=S.SUCCEEDED, epoch=1)
+    done = recorded("op", K.SLEEP, state=S.SUCCEEDED, epoch=1)
     assert recover(slept(), [done], 1.0) == (slept(), ())
 
 

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rkserve.control import state_changes, weight_changes
+from rkserve.control.calls import OperationKind
 from rkserve.control.operations import (
     ControlError,
     ControlOperation,
-    OperationKind,
     OperationState,
     Phase,
     conflict,
@@ -36,6 +36,7 @@ from rkserve.control.rollout_plan import Move, MoveRequest, RolloutStage
 from rkserve.control.weight_changes import WeightsRolloutPlan
 from rkserve.core.desired_state import BaseVersion, Desired, InFlight, PauseMode, Scope
 from rkserve.core.errors import OperationConflict, RequestError, RkserveError, StaleWeights
+from tests.support.values.control_values import action, recorded
 
 K, S = OperationKind, OperationState
 OLD, NEW, OTHER = (BaseVersion("m", name, name[0] * 64, 100) for name in ("a-old", "b-new", "c"))
@@ -167,7 +168,7 @@ class World:
         self.before = self.desired
         kind = K.WEIGHT_UPDATE if self.plan.at_once else K.REBASE
         params = {"model": "m", "digest": NEW.digest}
-        self.operation = ControlOperation("op", kind, params=params)
+        self.operation = recorded("op", kind, params=params)
         self.there = set(self.plan.boards)
         self.rollout, steps = start(self.plan, self.now_s)
         self.perform(steps)
@@ -484,10 +485,10 @@ def test_its_values_cross_processes() -> None:
 
 # -- who excludes whom -------------------------------------------------------------------------
 
-UPDATE = ControlOperation("op-1", K.WEIGHT_UPDATE, params={"model": "m", "name": "law"})
-PINNED = replace(UPDATE, params={**UPDATE.params, "in_flight": "pin"})
-BASE = ControlOperation("op-2", K.WEIGHT_UPDATE, params={"model": "m"})
-TURNS = ControlOperation("op-3", K.REBASE, params={"model": "m"})
+UPDATE = recorded("op-1", K.WEIGHT_UPDATE, params={"model": "m", "name": "law"})
+PINNED = recorded("op-1", K.WEIGHT_UPDATE, params={"model": "m", "name": "law", "in_flight": "pin"})
+BASE = recorded("op-2", K.WEIGHT_UPDATE, params={"model": "m"})
+TURNS = recorded("op-3", K.REBASE, params={"model": "m"})
 
 
 @pytest.mark.parametrize(
@@ -518,4 +519,4 @@ TURNS = ControlOperation("op-3", K.REBASE, params={"model": "m"})
 def test_what_must_not_meet_an_update_is_refused(
     running: ControlOperation, kind: OperationKind, params: dict[str, object], meet: bool
 ) -> None:
-    assert (conflict([running], kind, params) is None) is meet  # type: ignore[arg-type]
+    assert (conflict([running], action(kind, params)) is None) is meet

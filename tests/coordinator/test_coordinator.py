@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from rkserve.control.operations import ControlOperation, OperationKind, OperationState, ResultStatus
+from rkserve.control.calls import OperationKind
+from rkserve.control.operations import OperationState, ResultStatus
 from rkserve.core.desired_state import PauseMode, Scope
 from rkserve.core.errors import (
     BoardFailed,
@@ -25,6 +26,7 @@ from rkserve.core.errors import (
 )
 from tests.support.boards.fake_boards import eventually
 from tests.support.cluster.fake_cluster import MODEL, Control, FakeCluster, controlled, started
+from tests.support.values.control_values import recorded
 
 pytestmark = pytest.mark.virtual_time
 
@@ -76,7 +78,6 @@ async def test_a_pause_holds_what_it_names_and_nothing_else(
     [
         pytest.param({"models": ["none"]}, ModelNotFound, id="a model that is not served"),
         pytest.param({"boards": ["z"]}, BoardNotFound, id="a board that is not there"),
-        pytest.param({"mode": "later"}, RequestError, id="a mode that there is not"),
         pytest.param({"lease_s": -1}, RequestError, id="a lease of the past"),
     ],
 )
@@ -510,10 +511,10 @@ async def test_who_waits_for_a_change_hears_of_it_at_once_and_else_in_time(tmp_p
 async def test_what_went_on_is_ended_however_many_operations_came_after_it(tmp_path: Path) -> None:
     async with controlled(tmp_path, max_operations=100) as it:
         await it.it.stop()
-        old = ControlOperation("op-old", K.ADAPTER_ROLLOUT, params={"model": MODEL, "name": "tone"})
+        old = recorded("op-old", K.ADAPTER_ROLLOUT, params={"model": MODEL, "name": "tone"})
         it.ledger.write(operations=[old])
         it.ledger.write(
-            operations=[ControlOperation(f"op-{n}", K.LABEL, state=S.SUCCEEDED) for n in range(101)]
+            operations=[recorded(f"op-{n}", K.LABEL, state=S.SUCCEEDED) for n in range(101)]
         )
         it.ledger.close()
         await it.open()

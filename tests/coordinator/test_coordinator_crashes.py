@@ -18,8 +18,8 @@ from typing import Any
 
 import pytest
 
-from rkserve.control.calls import OperationOutcome
-from rkserve.control.operations import UPDATES, OperationKind, OperationState, Phase
+from rkserve.control.calls import OperationKind
+from rkserve.control.operations import UPDATES, OperationOutcome, OperationState, Phase
 from rkserve.coordinator.state.ledger import Ledger
 from rkserve.core.board_report import BoardReport
 from rkserve.core.errors import BoardStartFailed, RkserveError

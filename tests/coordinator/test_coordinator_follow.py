@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator
 import pytest
 
 from rkserve.control.artifact_metadata import DeclaredArtifact
-from rkserve.control.calls import OperationOutcome, OperationRequest
-from rkserve.control.operations import OperationKind
+from rkserve.control.calls import OperationRequest, PauseAction
+from rkserve.control.operations import OperationOutcome
 from rkserve.core.desired_state import Desired
 from rkserve.core.errors import CoordinatorAway
 from rkserve.router.coordinator_client import CoordinatorClient
@@ -18,7 +18,7 @@ from tests.support.cluster.fake_head import FakeHead
 
 pytestmark = pytest.mark.virtual_time
 
-PAUSE = OperationRequest(OperationKind.PAUSE)
+PAUSE = OperationRequest(PauseAction())
 
 
 async def test_every_change_is_heard_and_none_goes_back() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from rkserve.api.common import output
 from rkserve.config.router import RouterConfig
-from rkserve.control.operations import OperationKind
+from rkserve.control.calls import OperationKind
 from rkserve.core.board_report import GenerationInfo, GenerationState, RouterGenerations
 from rkserve.core.desired_state import ActivePause, Desired, PauseMode, Scope
 from rkserve.core.errors import BoardFailed, ConfigError, GenerationNotFound

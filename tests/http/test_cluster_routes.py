@@ -12,11 +12,11 @@ from pydantic import SecretStr
 
 from rkserve.config.router import RouterConfig
 from rkserve.control.artifact_metadata import DeclaredArtifact
-from rkserve.control.calls import OperationOutcome, OperationRequest
+from rkserve.control.calls import OperationKind, OperationRequest
 from rkserve.control.operations import (
     BoardOutcome,
     ControlError,
-    OperationKind,
+    OperationOutcome,
     OperationState,
     ResultStatus,
 )

@@ -12,11 +12,11 @@ from pydantic import SecretStr
 
 from rkserve.config.router import RouterConfig
 from rkserve.control import sleep as sleep_changes
-from rkserve.control.calls import OperationOutcome, OperationRequest
+from rkserve.control.calls import OperationKind, OperationRequest
 from rkserve.control.operations import (
     BoardOutcome,
     ControlError,
-    OperationKind,
+    OperationOutcome,
     OperationState,
     ResultStatus,
 )

@@ -12,12 +12,12 @@ from pydantic import SecretStr
 
 from rkserve.config.router import RouterConfig
 from rkserve.control.artifact_metadata import DeclaredArtifact, StoredArtifact
-from rkserve.control.calls import OperationOutcome, OperationRequest
+from rkserve.control.calls import OperationKind, OperationRequest
 from rkserve.control.operations import (
     BoardOutcome,
     ControlError,
     ControlOperation,
-    OperationKind,
+    OperationOutcome,
     OperationState,
     ResultStatus,
 )
@@ -28,6 +28,7 @@ from tests.support.boards.fake_boards import FakeBoards, report
 from tests.support.boards.fakes import run_loop
 from tests.support.cluster.fake_head import FakeHead, line, version
 from tests.support.http.router_house import MAX_MODEL_BYTES, House
+from tests.support.values.control_values import recorded
 
 K = OperationKind
 MODEL = "sim-chat"
@@ -161,7 +162,7 @@ def test_what_comes_too_late_or_in_between_is_a_409(error: Exception, code: str)
 
 
 def test_a_repeat_with_the_same_key_asks_for_the_same_and_looks_at_no_file() -> None:
-    earlier = ControlOperation("op-1", K.REBASE, params={"digest": BASE.digest, "size_bytes": 5678})
+    earlier = recorded("op-1", K.REBASE, params={"digest": BASE.digest, "size_bytes": 5678})
     of = house(says={"operation_by_key": earlier, "register_model": AssertionError("looked")})
     body = {"model_path": "/srv/new.rkllm"}
     response = send(of, "POST", DISK, json=body, headers={"idempotency-key": "k"})
@@ -180,8 +181,8 @@ def answered(**changes: Any) -> Any:
             "a": BoardOutcome(ResultStatus.OK, 5.0, details={"stopped": 2}),
             "b": BoardOutcome(ResultStatus.OK, 5.0, details={"stopped": 3}),
         }
-        known = {"state": OperationState.SUCCEEDED, "params": call.params, "results": results}
-        operation = ControlOperation("op-1", call.kind, **{**known, **changes})
+        known = {"state": OperationState.SUCCEEDED, "results": results}
+        operation = ControlOperation("op-1", call.action, **{**known, **changes})
         return OperationOutcome(operation.status, operation)
 
     return perform

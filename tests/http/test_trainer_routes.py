@@ -15,7 +15,7 @@ from rkserve import __version__
 from rkserve.api.common.calls import named_answer
 from rkserve.api.json.body import JsonObject
 from rkserve.api.sglang_generate import parse_generate
-from rkserve.control.operations import OperationKind
+from rkserve.control.calls import OperationKind
 from rkserve.core.messages import Delta, FinishReason, GenerateRequest
 from rkserve.core.run_params import Guide, GuideKind, Scored
 from rkserve.http.trainer_routes import REFUSED

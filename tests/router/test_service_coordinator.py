@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import random
 from collections.abc import Awaitable, Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,6 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from rkserve.config.router import RouterConfig
-from rkserve.control.codec import plain
 from rkserve.coordinator.coordinator import Coordinator
 from rkserve.core.desired_state import AdapterVersion
 from rkserve.core.errors import ArtifactRefused
@@ -43,7 +43,7 @@ class Direct:
                 raise ArtifactRefused("There is no such file.")
             return self._version
         if method == "audit":
-            return [plain(line) for line in self._it.audit(*args)]
+            return [asdict(line) for line in self._it.audit(*args)]
         said = getattr(self._it, method)(*args)
         return await asyncio.wait_for(said, timeout_s) if inspect.isawaitable(said) else said
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from rkserve.control.calls import AdapterRetireAction, OperationKind
 from rkserve.control.operations import (
     UPDATES,
     BoardOutcome,
     ControlOperation,
-    OperationKind,
     OperationState,
     ResultStatus,
 )
@@ -65,9 +65,10 @@ class LateResults:
             return False
         if one.kind in _LOADING and not self._is_up(report):
             return False
-        if one.kind is not OperationKind.ADAPTER_RETIRE:
+        retired = one.action
+        if not isinstance(retired, AdapterRetireAction):
             return True
-        return not any(_is_left(key, one, self._state.desired) for key in report.adapters)
+        return not any(_is_left(key, retired, self._state.desired) for key in report.adapters)
 
     def _is_up(self, report: BoardReport) -> bool:
         """Return whether a board has loaded its model, or need not: it obeys before it loads."""
@@ -78,12 +79,11 @@ class LateResults:
         return report.state is BoardState.READY and report.base == base
 
 
-def _is_left(key: str, retirement: ControlOperation, desired: Desired) -> bool:
+def _is_left(key: str, retired: AdapterRetireAction, desired: Desired) -> bool:
     """Return whether an adapter in an engine's memory, by its key, belongs to the retired
     version.
     """
-    name, version = retirement.params.get("name"), retirement.params.get("version")
-    begins = f"{name}@" if version is None else f"{name}@{version}-"
+    begins = f"{retired.name}@" if retired.version is None else f"{retired.name}@{retired.version}-"
     named = {v.ref.key for line in desired.lines for v in line.versions}
     return key.startswith(begins) and key not in named
 

@@ -8,20 +8,26 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from rkserve.control import params as read
 from rkserve.control import state_changes
+from rkserve.control.calls import (
+    AdapterPromoteAction,
+    AdapterRetireAction,
+    AdapterRollbackAction,
+    AdapterRolloutAction,
+    AdapterStageAction,
+    OperationKind,
+)
 from rkserve.control.operations import (
     BoardOutcome,
     ControlError,
     ControlOperation,
-    OperationKind,
     OperationState,
     Phase,
     deciding,
 )
 from rkserve.control.rollout_plan import AdapterRolloutPlan, plan
 from rkserve.coordinator.boards.delivery import FileStore
-from rkserve.coordinator.operations.garbage_collection import RENEW_S, GarbageCollector, version_of
+from rkserve.coordinator.operations.garbage_collection import RENEW_S, GarbageCollector
 from rkserve.coordinator.operations.operation_run import (
     Handler,
     OperationContext,
@@ -55,9 +61,11 @@ class AdapterOperations:
 
     # -- staging -------------------------------------------------------------------------------
 
-    async def stage(self, context: OperationContext, run: OperationRun) -> None:
+    async def stage(
+        self, context: OperationContext, run: OperationRun, asked: AdapterStageAction
+    ) -> None:
         """Deliver a version to every board of its model; it is then served as ``name@version``."""
-        model, version = read.text(run.operation.params, "model"), version_of(run.operation)
+        model, version = asked.model, asked.artifact
         scope = Scope(models=(model,))
         context.check(scope)
         known = context.state.desired
@@ -93,21 +101,25 @@ class AdapterOperations:
 
     # -- rollouts ------------------------------------------------------------------------------
 
-    async def roll(self, context: OperationContext, run: OperationRun) -> None:
+    async def roll(
+        self,
+        context: OperationContext,
+        run: OperationRun,
+        asked: AdapterRolloutAction | AdapterRollbackAction,
+    ) -> None:
         """Roll a version out, or back to the previous one."""
-        asked, operation = run.operation.params, run.operation
-        observed = deciding(context.state.running, operation.kind, asked)
+        operation = run.operation
+        observed = deciding(context.state.running, asked)
         if observed is not None:
             await self._decide(context, run, observed, promote=False)
             return
-        scope = Scope(models=(read.text(asked, "model"),))
+        scope = Scope(models=(asked.model,))
         context.check(scope)
         before = context.state.desired
         made = plan(
-            operation.kind,
             operation.id,
             asked,
-            _wanted(before, run),
+            _wanted(before, asked),
             [seat.board_id for seat in context.roster.seats(scope)],
             hold_s=HOLD_LEASES * context.config.operation_timeout_s,
             keep=context.config.keep_versions,
@@ -131,14 +143,15 @@ class AdapterOperations:
             del self._rolling[operation.id]
             over.set_result(None)
 
-    async def promote(self, context: OperationContext, run: OperationRun) -> None:
+    async def promote(
+        self, context: OperationContext, run: OperationRun, asked: AdapterPromoteAction
+    ) -> None:
         """Make the observed canary the active version now."""
-        asked = run.operation.params
-        observed = deciding(context.state.running, run.operation.kind, asked)
+        observed = deciding(context.state.running, asked)
         if observed is not None:
             await self._decide(context, run, observed, promote=True)
             return
-        model, name = read.text(asked, "model"), read.text(asked, "name")
+        model, name = asked.model, asked.name
         context.check(Scope(models=(model,)))
         state_changes.promote(context.state.desired, model, name)  # says why not
         raise OperationConflict(f"No canary of adapter '{name}' is being observed now.")
@@ -174,14 +187,14 @@ class AdapterOperations:
 
     # -- retirement ----------------------------------------------------------------------------
 
-    async def retire(self, context: OperationContext, run: OperationRun) -> None:
+    async def retire(
+        self, context: OperationContext, run: OperationRun, asked: AdapterRetireAction
+    ) -> None:
         """Remove a version, or an adapter, and free its memory and files."""
-        asked = run.operation.params
-        model, name = read.text(asked, "model"), read.text(asked, "name")
-        scope = Scope(models=(model,))
+        scope = Scope(models=(asked.model,))
         context.check(scope)
         before = context.state.desired
-        after = state_changes.retire(before, model, name, read.optional_text(asked, "version"))
+        after = state_changes.retire(before, asked.model, asked.name, asked.version)
         run.allow(len(context.roster.seats(scope)) * RENEW_S)
         run.begin(Phase.RELEASING, after)
         with run.timed(Phase.RELEASING.value):
@@ -211,13 +224,13 @@ def _served_then(desired: Desired, made: AdapterRolloutPlan) -> AdapterVersion |
     return made.version or (None if line is None else line.previous)
 
 
-def _wanted(desired: Desired, run: OperationRun) -> AdapterVersion | None:
-    asked = run.operation.params
-    if run.operation.kind is OperationKind.ADAPTER_ROLLBACK:
+def _wanted(
+    desired: Desired, asked: AdapterRolloutAction | AdapterRollbackAction
+) -> AdapterVersion | None:
+    if isinstance(asked, AdapterRollbackAction):
         return None
-    name, wanted = read.text(asked, "name"), read.text(asked, "version")
-    line = desired.line(read.text(asked, "model"), name)
-    version = None if line is None else line.version(wanted)
+    line = desired.line(asked.model, asked.name)
+    version = None if line is None else line.version(asked.version)
     if version is None:
-        raise AdapterNotFound(f"{name}@{wanted}")
+        raise AdapterNotFound(f"{asked.name}@{asked.version}")
     return version

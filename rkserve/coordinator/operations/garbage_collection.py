@@ -14,13 +14,12 @@ import math
 import time
 from collections.abc import Iterable
 
-from rkserve.control import params as read
-from rkserve.control.operations import UPDATES, BoardOutcome, ControlOperation, OperationKind
+from rkserve.control.calls import AdapterStageAction, RebaseAction, WeightUpdateAction
+from rkserve.control.operations import BoardOutcome, ControlOperation
 from rkserve.coordinator.boards.delivery import FileStore
 from rkserve.coordinator.operations.operation_run import OperationContext
 from rkserve.core.board_report import BoardState
-from rkserve.core.desired_state import AdapterVersion, Artifact, BaseVersion, Desired, Scope
-from rkserve.core.messages import AdapterRef
+from rkserve.core.desired_state import Artifact, Desired, Scope
 
 log = logging.getLogger(__name__)
 
@@ -187,40 +186,12 @@ class GarbageCollector:
         return results
 
 
-def version_of(operation: ControlOperation) -> AdapterVersion:
-    """Return the version that an operation stages. Raises ``RequestError``."""
-    asked = operation.params
-    ref = AdapterRef(
-        read.text(asked, "name"),
-        read.text(asked, "version"),
-        read.text(asked, "digest"),
-        float(read.number(asked, "scale", 1.0)),
-    )
-    return AdapterVersion(ref, read.whole(asked, "size_bytes"))
-
-
-def base_of(operation: ControlOperation) -> BaseVersion | None:
-    """Return the base weights that an operation brings, by its checked parameters; None where it
-    brings none, or those of the model folder.
-    """
-    asked = operation.params
-    if operation.kind not in UPDATES or not isinstance(asked.get("digest"), str):
-        return None
-    digest = str(asked["digest"])
-    label = asked.get("label") or asked.get("version") or digest[:12]
-    size_bytes = int(_number(asked.get("size_bytes"), 0.0))
-    return BaseVersion(str(asked.get("model")), str(label), digest, size_bytes)
-
-
 def brought_by(operation: ControlOperation) -> Artifact | None:
     """Return the artifact that an operation delivers to boards, if any."""
-    if operation.kind is OperationKind.ADAPTER_STAGE:
-        return version_of(operation)
-    return base_of(operation)
-
-
-def _number(value: object, default: float) -> float:
-    return float(value) if isinstance(value, int | float) else default
+    asked = operation.action
+    if isinstance(asked, AdapterStageAction | WeightUpdateAction | RebaseAction):
+        return asked.artifact
+    return None
 
 
 def _named(desired: Desired) -> list[Artifact]:

@@ -11,9 +11,8 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
-from rkserve.control.calls import OperationOutcome, OperationRequest
-from rkserve.control.operations import OperationKind, conflict
-from rkserve.control.params import Json
+from rkserve.control.calls import OperationRequest, SleepAction, WakeAction
+from rkserve.control.operations import OperationOutcome, conflict
 from rkserve.control.sleep import IDLE, REQUEST, SleepPolicy, requested, sleeps, unused
 from rkserve.coordinator.operations.operation_run import OperationContext
 from rkserve.core.board_report import BoardReport
@@ -62,9 +61,9 @@ class IdleModels:
             if model in self._going_on or time.monotonic() < self._not_before_s.get(model, 0.0):
                 continue
             if waited_for:
-                self._begin(model, OperationKind.WAKE, requested(model), REQUEST)
+                self._begin(model, requested(model), REQUEST)
             elif self._is_unused(model, reports):
-                self._begin(model, OperationKind.SLEEP, self._unload(model), IDLE)
+                self._begin(model, self._unload(model), IDLE)
 
     # -- sleep ----------------------------------------------------------------------------------
 
@@ -80,17 +79,16 @@ class IdleModels:
         seats = [seat for seat in self._context.roster.seats() if seat.model == model]
         if any(seat.silent or seat.board_id not in heard for seat in seats):
             return False
-        return conflict(state.running, OperationKind.SLEEP, self._unload(model)) is None
+        return conflict(state.running, self._unload(model)) is None
 
-    def _unload(self, model: str) -> dict[str, Json]:
-        """Return the parameters of an idle model's sleep.
+    def _unload(self, model: str) -> SleepAction:
+        """Return an idle model's sleep.
 
         If requests do not end it, none may wait for it either: they are refused at once.
         """
         wakes = self._policies[model].wakes
         mode = PauseMode.KEEP if wakes else PauseMode.WAIT
-        level = int(SleepLevel.UNLOADED)
-        return {"models": [model], "mode": mode.value, "level": level, "wakes": wakes}
+        return SleepAction(models=(model,), mode=mode, level=SleepLevel.UNLOADED, wakes=wakes)
 
     # -- wake-up --------------------------------------------------------------------------------
 
@@ -125,25 +123,23 @@ class IdleModels:
 
     # -- both -----------------------------------------------------------------------------------
 
-    def _begin(self, model: str, kind: OperationKind, params: dict[str, Json], who: str) -> None:
-        task = asyncio.get_running_loop().create_task(self._carry_out(model, kind, params, who))
+    def _begin(self, model: str, action: SleepAction | WakeAction, who: str) -> None:
+        task = asyncio.get_running_loop().create_task(self._carry_out(model, action, who))
         self._going_on[model] = task
         task.add_done_callback(lambda done: self._ended(model, done))
 
-    async def _carry_out(
-        self, model: str, kind: OperationKind, params: dict[str, Json], who: str
-    ) -> None:
+    async def _carry_out(self, model: str, action: SleepAction | WakeAction, who: str) -> None:
         state = "refused"
         try:
-            outcome = await self._perform(OperationRequest(kind, params, who=who))
+            outcome = await self._perform(OperationRequest(action, who=who))
             state = outcome.operation.state.value
             if outcome.operation.error is None:
                 return
             log.warning("model %s: %s", model, outcome.operation.error.message)
         except RkserveError as exc:
-            log.warning("model %s: the %s could not begin: %s", model, kind.value, exc)
+            log.warning("model %s: the %s could not begin: %s", model, action.kind.value, exc)
         finally:
-            if kind is OperationKind.SLEEP:
+            if isinstance(action, SleepAction):
                 self._context.metrics.idle_unloads.labels(model, state).inc()
         self._not_before_s[model] = time.monotonic() + AGAIN_S
 

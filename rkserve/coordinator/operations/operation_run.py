@@ -8,14 +8,15 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from rkserve.config.serve_config import CoordinatorConfig
-from rkserve.control.calls import OperationOutcome, OperationRequest
+from rkserve.control.calls import OperationRequest
 from rkserve.control.operations import (
     BoardOutcome,
     ControlError,
     ControlOperation,
+    OperationOutcome,
     OperationState,
     Phase,
     ResultStatus,
@@ -218,7 +219,8 @@ class OperationRun:
         )
 
 
-Handler = Callable[[OperationContext, OperationRun], Awaitable[None]]
+# Its last argument is the operation's action, of the class of its kind.
+Handler = Callable[[OperationContext, OperationRun, Any], Awaitable[None]]
 
 
 def shortfall(results: Mapping[str, BoardOutcome], done: str, limit_s: float) -> ControlError:

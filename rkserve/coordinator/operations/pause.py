@@ -11,12 +11,18 @@ import time
 from collections.abc import Collection
 from dataclasses import replace
 
-from rkserve.control import params as read
 from rkserve.control import state_changes
+from rkserve.control.calls import (
+    AbortAction,
+    CacheResetAction,
+    LabelAction,
+    OperationKind,
+    PauseAction,
+    ResumeAction,
+)
 from rkserve.control.operations import (
     BoardOutcome,
     ControlError,
-    OperationKind,
     OperationState,
     Phase,
     ResultStatus,
@@ -24,6 +30,7 @@ from rkserve.control.operations import (
 from rkserve.coordinator.boards.roster import Replies, result_of
 from rkserve.coordinator.operations.operation_run import (
     UNDO_S,
+    Handler,
     OperationContext,
     OperationRun,
     shortfall,
@@ -38,21 +45,19 @@ QUEUE, ROUTERS = "queue", "Routers"
 SAFE_TRIES = 100  # of repeatable calls: the time limit ends them
 
 
-async def pause(context: OperationContext, run: OperationRun) -> None:
+async def pause(context: OperationContext, run: OperationRun, asked: PauseAction) -> None:
     """Stop boards; it succeeds when all of them have stopped, and is undone otherwise."""
-    asked = run.operation.params
-    scope = read.scope(asked)
+    scope = asked.scope
     context.check(scope)
     before = context.state.desired
-    lease_s = None if asked.get("lease_s") is None else read.number(asked, "lease_s")
     desired = state_changes.pause(
         before,
         run.operation.id,
         scope,
-        read.choice(asked, "mode", PauseMode, PauseMode.KEEP),
+        asked.mode,
         context.now_s(),
-        clear_cache=read.flag(asked, "clear_cache", default=False),
-        lease_s=lease_s,
+        clear_cache=asked.clear_cache,
+        lease_s=asked.lease_s,
         running=going_on(context),
     )
     run.applied = desired is not before
@@ -114,24 +119,23 @@ async def undo(
     run.end(OperationState.UNDONE if run.applied else OperationState.FAILED, error)
 
 
-async def resume(context: OperationContext, run: OperationRun) -> None:
+async def resume(context: OperationContext, run: OperationRun, asked: ResumeAction) -> None:
     """Remove pauses; boards that do not answer are released later."""
-    scope = read.scope(run.operation.params)
+    scope = asked.scope
     desired, removed = state_changes.resume(context.state.desired, scope, going_on(context))
     run.applied = bool(removed)
     run.begin(Phase.RELEASING, desired)
     await spread(context, run, scope)
 
 
-async def label(context: OperationContext, run: OperationRun) -> None:
+async def label(context: OperationContext, run: OperationRun, asked: LabelAction) -> None:
     """Name the weights of a base model."""
-    asked = run.operation.params
-    scope = Scope(models=(read.text(asked, "model"),))
+    model, name = asked.model, asked.label
+    scope = Scope(models=(model,))
     context.check(scope)
     before = context.state.desired
-    model, name = scope.models[0], read.text(asked, "label")
     desired = state_changes.set_label(before, model, name)
-    if read.flag(asked, "reset_step", default=False):
+    if asked.reset_step:
         desired = state_changes.as_one(
             before,
             lambda after: state_changes.set_label(after, model, name),
@@ -148,12 +152,13 @@ async def spread(context: OperationContext, run: OperationRun, scope: Scope) -> 
     run.end(OperationState.PARTIAL if replies.behind else OperationState.SUCCEEDED)
 
 
-async def reset_caches(context: OperationContext, run: OperationRun) -> None:
+async def reset_caches(
+    context: OperationContext, run: OperationRun, asked: CacheResetAction
+) -> None:
     """Clear KV caches; running requests keep theirs unless they are stopped for it as well."""
-    asked = run.operation.params
-    scope = read.scope(asked)
+    scope = asked.scope
     context.check(scope)
-    if read.flag(asked, "reset_running_requests", default=False):
+    if asked.reset_running_requests:
         await _reset_running(context, run, scope)
         return
     run.begin(Phase.STOPPING)
@@ -182,12 +187,11 @@ async def _reset_running(context: OperationContext, run: OperationRun, scope: Sc
     await spread(context, run, scope)
 
 
-async def abort(context: OperationContext, run: OperationRun) -> None:
+async def abort(context: OperationContext, run: OperationRun, asked: AbortAction) -> None:
     """Abort requests: the named ones, or all."""
-    asked = run.operation.params
-    scope = read.scope(asked)
+    scope = asked.scope
     context.check(scope)
-    ids = read.texts(asked, "request_ids") or None
+    ids = asked.request_ids or None
     run.begin(Phase.STOPPING)
     # Routers come first: a board that is freed would take the next request of their queues, and a
     # request that leaves its board from here on finds that it has been aborted.
@@ -248,7 +252,7 @@ def _end(run: OperationRun, replies: Replies) -> None:
         run.end(OperationState.FAILED, error)
 
 
-HANDLERS = {
+HANDLERS: dict[OperationKind, Handler] = {
     OperationKind.PAUSE: pause,
     OperationKind.RESUME: resume,
     OperationKind.LABEL: label,

@@ -11,27 +11,31 @@ import asyncio
 from collections.abc import Mapping
 from dataclasses import replace
 
-from rkserve.control import params as read
 from rkserve.control import sleep as sleep_changes
+from rkserve.control.calls import (
+    KV_CACHE,
+    WEIGHTS,
+    AnyAction,
+    OperationKind,
+    ServingAction,
+    SleepAction,
+    WakeAction,
+)
 from rkserve.control.operations import (
-    ROLLOUTS,
     BoardOutcome,
     ControlOperation,
-    OperationKind,
     OperationState,
     Phase,
     ResultStatus,
 )
-from rkserve.control.params import Json, Params
 from rkserve.control.sleep import SleepPolicy
 from rkserve.coordinator.boards.roster import Replies
 from rkserve.coordinator.operations.operation_run import Handler, OperationContext, OperationRun
 from rkserve.coordinator.operations.pause import end_hold, going_on, halt
 from rkserve.core.board_report import BoardReport, BoardState
-from rkserve.core.desired_state import ActivePause, Adoption, Desired, PauseMode, Scope, SleepLevel
+from rkserve.core.desired_state import ActivePause, Adoption, Desired, Scope, SleepLevel
 from rkserve.core.errors import RequestError
 
-WEIGHTS, KV_CACHE = "weights", "kv_cache"
 # The fraction of the tokens in KV caches that must be restorable, or they count as lost.
 KEPT_SHARE = 0.99
 
@@ -47,31 +51,30 @@ class SleepOperations:
         """Return the configured sleep of a model's boards."""
         return self._policies.get(model, SleepPolicy())
 
-    async def sleep(self, context: OperationContext, run: OperationRun) -> None:
+    async def sleep(self, context: OperationContext, run: OperationRun, asked: SleepAction) -> None:
         """Put boards to sleep; it succeeds when all of them sleep, and is undone otherwise."""
-        asked = run.operation.params
-        scope = read.scope(asked)
+        scope = asked.scope
         context.check(scope)
         before = context.state.desired
         models = scope.models or tuple(context.roster.models)
-        lease_s = None if asked.get("lease_s") is None else read.number(asked, "lease_s")
+        wakes = asked.wakes
+        if wakes is None:
+            wakes = all(self.policy(model).wakes for model in models)
         desired = sleep_changes.sleep(
             before,
             run.operation.id,
             scope,
-            read.choice(asked, "mode", PauseMode, PauseMode.KEEP),
-            read.level(asked, "level", SleepLevel.UNLOADED),
+            asked.mode,
+            asked.level,
             now_s=context.now_s(),
-            lease_s=lease_s,
-            wakes=read.flag(
-                asked, "wakes", default=all(self.policy(model).wakes for model in models)
-            ),
+            lease_s=asked.lease_s,
+            wakes=wakes,
             models=models,
             running=going_on(context),
         )
         run.applied = desired is not before
         run.allow(self._load_s(context, scope))
-        renewal = self.renews(context, run.operation)
+        renewal = self.renews(context, asked)
         run.begin(Phase.SLEEPING, desired)
         if renewal:
             self._renewing.add(run.operation.id)
@@ -82,12 +85,11 @@ class SleepOperations:
         done = "no board is left asleep by it" if run.applied else "an earlier sleep goes on"
         await end_hold(context, run, scope, replies, done)
 
-    async def wake(self, context: OperationContext, run: OperationRun) -> None:
+    async def wake(self, context: OperationContext, run: OperationRun, asked: WakeAction) -> None:
         """Remove sleeps, and answer once the models are loaded; late boards follow."""
-        asked = run.operation.params
-        scope = read.scope(asked)
+        scope = asked.scope
         context.check(Scope(models=scope.models))  # the only sleeping board may be one that is gone
-        desired, woken = _woken(context, asked, scope)
+        desired, woken = _woken(context, asked)
         run.applied = bool(woken)
         run.allow(self._load_s(context, scope))
         run.begin(Phase.WAKING, desired)
@@ -96,32 +98,25 @@ class SleepOperations:
         died = any(one.status is ResultStatus.GONE for one in replies.results.values())
         late = replies.behind or died
         run.end(OperationState.PARTIAL if late else OperationState.SUCCEEDED)
-        if woken and asked.get("requested"):
+        if woken and asked.requested:
             state = run.operation.state.value
             context.metrics.requested_wakes.labels(scope.models[0], state).inc()
 
-    def renews(self, context: OperationContext, operation: ControlOperation) -> bool:
+    def renews(self, context: OperationContext, asked: AnyAction) -> bool:
         """Return whether it renews an existing sleep: only its end may change."""
-        if operation.kind is not OperationKind.SLEEP:
-            return False
-        asked = operation.params
-        return sleep_changes.renews(
-            context.state.desired,
-            read.scope(asked),
-            read.choice(asked, "mode", PauseMode, PauseMode.KEEP),
-            read.level(asked, "level", SleepLevel.UNLOADED),
-            context.roster.models,
+        return isinstance(asked, SleepAction) and sleep_changes.renews(
+            context.state.desired, asked.scope, asked.mode, asked.level, context.roster.models
         )
 
     def in_the_way(
-        self, context: OperationContext, kind: OperationKind
+        self, context: OperationContext, asked: AnyAction
     ) -> tuple[ControlOperation, ...]:
-        """Return the running operations that may have to end before one of a kind begins.
+        """Return the running operations that may have to end before the requested one begins.
 
         During the renewal of a lease the sleeping part may be changed: neither waits for the other.
         """
         running = context.state.running
-        if kind not in ROLLOUTS:
+        if not isinstance(asked, ServingAction):
             return running
         return tuple(one for one in running if one.id not in self._renewing)
 
@@ -181,17 +176,13 @@ def _is_there(desired: Desired, report: BoardReport | None) -> bool:
     return report.state is (BoardState.ASLEEP if unloaded else BoardState.READY)
 
 
-def _woken(
-    context: OperationContext, asked: Params, scope: Scope
-) -> tuple[Desired, tuple[ActivePause, ...]]:
-    desired = context.state.desired
-    if read.flag(asked, "requested", default=False):
+def _woken(context: OperationContext, asked: WakeAction) -> tuple[Desired, tuple[ActivePause, ...]]:
+    desired, scope = context.state.desired, asked.scope
+    if asked.requested:
         if len(scope.models) != 1:
             raise RequestError("A request is for one model.", "models")
         return sleep_changes.wake_for_request(desired, scope.models[0])
-    tags = frozenset(read.texts(asked, "tags"))
-    for tag in sorted(tags - {WEIGHTS, KV_CACHE}):
-        raise RequestError(f"'{tag[:40]}' cannot be woken: {WEIGHTS} or {KV_CACHE} can.", "tags")
+    tags = frozenset(asked.tags)
     return sleep_changes.wake(
         desired,
         scope,
@@ -201,7 +192,7 @@ def _woken(
     )
 
 
-def asleep(said: Adoption, level: SleepLevel) -> dict[str, Json]:
+def asleep(said: Adoption, level: SleepLevel) -> dict[str, int | str]:
     """Return the record's details of a sleeping board."""
     contexts = said.kept_tokens + said.dropped_tokens
     if level is SleepLevel.PAUSED:

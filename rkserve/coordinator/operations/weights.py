@@ -11,16 +11,21 @@ import logging
 from dataclasses import replace
 
 from rkserve.api.admin.weights import own_digest
-from rkserve.control import params as read
 from rkserve.control import weight_changes
 from rkserve.control.artifact_metadata import StoredArtifact
-from rkserve.control.operations import ControlOperation, OperationKind, OperationState, Phase
-from rkserve.control.params import Params
-from rkserve.control.rollout_plan import AdapterRolloutPlan, RolloutPlan, Strategy
+from rkserve.control.calls import (
+    AnyAction,
+    ModelAction,
+    OperationKind,
+    RebaseAction,
+    Strategy,
+    WeightUpdateAction,
+)
+from rkserve.control.operations import OperationState, Phase
+from rkserve.control.rollout_plan import AdapterRolloutPlan, RolloutPlan
 from rkserve.control.weight_changes import FOLDER_LABEL, WeightsRolloutPlan
 from rkserve.coordinator.boards.delivery import FileStore
 from rkserve.coordinator.boards.roster import Roster
-from rkserve.coordinator.operations.garbage_collection import base_of
 from rkserve.coordinator.operations.operation_run import Handler, OperationContext, OperationRun
 from rkserve.coordinator.operations.rollout import LOAD_S, RolloutRunner
 from rkserve.core.desired_state import (
@@ -66,7 +71,7 @@ class WeightOperations:
         if name == model:
             found = self._store.model(model, version)
         else:
-            found = _staged(desired, model, {"name": name, "version": version})
+            found = _staged(desired, model, name, version)
         facts = self._store.facts(found.digest)
         self.learn(model)
         self.require_base(desired, model, facts.base_digest)
@@ -79,12 +84,14 @@ class WeightOperations:
         except OSError as exc:
             log.warning("the file of model %s cannot be read on the head: %s", model, exc)
 
-    async def prepare(self, desired: Desired, operation: ControlOperation) -> None:
+    async def prepare(self, desired: Desired, asked: AnyAction) -> None:
         """Compute the digest that a rollout's ``require_fit`` compares, if needed: a handler reads
         no file.
         """
-        model = str(operation.params.get("model"))
-        line = desired.line(model, str(operation.params.get("name")))
+        if not isinstance(asked, ModelAction):
+            return
+        model = asked.model
+        line = desired.line(model, str(getattr(asked, "name", None)))
         if line is None or self._store.known_own_digest(model) is not None:
             return
         if any(self._store.facts(one.digest).base_digest is not None for one in line.versions):
@@ -134,25 +141,25 @@ class WeightOperations:
         """Return the handler of each kind."""
         return {OperationKind.WEIGHT_UPDATE: self.update, OperationKind.REBASE: self.rebase}
 
-    async def update(self, context: OperationContext, run: OperationRun) -> None:
+    async def update(
+        self, context: OperationContext, run: OperationRun, asked: WeightUpdateAction
+    ) -> None:
         """Have all boards serve a trainer's weights from one instant on."""
-        asked = run.operation.params
-        if read.optional_text(asked, "name") is None:
-            await self._rebase(context, run, at_once=True)
+        if asked.name is None:
+            await self.rebase(context, run, asked)
             return
-        model = read.text(asked, "model")
+        model, in_flight = asked.model, asked.in_flight
         boards = _boards(context, model)
-        in_flight = read.choice(asked, "in_flight", InFlight, InFlight.SWITCH)
         planned = AdapterRolloutPlan(
             operation=run.operation.id,
             model=model,
-            name=read.text(asked, "name"),
-            version=_staged(context.state.desired, model, asked),
+            name=asked.name,
+            version=_staged(context.state.desired, model, asked.name, asked.version),
             boards=boards,
             strategy=Strategy.ATOMIC,
             in_flight=in_flight,
             keep=context.config.keep_versions,
-            step=read.whole(asked, "step", low=0),
+            step=asked.step,
             held_first=in_flight is not InFlight.PIN,
         )
         planned.check(context.state.desired)
@@ -161,16 +168,18 @@ class WeightOperations:
         run.allow(context.config.stage_timeout_s + LOAD_S)
         await _roll(context, run, replace(planned, hold_s=run.limit_s + SPARE_S))
 
-    async def rebase(self, context: OperationContext, run: OperationRun) -> None:
-        """Have boards load other base weights one by one."""
-        await self._rebase(context, run, at_once=False)
-
-    async def _rebase(self, context: OperationContext, run: OperationRun, *, at_once: bool) -> None:
-        asked, before = run.operation.params, context.state.desired
-        model = read.text(asked, "model")
+    async def rebase(
+        self, context: OperationContext, run: OperationRun, asked: RebaseAction | WeightUpdateAction
+    ) -> None:
+        """Have boards load other base weights one by one, or for an update all at once."""
+        model, version, before = asked.model, asked.artifact, context.state.desired
         boards = _boards(context, model)
-        version = base_of(run.operation)
-        in_flight = InFlight.SWITCH if at_once else InFlight.PIN
+        at_once = isinstance(asked, WeightUpdateAction)
+        step, unavailable = (
+            (asked.step, 1)
+            if isinstance(asked, WeightUpdateAction)
+            else (None, asked.max_unavailable)
+        )
         planned = WeightsRolloutPlan(
             operation=run.operation.id,
             model=model,
@@ -178,9 +187,9 @@ class WeightOperations:
             label=_label(asked, before.weights_of(model), version),
             boards=boards,
             at_once=at_once,
-            max_unavailable=read.whole(asked, "max_unavailable", 1, low=1),
-            in_flight=read.choice(asked, "in_flight", InFlight, in_flight),
-            step=read.whole(asked, "step", low=0) if at_once else None,
+            max_unavailable=unavailable,
+            in_flight=asked.in_flight,
+            step=step,
         )
         if planned.holds(before):
             run.applied = False
@@ -215,8 +224,7 @@ def _boards(context: OperationContext, model: str) -> tuple[str, ...]:
     return tuple(sorted({seat.board_id for seat in context.roster.seats(scope)}))
 
 
-def _staged(desired: Desired, model: str, asked: Params) -> AdapterVersion:
-    name, wanted = read.text(asked, "name"), read.text(asked, "version")
+def _staged(desired: Desired, model: str, name: str, wanted: str) -> AdapterVersion:
     line = desired.line(model, name)
     version = None if line is None else line.version(wanted)
     if version is None:
@@ -236,11 +244,13 @@ def _require_possible(planned: WeightsRolloutPlan) -> None:
         )
 
 
-def _label(asked: Params, now: Weights, version: BaseVersion | None) -> str:
+def _label(
+    asked: RebaseAction | WeightUpdateAction, now: Weights, version: BaseVersion | None
+) -> str:
     """Return the name of the weights: the given one, or the current one."""
-    said = read.optional_text(asked, "label")
-    if said is not None:
-        return said
-    if weight_changes.is_same(now.base, version) and "step" not in asked:
-        return now.label
+    if isinstance(asked, RebaseAction):
+        if asked.label is not None:
+            return asked.label
+        if weight_changes.is_same(now.base, version):
+            return now.label
     return FOLDER_LABEL if version is None else version.version

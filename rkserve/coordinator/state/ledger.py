@@ -16,12 +16,12 @@ import sqlite3
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rkserve.control.calls import OperationKind
 from rkserve.control.codec import (
-    plain,
     read_cache,
     read_desired,
     read_operation,
@@ -29,7 +29,7 @@ from rkserve.control.codec import (
     write_desired,
     write_operation,
 )
-from rkserve.control.operations import ControlOperation, OperationKind, OperationState
+from rkserve.control.operations import ControlOperation, OperationState
 from rkserve.core.desired_state import Desired, DesiredCache
 from rkserve.core.durable_files import FULL, free_bytes, open_private, private_folder
 from rkserve.core.errors import LedgerFailed
@@ -402,4 +402,4 @@ def _atomic(database: sqlite3.Connection) -> Iterator[None]:
 
 
 def _write_line(line: AuditEntry) -> str:
-    return json.dumps(plain(line), separators=(",", ":"), allow_nan=False)
+    return json.dumps(asdict(line), separators=(",", ":"), allow_nan=False)

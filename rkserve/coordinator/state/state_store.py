@@ -11,7 +11,8 @@ import logging
 from collections.abc import Iterable
 from dataclasses import replace
 
-from rkserve.control.operations import UPDATES, ControlOperation, OperationKind
+from rkserve.control.calls import OperationKind
+from rkserve.control.operations import UPDATES, ControlOperation
 from rkserve.coordinator.state.ledger import AuditEntry, Ledger
 from rkserve.core.desired_state import Desired
 from rkserve.core.errors import LedgerFailed

@@ -22,14 +22,18 @@ from rkserve.api.admin.pause import CallOptions
 from rkserve.api.admin.query import ControlRequest, ParameterKind
 from rkserve.api.json.body import JsonObject
 from rkserve.control.artifact_metadata import DeclaredArtifact
-from rkserve.control.calls import OperationOutcome
-from rkserve.control.operations import ControlOperation, OperationKind, OperationState
+from rkserve.control.calls import (
+    AdapterPromoteAction,
+    AdapterRetireAction,
+    AdapterRollbackAction,
+    AdapterRolloutAction,
+    AdapterStageAction,
+)
+from rkserve.control.operations import ControlOperation, OperationOutcome, OperationState
 from rkserve.core.desired_state import AdapterVersion
 from rkserve.core.errors import AdapterExists, AdapterNotFound, RequestError
 from rkserve.router.admin.operations import OK, AdminAnswer, Operations, made
 from rkserve.router.service import Service
-
-_K = OperationKind
 
 
 @dataclass(frozen=True)
@@ -137,18 +141,17 @@ class Adapters:
     ) -> _Pushed:
         """Stage a version on every board, and roll it out."""
         ref = version.ref
-        params = {
-            "model": model,
-            "name": ref.name,
-            "version": ref.version,
-            "digest": ref.digest,
-            "scale": ref.scale,
-            "size_bytes": version.size_bytes,
-        }
+        action = AdapterStageAction(
+            model=model,
+            name=ref.name,
+            version=ref.version,
+            digest=ref.digest,
+            scale=ref.scale,
+            size_bytes=version.size_bytes,
+        )
         alone = not push.activate
         staged = await self._operations.perform(
-            _K.ADAPTER_STAGE,
-            params,
+            action,
             push.terms,
             asked,
             key=asked.key if alone else _staging_key(asked),
@@ -162,10 +165,12 @@ class Adapters:
     async def _roll_out(
         self, push: NewAdapter, model: str, version: str, asked: ControlRequest
     ) -> OperationOutcome:
-        params = {"model": model, "name": push.name, "version": version, **push.rollout.params()}
+        action = AdapterRolloutAction(
+            model=model, name=push.name, version=version, **push.rollout.params()
+        )
         # The epoch that the caller expects was that before the staging.
         terms = replace(push.terms, epoch=None)
-        return await self._operations.perform(_K.ADAPTER_ROLLOUT, params, terms, asked)
+        return await self._operations.perform(action, terms, asked)
 
     # -- known versions -----------------------------------------------------------------------
 
@@ -173,17 +178,17 @@ class Adapters:
         """Roll out a staged version."""
         terms, version, rollout = parse_rollout(asked)
         model = await self._model_of(name, terms, asked)
-        params = {"model": model, "name": name, "version": version, **rollout.params()}
-        outcome = await self._operations.perform(_K.ADAPTER_ROLLOUT, params, terms, asked)
+        action = AdapterRolloutAction(model=model, name=name, version=version, **rollout.params())
+        outcome = await self._operations.perform(action, terms, asked)
         return made({"name": name, "version": version, "model": model}, outcome)
 
     async def rollback(self, asked: ControlRequest, name: str) -> AdminAnswer:
         """Roll back to the previous version."""
-        return await self._decide(_K.ADAPTER_ROLLBACK, asked, name)
+        return await self._decide(AdapterRollbackAction, asked, name)
 
     async def promote(self, asked: ControlRequest, name: str) -> AdminAnswer:
         """Promote the canary to all requests."""
-        return await self._decide(_K.ADAPTER_PROMOTE, asked, name)
+        return await self._decide(AdapterPromoteAction, asked, name)
 
     async def delete(self, asked: ControlRequest, name: str, version: str | None) -> AdminAnswer:
         """Retire a version, or a whole adapter."""
@@ -195,10 +200,15 @@ class Adapters:
         told = {"name": name, "version": version, "model": model, "deleted": True}
         return made(told, outcome)
 
-    async def _decide(self, kind: OperationKind, asked: ControlRequest, name: str) -> AdminAnswer:
+    async def _decide(
+        self,
+        kind: type[AdapterRollbackAction | AdapterPromoteAction],
+        asked: ControlRequest,
+        name: str,
+    ) -> AdminAnswer:
         terms = parse_named(asked)
         model = await self._model_of(name, terms, asked)
-        outcome = await self._operations.perform(kind, {"model": model, "name": name}, terms, asked)
+        outcome = await self._operations.perform(kind(model=model, name=name), terms, asked)
         line = self._cluster.desired.line(model, name)
         active = None if line is None or line.active is None else line.active.ref.version
         return made({"name": name, "model": model, "version": active}, outcome)
@@ -206,8 +216,8 @@ class Adapters:
     async def _retire(
         self, model: str, name: str, version: str | None, terms: CallOptions, asked: ControlRequest
     ) -> OperationOutcome:
-        params = {"model": model, "name": name, "version": version}
-        return await self._operations.perform(_K.ADAPTER_RETIRE, params, terms, asked)
+        action = AdapterRetireAction(model=model, name=name, version=version)
+        return await self._operations.perform(action, terms, asked)
 
     # -- names --------------------------------------------------------------------------------
 

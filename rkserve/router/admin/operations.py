@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Any
 
 from rkserve.api.admin.cluster_status import (
     BoardStatus,
@@ -48,8 +47,18 @@ from rkserve.api.admin.sleep import (
 from rkserve.api.json.body import JsonObject
 from rkserve.api.json.fields import Range
 from rkserve.api.json.limits import MAX_LISTED
-from rkserve.control.calls import OperationOutcome, OperationRequest
-from rkserve.control.operations import OperationKind
+from rkserve.control.calls import (
+    AbortAction,
+    AnyAction,
+    CacheResetAction,
+    LabelAction,
+    OperationRequest,
+    PauseAction,
+    ResumeAction,
+    SleepAction,
+    WakeAction,
+)
+from rkserve.control.operations import OperationOutcome
 from rkserve.core.desired_state import Scope
 from rkserve.core.errors import AdapterNotFound, BoardNotFound, ModelNotFound, RequestError
 from rkserve.router.service import Service
@@ -57,7 +66,6 @@ from rkserve.router.service import Service
 OK = 200
 AT_REST_S = 2.0  # for what boards sent before they stopped to reach this Router's clients
 LISTED = 100
-_K = OperationKind
 
 
 @dataclass(frozen=True)
@@ -113,13 +121,15 @@ class Operations:
 
     async def _paused(self, call: PauseCall, asked: ControlRequest) -> OperationOutcome:
         scope = await self.scope(call.terms, call.adapter)
-        params = {
-            **places(scope),
-            "mode": call.mode.value,
-            "clear_cache": call.clear_cache,
-            "lease_s": call.lease_s,
-        }
-        outcome = await self.perform(_K.PAUSE, params, call.terms, asked)
+        action = PauseAction(
+            models=scope.models,
+            boards=scope.boards,
+            adapter=scope.adapter,
+            mode=call.mode,
+            clear_cache=call.clear_cache,
+            lease_s=call.lease_s,
+        )
+        outcome = await self.perform(action, call.terms, asked)
         if outcome.operation.over and outcome.operation.error is None:
             # The Coordinator's limit is not touched: all boards have stopped.
             await self._service.flows.at_rest(scope, AT_REST_S, outcome.emitted)
@@ -129,7 +139,8 @@ class Operations:
 
     async def _resumed(self, call: ResumeBody, asked: ControlRequest) -> OperationOutcome:
         scope = await self.scope(call.terms, call.adapter)
-        return await self.perform(_K.RESUME, places(scope), call.terms, asked)
+        action = ResumeAction(models=scope.models, boards=scope.boards, adapter=scope.adapter)
+        return await self.perform(action, call.terms, asked)
 
     # -- requests, caches, labels -------------------------------------------------------------
 
@@ -140,9 +151,8 @@ class Operations:
     async def end_requests(self, call: AbortCall, asked: ControlRequest) -> AdminAnswer:
         """End requests, as either form asks for it."""
         scope = await self.scope(call.terms, None)
-        ids = None if call.request_ids is None else list(call.request_ids)
-        params = {"models": list(scope.models), "boards": list(scope.boards), "request_ids": ids}
-        outcome = await self.perform(_K.ABORT, params, call.terms, asked)
+        action = AbortAction(models=scope.models, boards=scope.boards, request_ids=call.request_ids)
+        outcome = await self.perform(action, call.terms, asked)
         aborted = total_of(outcome.operation, "aborted")
         return made({"status": "aborted", "aborted": aborted}, outcome)
 
@@ -153,12 +163,12 @@ class Operations:
     async def drop_caches(self, call: CacheResetBody, asked: ControlRequest) -> AdminAnswer:
         """Drop KV caches, as either form asks for it."""
         scope = await self.scope(call.terms, None)
-        params = {
-            "models": list(scope.models),
-            "boards": list(scope.boards),
-            "reset_running_requests": call.reset_running_requests,
-        }
-        outcome = await self.perform(_K.CACHE_RESET, params, call.terms, asked)
+        action = CacheResetAction(
+            models=scope.models,
+            boards=scope.boards,
+            reset_running_requests=call.reset_running_requests,
+        )
+        outcome = await self.perform(action, call.terms, asked)
         self._fleet.forget_prompts(scope.covers, files=False)
         return made({"success": outcome.status == OK}, outcome)
 
@@ -166,8 +176,8 @@ class Operations:
         """Set the version label of a model's weights."""
         call = asked.read(LabelBody)
         model = self.one_of(call.terms.models)
-        params = {"model": model, "label": call.new_version, "reset_step": call.reset_step}
-        outcome = await self.perform(_K.LABEL, params, call.terms, asked)
+        action = LabelAction(model=model, label=call.new_version, reset_step=call.reset_step)
+        outcome = await self.perform(action, call.terms, asked)
         return made({"success": True, "new_version": call.new_version, "model": model}, outcome)
 
     async def weights(self, asked: ControlRequest) -> AdminAnswer:
@@ -224,8 +234,7 @@ class Operations:
 
     async def perform(
         self,
-        kind: OperationKind,
-        params: dict[str, Any],
+        action: AnyAction,
         terms: CallOptions,
         asked: ControlRequest,
         *,
@@ -235,8 +244,7 @@ class Operations:
         """Perform an operation. ``key`` and ``background`` override those of the call."""
         return await self._cluster.perform(
             OperationRequest(
-                kind=kind,
-                params=params,
+                action,
                 who=asked.who,
                 key=asked.key if key is None else key,
                 timeout_s=terms.timeout_s,
@@ -305,11 +313,6 @@ def made(body: JsonObject, outcome: OperationOutcome) -> AdminAnswer:
     return AdminAnswer(outcome.status, told)
 
 
-def places(scope: Scope) -> dict[str, Any]:
-    """Return a scope as an operation's parameters."""
-    return {"models": list(scope.models), "boards": list(scope.boards), "adapter": scope.adapter}
-
-
 def _limit(asked: ControlRequest) -> int:
     fields = asked.fields({"limit": ParameterKind.NUMBER})
     return fields.integer("limit", Range(1, MAX_LISTED)) or LISTED
@@ -364,14 +367,15 @@ class SleepControl:
 
     async def _slept(self, call: SleepCall, asked: ControlRequest) -> OperationOutcome:
         scope = await self._operations.scope(call.terms, None)
-        params = {
-            **_places(scope),
-            "mode": call.mode.value,
-            "level": int(call.level),
-            "lease_s": call.lease_s,
-            "wakes": call.wakes,
-        }
-        outcome = await self._operations.perform(OperationKind.SLEEP, params, call.terms, asked)
+        action = SleepAction(
+            models=scope.models,
+            boards=scope.boards,
+            mode=call.mode,
+            level=call.level,
+            lease_s=call.lease_s,
+            wakes=call.wakes,
+        )
+        outcome = await self._operations.perform(action, call.terms, asked)
         if outcome.operation.over and outcome.operation.error is None:
             # The Coordinator's limit is not touched: all boards have stopped.
             await self._service.flows.at_rest(scope, AT_REST_S)
@@ -379,14 +383,8 @@ class SleepControl:
 
     async def _woken(self, call: WakeCall, asked: ControlRequest) -> OperationOutcome:
         scope = await self._operations.scope(call.terms, None)
-        params = {**_places(scope), "tags": list(call.tags)}
-        return await self._operations.perform(OperationKind.WAKE, params, call.terms, asked)
-
-
-def _places(scope: Scope) -> dict[str, object]:
-    found = places(scope)
-    del found["adapter"]
-    return found
+        action = WakeAction(models=scope.models, boards=scope.boards, tags=call.tags)
+        return await self._operations.perform(action, call.terms, asked)
 
 
 def _model(call: SleepCall | WakeCall) -> dict[str, object]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from typing import TypeVar
 
 from rkserve.api.admin.operations import changed, total_of
 from rkserve.api.admin.query import ControlRequest
@@ -22,14 +23,14 @@ from rkserve.api.admin.weights import (
 )
 from rkserve.api.json.body import JsonObject
 from rkserve.control.artifact_metadata import DeclaredArtifact
-from rkserve.control.calls import OperationOutcome
-from rkserve.control.operations import ControlOperation, OperationKind
+from rkserve.control.calls import RebaseAction, WeightUpdateAction
+from rkserve.control.operations import OperationOutcome
 from rkserve.core.desired_state import BaseVersion, Scope
 from rkserve.core.errors import ArtifactNotFound, RequestError
 from rkserve.router.admin.operations import OK, AdminAnswer, Operations, made
 from rkserve.router.service import Service
 
-_K = OperationKind
+A = TypeVar("A", RebaseAction, WeightUpdateAction)
 
 
 class WeightsControl:
@@ -51,20 +52,20 @@ class WeightsControl:
         """
         update = parse_update(asked)
         model = self._model_of(update)
-        params = {
-            "model": model,
-            "step": update.step,
-            "in_flight": update.in_flight.value,
+        action = WeightUpdateAction(
+            model=model,
+            step=update.step,
+            in_flight=update.in_flight,
             **await self._meant(update, model, asked),
-        }
-        outcome = await self._operations.perform(_K.WEIGHT_UPDATE, params, update.terms, asked)
-        if "name" not in params:
+        )
+        outcome = await self._operations.perform(action, update.terms, asked)
+        if action.name is None:
             self._forget_prompts(model)
         return made(update_body(outcome.operation), outcome)
 
     async def _meant(self, update: WeightUpdate, model: str, asked: ControlRequest) -> JsonObject:
         """Return the parameters that name the artifact, after checking it."""
-        earlier = await self._earlier(asked, _K.WEIGHT_UPDATE)
+        earlier = await self._earlier(asked, WeightUpdateAction)
         name, _, version = update.artifact.rpartition("@")
         if name != model:
             if earlier is None:
@@ -97,21 +98,21 @@ class WeightsControl:
         """Load other base weights board by board, in SGLang's form."""
         update = parse_disk(asked)
         model = self._operations.one_of(update.terms.models)
-        params = {
-            "model": model,
-            "model_path": update.place,
-            "label": update.label,
-            "in_flight": update.in_flight.value,
-            "max_unavailable": update.max_unavailable,
+        action = RebaseAction(
+            model=model,
+            model_path=update.place,
+            label=update.label,
+            in_flight=update.in_flight,
+            max_unavailable=update.max_unavailable,
             **await self._base(update, model, asked),
-        }
-        outcome = await self._operations.perform(_K.REBASE, params, update.terms, asked)
+        )
+        outcome = await self._operations.perform(action, update.terms, asked)
         self._forget_prompts(model)
         return _in_sglangs_words(outcome)
 
     async def _base(self, update: DiskUpdate, model: str, asked: ControlRequest) -> JsonObject:
         """Return the parameters that name the base weights; empty for the folder's file."""
-        earlier = await self._earlier(asked, _K.REBASE)
+        earlier = await self._earlier(asked, RebaseAction)
         if earlier is not None:
             return _content(earlier)
         base = await self._found(update.place, model)
@@ -163,23 +164,23 @@ class WeightsControl:
 
     # -- what all of them share ---------------------------------------------------------------
 
-    async def _earlier(self, asked: ControlRequest, kind: OperationKind) -> ControlOperation | None:
-        """Return the operation of an earlier call with the same key, if any.
+    async def _earlier(self, asked: ControlRequest, kind: type[A]) -> A | None:
+        """Return the action of an earlier call with the same key, if any.
 
         Its file is not read again, and may be gone.
         """
         if asked.key is None:
             return None
         found = await self._cluster.operation_by_key(asked.key)
-        return found if found is not None and found.kind is kind else None
+        return found.action if found is not None and isinstance(found.action, kind) else None
 
     def _forget_prompts(self, model: str) -> None:
         """Forget cached prefixes, which other weights invalidate."""
         self._service.fleet.forget_prompts(Scope(models=(model,)).covers)
 
 
-def _content(earlier: ControlOperation) -> JsonObject:
-    return {name: earlier.params.get(name) for name in ("digest", "size_bytes")}
+def _content(earlier: RebaseAction | WeightUpdateAction) -> JsonObject:
+    return {"digest": earlier.digest, "size_bytes": earlier.size_bytes}
 
 
 def _claim(new: NewWeights, model: str) -> DeclaredArtifact:

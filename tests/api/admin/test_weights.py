@@ -19,11 +19,10 @@ from rkserve.api.admin.weights import (
     update_body,
     weights_entry,
 )
+from rkserve.control.calls import OperationKind
 from rkserve.control.operations import (
     BoardOutcome,
     ControlError,
-    ControlOperation,
-    OperationKind,
     OperationState,
     ResultStatus,
 )
@@ -40,6 +39,7 @@ from rkserve.core.desired_state import (
 from rkserve.core.errors import ArtifactRefused, RequestError, UnsupportedParameter
 from rkserve.core.messages import AdapterRef
 from rkserve.models.weights import Parameter, difference, read_parameters
+from tests.support.values.control_values import recorded
 
 VERSION = AdapterVersion(AdapterRef("tone", "v7", "a" * 64), 1234)
 BASE = BaseVersion("m", "step-7", "b" * 64, 5678)
@@ -304,7 +304,7 @@ def test_what_may_not_be_said_of_them_is_refused(body: dict[str, Any], from_body
 
 # -- answers -----------------------------------------------------------------------------------
 
-DONE = ControlOperation(
+DONE = recorded(
     "op-1",
     OperationKind.WEIGHT_UPDATE,
     OperationState.SUCCEEDED,
@@ -352,7 +352,7 @@ def test_an_update_tells_where_no_board_has_tried_it(
         board: BoardOutcome(ResultStatus.OK, details={} if said is None else {"loaded": said})
         for board, said in loaded.items()
     }
-    one = ControlOperation("op-2", OperationKind.REBASE, OperationState.SUCCEEDED, results=results)
+    one = recorded("op-2", OperationKind.REBASE, OperationState.SUCCEEDED, results=results)
     assert update_body(one)["untried"] is untried
     body = disk_body(one, 200, 0)
     assert (body["success"], body["untried"]) == (True, untried)
@@ -383,7 +383,7 @@ def test_base_weights_are_verified_while_boards_load_them() -> None:
 def test_sglang_hears_whether_it_succeeded(
     state: OperationState, status: int, error: ControlError | None, success: bool, words: str
 ) -> None:
-    one = ControlOperation("op-2", OperationKind.REBASE, state, error=error)
+    one = recorded("op-2", OperationKind.REBASE, state, error=error)
     body = disk_body(one, status, 3)
     assert (body["success"], body["num_paused_requests"]) == (success, 3)
     assert words in body["message"]

@@ -41,8 +41,9 @@ from benchmarks.control.faults_report import faults_section
 from benchmarks.control.faults_site import Site, frozen, full_disk, kill, wait_for
 from benchmarks.harness.exchange import Exchange
 from rkserve.bench.child import BenchFailed
-from rkserve.control.operations import ControlOperation, OperationKind
+from rkserve.control.calls import OperationKind
 from rkserve.coordinator.state.ledger import Ledger
+from tests.support.values.control_values import recorded
 
 LINE = "tone"
 BOARDS = ("sim-0", "sim-1")
@@ -406,7 +407,7 @@ def test_the_ledger_tells_where_an_operation_was_when_its_coordinator_died(tmp_p
     (tmp_path / "data").mkdir()
     ledger = Ledger.open(tmp_path / "data")
     site = Site(("127.0.0.1", 9), tmp_path, list)
-    begun = ControlOperation("op-1", OperationKind.PAUSE)
+    begun = recorded("op-1", OperationKind.PAUSE)
     ledger.write(operations=[begun])
     assert site.ledger_phase("op-1") == "accepted"
     assert site.until_phase("op-1", "accepted")

@@ -20,7 +20,7 @@ from benchmarks.scale.rollout import Course, Rolling
 from benchmarks.scale.router import Request
 from benchmarks.scale.talk import Context, Shape, length, talk
 from benchmarks.scale.world import Seen, World
-from rkserve.control.rollout_plan import Strategy
+from rkserve.control.calls import Strategy
 from rkserve.router.queue.admission import QueueTerms
 
 SMALL = Shape(sessions=12, rate=2.0, think_s=5, turns=3)

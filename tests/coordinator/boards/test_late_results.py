@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from rkserve.control.operations import OperationKind, OperationState, ResultStatus
+from rkserve.control.calls import OperationKind
+from rkserve.control.operations import OperationState, ResultStatus
 from rkserve.core.errors import StageFailed
 from tests.support.boards.fake_boards import eventually
 from tests.support.cluster.fake_cluster import MODEL, controlled, serving

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from rkserve.control.calls import OperationOutcome
-from rkserve.control.operations import OperationKind, OperationState, Phase, ResultStatus
+from rkserve.control.calls import OperationKind
+from rkserve.control.operations import OperationOutcome, OperationState, Phase, ResultStatus
 from rkserve.coordinator.operations.garbage_collection import GarbageCollector
 from rkserve.coordinator.state.ledger import Ledger
 from rkserve.core.board_report import VersionFigures
@@ -403,13 +403,13 @@ async def test_a_paused_cluster_resumes_while_engines_are_renewed_for_a_retireme
         assert (await retiring).status == 200
 
 
-@pytest.mark.parametrize("strategy", ["atomic", None], ids=["atomic", "null"])
+@pytest.mark.parametrize("said", [{"strategy": "atomic"}, {}], ids=["atomic", "default"])
 async def test_a_resume_takes_no_hold_of_a_rollout_away(
-    tmp_path: Path, strategy: str | None
+    tmp_path: Path, said: dict[str, str]
 ) -> None:
     async with serving(tmp_path, "v1", "v2") as it:
         it.cluster["b"].slow_s["adopt"] = 0.2
-        rolling = asyncio.create_task(it.roll("v2", strategy=strategy))
+        rolling = asyncio.create_task(it.roll("v2", **said))
         await eventually(lambda: it.held == ["a", "c"])
         with pytest.raises(OperationConflict, match="try again"):
             await it.resume()
@@ -434,12 +434,15 @@ class FullAtTheEnd:
         return getattr(self.real, name)
 
 
+TONE = {"name": "tone"}
+
+
 @pytest.mark.parametrize(
     ("kind", "params", "state"),
     [
-        pytest.param(K.ADAPTER_ROLLOUT, {"version": "v2"}, S.SUCCEEDED, id="a rollout"),
-        pytest.param(K.ADAPTER_ROLLBACK, {}, S.SUCCEEDED, id="a rollback"),
-        pytest.param(K.ADAPTER_RETIRE, {"version": "v3"}, S.SUCCEEDED, id="a retirement"),
+        pytest.param(K.ADAPTER_ROLLOUT, {**TONE, "version": "v2"}, S.SUCCEEDED, id="a rollout"),
+        pytest.param(K.ADAPTER_ROLLBACK, TONE, S.SUCCEEDED, id="a rollback"),
+        pytest.param(K.ADAPTER_RETIRE, {**TONE, "version": "v3"}, S.SUCCEEDED, id="a retirement"),
         pytest.param(K.LABEL, {"label": "new"}, S.SUCCEEDED, id="a label"),
     ],
 )
@@ -452,10 +455,10 @@ async def test_an_end_that_cannot_be_written_down_at_once_is_recorded_as_it_was(
         it.wrap_ledger = FullAtTheEnd
         await it.again()
         await eventually(lambda: it.follows)
-        outcome = await it.call(kind, key="k", model=MODEL, name="tone", **params)
+        outcome = await it.call(kind, key="k", model=MODEL, **params)
         assert (outcome.status, outcome.operation.state) == (200, state)
         assert outcome.operation.error is None
-        again = await it.call(kind, key="k", model=MODEL, name="tone", **params)
+        again = await it.call(kind, key="k", model=MODEL, **params)
         assert again.operation == outcome.operation
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rkserve.control.operations import OperationKind
+from rkserve.control.calls import OperationKind
 from rkserve.coordinator.operations.garbage_collection import GarbageCollector
 from rkserve.core.desired_state import AdapterVersion
 from rkserve.core.errors import StageFailed, StaleEpoch

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from rkserve.control.operations import OperationKind, Phase
+from rkserve.control.calls import OperationKind
+from rkserve.control.operations import Phase
 from rkserve.coordinator.state.ledger import Ledger
 from rkserve.core.errors import LedgerFailed
 from tests.support.boards.fake_boards import eventually

@@ -15,14 +15,9 @@ from pathlib import Path
 import pytest
 
 from rkserve.control import state_changes
+from rkserve.control.calls import OperationKind, PauseAction
 from rkserve.control.codec import write_operation
-from rkserve.control.operations import (
-    BoardOutcome,
-    ControlOperation,
-    OperationKind,
-    OperationState,
-    ResultStatus,
-)
+from rkserve.control.operations import BoardOutcome, OperationState, ResultStatus
 from rkserve.coordinator.state.ledger import (
     FILE,
     MIGRATIONS,
@@ -33,11 +28,12 @@ from rkserve.coordinator.state.ledger import (
 )
 from rkserve.core.desired_state import Desired, PauseMode, Scope
 from rkserve.core.errors import LedgerFailed
+from tests.support.values.control_values import recorded
 
 PAUSED = state_changes.pause(
     Desired(), "op-1", Scope(models=("m",)), PauseMode.KEEP, 5.0, lease_s=2.0
 )
-DONE = ControlOperation(
+DONE = recorded(
     "op-1",
     OperationKind.PAUSE,
     OperationState.SUCCEEDED,
@@ -65,13 +61,13 @@ def test_what_was_written_is_there_after_it_is_opened_again(tmp_path: Path) -> N
 def test_what_is_long_to_read_is_read_in_other_threads_and_holds_up_no_write(
     tmp_path: Path,
 ) -> None:
-    stagings = [ControlOperation(f"op-s{n}", OperationKind.ADAPTER_STAGE) for n in range(3)]
+    stagings = [recorded(f"op-s{n}", OperationKind.ADAPTER_STAGE) for n in range(3)]
     line = AuditEntry(1.0, "trainer", "label")
     with closing(Ledger.open(tmp_path)) as ledger, ThreadPoolExecutor(4) as threads:
         ledger.write(operations=[DONE, *stagings], audit=[line])
         asked = [threads.submit(ledger.operations, 100) for _ in range(20)]
         for n in range(20):
-            ledger.write(operations=[ControlOperation(f"op-l{n}", OperationKind.LABEL)])
+            ledger.write(operations=[recorded(f"op-l{n}", OperationKind.LABEL)])
         assert all(DONE in one.result() for one in asked)
         assert len(threads.submit(ledger.operations, 100).result()) == 24
         assert threads.submit(ledger.of_kind, OperationKind.ADAPTER_STAGE).result() == stagings
@@ -79,7 +75,7 @@ def test_what_is_long_to_read_is_read_in_other_threads_and_holds_up_no_write(
 
 
 def test_an_operation_is_one_record_through_all_its_states(tmp_path: Path) -> None:
-    begun = ControlOperation("op-1", OperationKind.LABEL)
+    begun = recorded("op-1", OperationKind.LABEL)
     with closing(Ledger.open(tmp_path)) as ledger:
         ledger.write(operations=[begun])
         assert ledger.running() == [begun]
@@ -110,8 +106,10 @@ WRITER = """
 import sys
 from pathlib import Path
 from rkserve.control import state_changes as changes
-from rkserve.control.operations import ControlOperation, OperationKind
+from rkserve.control.calls import LabelAction
+from rkserve.control.operations import ControlOperation
 from rkserve.coordinator.state.ledger import AuditEntry, Ledger
+action = LabelAction(model="m", label="l")
 ledger = Ledger.open(Path(sys.argv[1]))
 desired = ledger.desired()
 while True:
@@ -119,7 +117,7 @@ while True:
     name = f"op-{desired.epoch}"
     ledger.write(
         desired=desired,
-        operations=[ControlOperation(name, OperationKind.LABEL, epoch=desired.epoch)],
+        operations=[ControlOperation(name, action, epoch=desired.epoch)],
         audit=[AuditEntry(0.0, "w", "label", operation=name, epoch=desired.epoch)],
     )
     print(desired.epoch, flush=True)
@@ -154,7 +152,7 @@ def test_a_full_disk_is_a_clear_error_and_changes_nothing(tmp_path: Path) -> Non
         ledger.write(desired=PAUSED, operations=[DONE])
         pages = ledger._database.execute("PRAGMA page_count").fetchone()[0]
         ledger._database.execute(f"PRAGMA max_page_count = {pages}")
-        full = replace(DONE, id="op-2", key=None, params={"models": ["m" * 100_000]})
+        full = replace(DONE, id="op-2", key=None, action=PauseAction(models=("m" * 100_000,)))
         later = state_changes.set_label(PAUSED, "m", "later")
         with pytest.raises(LedgerFailed, match=r"nothing was changed: .*full.* Free space"):
             ledger.write(desired=later, operations=[full])
@@ -239,7 +237,7 @@ def test_a_folder_that_cannot_be_used_is_named(tmp_path: Path) -> None:
 
 def test_the_oldest_records_are_forgotten_but_never_what_goes_on(tmp_path: Path) -> None:
     with closing(Ledger.open(tmp_path, max_operations=3)) as ledger:
-        going_on = ControlOperation("op-first", OperationKind.PAUSE, key="first")
+        going_on = recorded("op-first", OperationKind.PAUSE, key="first")
         ledger.write(operations=[going_on])
         for number in range(6):
             one = replace(DONE, id=f"op-{number}", key=f"k{number}")

@@ -19,8 +19,8 @@ from typing import Any
 
 from rkserve.config.serve_config import CoordinatorConfig
 from rkserve.control.artifact_metadata import ArtifactMetadata
-from rkserve.control.calls import OperationOutcome, OperationRequest
-from rkserve.control.operations import OperationKind
+from rkserve.control.calls import OperationKind, OperationRequest
+from rkserve.control.operations import OperationOutcome
 from rkserve.control.sleep import SleepPolicy
 from rkserve.coordinator.boards.transfer import TransferLimits
 from rkserve.coordinator.coordinator import Coordinator, CoordinatorPorts
@@ -54,6 +54,7 @@ from rkserve.core.file_digests import ids_digest
 from rkserve.core.messages import AdapterRef, Event, GenerateRequest
 from rkserve.fleet.fleet import Fleet
 from tests.support.boards.fake_boards import eventually
+from tests.support.values.control_values import read_action
 
 MODEL = "sim-chat"
 CONTENT = {"v1": b"one" * 100, "v2": b"two" * 150, "v3": b"three" * 200}
@@ -436,7 +437,9 @@ class Control:
             for name in ("timeout_s", "expected_epoch", "background", "who")
             if name in params
         }
-        return await self.it.perform(OperationRequest(kind, params, key=key, **options))
+        return await self.it.perform(
+            OperationRequest(read_action(kind, params), key=key, **options)
+        )
 
     async def pause(self, **params: Any) -> OperationOutcome:
         return await self.call(OperationKind.PAUSE, **{"mode": PauseMode.KEEP.value, **params})

@@ -10,17 +10,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rkserve.control.artifact_metadata import DeclaredArtifact
-from rkserve.control.calls import OperationOutcome, OperationRequest
+from rkserve.control.calls import OperationKind, OperationRequest
 from rkserve.control.operations import (
     BoardOutcome,
     ControlOperation,
-    OperationKind,
+    OperationOutcome,
     OperationState,
     ResultStatus,
 )
 from rkserve.core.desired_state import AdapterVersion, AdapterVersions, Desired, DesiredCache
 from rkserve.core.errors import CoordinatorAway, OperationNotFound
 from rkserve.core.messages import AdapterRef
+from tests.support.values.control_values import recorded
 
 DIGEST = "d" * 64
 
@@ -74,14 +75,13 @@ class FakeHead:
         """What a call that went well came to."""
         known: dict[str, Any] = {
             "state": OperationState.SUCCEEDED,
-            "params": call.params,
             "who": call.who,
             "key": call.key,
             "epoch": self.desired.epoch,
             "results": self.results,
             "phases": (("stopping", 12.0), ("stopping", 0.5)),
         }
-        operation = ControlOperation(f"op-{len(self.calls)}", call.kind, **{**known, **changes})
+        operation = ControlOperation(f"op-{len(self.calls)}", call.action, **{**known, **changes})
         return OperationOutcome(status, operation)
 
     async def _desired(self, after_epoch: int, wait_s: float) -> Desired:
@@ -95,7 +95,7 @@ class FakeHead:
         return self.outcome(call)
 
     def _operations(self, limit: int) -> list[ControlOperation]:
-        return [ControlOperation(f"op-{n}", OperationKind.PAUSE) for n in range(min(limit, 2))]
+        return [recorded(f"op-{n}", OperationKind.PAUSE) for n in range(min(limit, 2))]
 
     def _operation(self, name: str) -> ControlOperation:
         raise OperationNotFound(name)

@@ -19,7 +19,8 @@ from rkserve.api import gradio
 from rkserve.api.responses.stored import StoredResponse
 from rkserve.config.router import RouterConfig
 from rkserve.control.artifact_metadata import StoredArtifact
-from rkserve.control.operations import ControlOperation, OperationKind
+from rkserve.control.calls import OperationKind
+from rkserve.control.operations import ControlOperation
 from rkserve.core.board_report import CacheEntry, GenerationInfo, GenerationState, KvReport
 from rkserve.core.desired_state import BaseVersion, Desired
 from rkserve.core.errors import ArtifactNotFound, GenerationNotFound, OperationNotFound
@@ -40,6 +41,7 @@ from tests.support.boards.fake_boards import FakeBoards, answer
 from tests.support.cluster.fake_head import FakeHead, line
 from tests.support.http.router_house import MAX_ADAPTER_BYTES, MAX_MODEL_BYTES
 from tests.support.http.router_house import model as chat_model
+from tests.support.values.control_values import recorded
 
 CHAT, EMBED = "sim-chat", "sim-embed"
 BOARD = "sim-0"
@@ -96,7 +98,7 @@ def found_weights(_model: str, artifact: str) -> StoredArtifact:
 
 def found_operation(name: str) -> ControlOperation:
     if name == OPERATION:
-        return ControlOperation(name, OperationKind.PAUSE)
+        return recorded(name, OperationKind.PAUSE)
     raise OperationNotFound(name)
 
 

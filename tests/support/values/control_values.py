@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any, get_args
 
 from hypothesis import strategies as st
+from pydantic import JsonValue
 
+from rkserve.control.calls import Action, AnyAction, OperationKind, ServingAction, Strategy
 from rkserve.control.operations import (
     BoardOutcome,
     ControlError,
     ControlOperation,
-    OperationKind,
     OperationState,
     Phase,
     ResultStatus,
 )
-from rkserve.control.params import Json
 from rkserve.core.desired_state import (
     ActivePause,
     AdapterVersion,
@@ -35,6 +38,47 @@ MODELS = ("small", "large")
 NAMES = ("law", "med")
 BOARDS = ("b1", "b2", "b3", "b4")
 SESSIONS = tuple(f"session-{n}" for n in range(8))
+
+
+# The class of each kind's action, the kinds that change what a model serves, and values for the
+# parameters that an action must have.
+ACTIONS: dict[OperationKind, type[Action]] = {
+    one.model_fields["kind"].default: one for one in get_args(get_args(AnyAction)[0])
+}
+SERVING = frozenset(kind for kind, one in ACTIONS.items() if issubclass(one, ServingAction))
+SAMPLE: dict[str, JsonValue] = {
+    "model": "m",
+    "name": "law",
+    "version": "v1",
+    "digest": "d" * 64,
+    "size_bytes": 7,
+    "step": 1,
+    "label": "a label",
+}
+
+
+def read_action(kind: OperationKind, params: Mapping[str, Any]) -> Any:
+    """The action of JSON parameters. Raises pydantic's ``ValidationError``."""
+    return ACTIONS[kind].model_validate_json(json.dumps(params))
+
+
+def action(kind: OperationKind, params: Mapping[str, Any] | None = None) -> Any:
+    """An action of the parameters that its kind has; others that it must have are a sample's."""
+    given, known = params or {}, ACTIONS[kind].model_fields
+    required = {name: SAMPLE[name] for name, one in known.items() if one.is_required()}
+    return read_action(kind, {**required, **{name: given[name] for name in given if name in known}})
+
+
+def recorded(
+    name: str,
+    kind: OperationKind,
+    state: OperationState = OperationState.RUNNING,
+    *,
+    params: Mapping[str, Any] | None = None,
+    **rest: Any,
+) -> ControlOperation:
+    """The record of an operation with such parameters."""
+    return ControlOperation(name, action(kind, params), state, **rest)
 
 
 def version(name: str, label: str, content: str = "", scale: float = 1.0) -> AdapterVersion:
@@ -101,7 +145,7 @@ desires = st.builds(
     st.lists(lines, max_size=3, unique_by=lambda one: (one.model, one.name)).map(tuple),
     st.lists(weights, max_size=2).map(tuple),
 )
-json_values: st.SearchStrategy[Json] = st.recursive(
+json_values: st.SearchStrategy[JsonValue] = st.recursive(
     st.none()
     | st.booleans()
     | st.integers()
@@ -119,13 +163,36 @@ results = st.builds(
     st.text(max_size=5),
     objects,
 )
+actions = st.builds(
+    action,
+    st.sampled_from(OperationKind),
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "models": st.lists(models, max_size=2),
+            "adapter": st.none() | names,
+            "mode": st.sampled_from([one.value for one in PauseMode]),
+            "lease_s": st.none() | st.floats(0, 1e6),
+            "level": st.sampled_from([int(one) for one in SleepLevel]),
+            "wakes": st.none() | st.booleans(),
+            "tags": st.lists(st.sampled_from(("weights", "kv_cache"))),
+            "request_ids": st.none() | st.lists(st.text(min_size=1, max_size=5)),
+            "label": st.text(min_size=1, max_size=5),
+            "version": labels,
+            "strategy": st.sampled_from([one.value for one in Strategy]),
+            "weight": st.floats(0, 1),
+            "in_flight": st.sampled_from([one.value for one in InFlight]),
+            "step": st.integers(0, 1 << 53),
+            "max_unavailable": st.integers(1, 9),
+        },
+    ),
+)
 operations = st.builds(
     ControlOperation,
     id=st.text(min_size=1, max_size=8),
-    kind=st.sampled_from(OperationKind),
+    action=actions,
     state=st.sampled_from(OperationState),
     phase=st.sampled_from(Phase),
-    params=objects,
     who=st.text(max_size=5),
     created_s=st.floats(0, 1e10),
     finished_s=st.none() | st.floats(0, 1e10),
