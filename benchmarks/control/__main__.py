@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 import sys
-import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from benchmarks.control.cases import ControlBench
 from benchmarks.control.faults_cases import FaultBench, chosen
 from benchmarks.control.measure import CASES, FULL, QUICK, ControlMeasurement, Size
-from benchmarks.control.report import ControlResults, render
+from benchmarks.control.report import render
+from benchmarks.harness.command import REPORTS, ProgressLine, add_outputs, deliver, run
 from benchmarks.harness.growth import FEWEST_SAMPLES
 from benchmarks.harness.processes import BenchCrew
-from benchmarks.harness.progress import ProgressLine
-from benchmarks.serving.__main__ import interruptible
 from rkserve.bench.systems import MODEL
-from rkserve.config.serve_config import PROJECT, resolve_folder
-from rkserve.core.errors import RkserveError
+from rkserve.config.serve_config import resolve_folder
 
-REPORT = PROJECT / "docs" / "benchmarks" / "control.md"
+REPORT = REPORTS / "control.md"
 # Every version stays loaded: reclaiming memory is not what is measured here.
 MAX_ADAPTERS = 16
 
@@ -49,13 +44,7 @@ def options(arguments: Sequence[str]) -> Options:
     parser.add_argument(
         "--fault", action="append", type=_fault, help="only faults with this in their name; again"
     )
-    parser.add_argument(
-        "--output",
-        type=Path,
-        help=f"where the report goes; a full run writes docs/benchmarks/{REPORT.name}, "
-        "others only print it",
-    )
-    parser.add_argument("--json", type=Path, help="where all measurements go, as JSON")
+    add_outputs(parser, REPORT)
     given = parser.parse_args(arguments)
     size = QUICK if given.quick else FULL
     full = given.cases == CASES and not given.quick and not given.fault
@@ -99,60 +88,23 @@ def _fault(text: str) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the benchmark; 1 where it failed. A missed target is no failure of the command."""
+    """Run the benchmark; return the exit code."""
     asked = options(arguments)
-    interruptible()
-    try:
-        with _crew(progress := ProgressLine()) as crew:
-            measurement = ControlMeasurement(
-                ControlBench(crew), FaultBench(crew), progress, asked.size
-            )
-            results = measurement.measure(asked.cases)
-    except RkserveError as exc:
-        sys.stderr.write(f"\nThe benchmark failed: {exc}\n")
-        return 1
-    except KeyboardInterrupt:
-        sys.stderr.write("\nInterrupted; the cluster has been ended.\n")
-        return 130
-    _deliver(results, asked)
-    return 0
 
-
-@contextmanager
-def _crew(progress: ProgressLine) -> Iterator[BenchCrew]:
-    folder = Path(tempfile.mkdtemp(prefix="rkbench-"))  # short: sockets' paths have a limit
-    try:
+    def measure(folder: Path) -> None:
         model = folder / MODEL.name
         shutil.copytree(resolve_folder(MODEL), model)
         with (model / "rkserve.yaml").open("a", encoding="utf-8") as file:
             file.write(f"max_adapters: {MAX_ADAPTERS}\n")
-        crew = BenchCrew(folder, progress.say, model)
+        crew = BenchCrew(folder, (progress := ProgressLine()).say, model)
         try:
-            yield crew
+            benches = ControlBench(crew), FaultBench(crew)
+            results = ControlMeasurement(*benches, progress, asked.size).measure(asked.cases)
         finally:
             crew.close()
-    finally:
-        shutil.rmtree(folder)
+        deliver(render(results), asdict(results), asked.output, asked.json)
 
-
-def _deliver(results: ControlResults, asked: Options) -> None:
-    text = render(results)
-    sys.stdout.write(text)
-    if asked.output is not None:
-        asked.output.write_text(text, encoding="utf-8")
-    if asked.json is not None:
-        asked.json.write_text(json.dumps(_plain(asdict(results)), indent=1), encoding="utf-8")
-
-
-def _plain(value: object) -> object:
-    """Return what JSON can say of it: what versions say is found by a name, not by a pair."""
-    if isinstance(value, dict):
-        return {_name(key): _plain(one) for key, one in value.items()}
-    return [_plain(one) for one in value] if isinstance(value, list | tuple) else value
-
-
-def _name(key: object) -> str:
-    return " ".join(str(part) for part in key) if isinstance(key, tuple) else str(key)
+    return run(measure)
 
 
 if __name__ == "__main__":

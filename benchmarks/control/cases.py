@@ -17,9 +17,8 @@ from benchmarks.control.answers import Answer, Call
 from benchmarks.control.checks import Truth, flaws_of_truth, truth
 from benchmarks.control.figures import ATOMIC, PAUSE, RESUME
 from benchmarks.harness.growth import Sample, sample
-from benchmarks.harness.pace import PROFILE
 from benchmarks.harness.processes import BenchCrew, chat_body
-from benchmarks.harness.prompts import messages_of_length
+from benchmarks.harness.prompts import PROFILE, messages_of_length
 from benchmarks.serving.cases import SETTLE_S
 from rkserve.bench.child import Json, OnProgress, hold
 from rkserve.bench.processes import PROC, CpuUse

@@ -16,8 +16,20 @@ from dataclasses import replace
 from http import HTTPStatus
 
 from benchmarks.control.faults import Done, behind
-from benchmarks.control.faults_scene import KEEP, Scene, Weapon, done_by, named, operations_of
-from benchmarks.control.faults_site import ADAPTERS, REPLICA, Site, frozen, full_disk, wait_for
+from benchmarks.control.faults_site import (
+    ADAPTERS,
+    KEEP,
+    REPLICA,
+    Scene,
+    Site,
+    Weapon,
+    done_by,
+    frozen,
+    full_disk,
+    named,
+    operations_of,
+    wait_for,
+)
 from rkserve.bench.child import BenchFailed, Json
 from rkserve.bench.connection import OK
 

@@ -34,13 +34,11 @@ from benchmarks.control.faults import (
     summed,
 )
 from benchmarks.control.faults_boards import CHUNK_BYTES
-from benchmarks.control.faults_load import ask_once, streams
 from benchmarks.control.faults_made import FAULTS, Fault
-from benchmarks.control.faults_scene import Scene
-from benchmarks.control.faults_site import ADAPTERS, Site, wait_for
-from benchmarks.harness.pace import PROFILE
+from benchmarks.control.faults_site import ADAPTERS, Scene, Site, wait_for
+from benchmarks.control.load import ask_once, streams
 from benchmarks.harness.processes import BenchCrew, chat_body
-from benchmarks.harness.prompts import messages_of_length
+from benchmarks.harness.prompts import PROFILE, messages_of_length
 from rkserve.bench.child import BenchFailed, Json, hold
 from rkserve.bench.connection import OK
 from rkserve.bench.systems import SimulatedDeployment

@@ -24,8 +24,17 @@ from benchmarks.control.faults_boards import (
     while_paused,
     while_staging,
 )
-from benchmarks.control.faults_scene import KEEP, Scene, operations_of
-from benchmarks.control.faults_site import ENGINE, REPLICA, Site, frozen, kill, wait_for
+from benchmarks.control.faults_site import (
+    ENGINE,
+    KEEP,
+    REPLICA,
+    Scene,
+    Site,
+    frozen,
+    kill,
+    operations_of,
+    wait_for,
+)
 
 LEASE_S = 2.0
 UNDO_AFTER_S = 2.0

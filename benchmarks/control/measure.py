@@ -36,10 +36,10 @@ from benchmarks.control.figures import (
     verdicts,
 )
 from benchmarks.control.report import ControlResults
+from benchmarks.harness.command import ProgressLine
 from benchmarks.harness.figures import Spread
 from benchmarks.harness.growth import growth
-from benchmarks.harness.pace import profile
-from benchmarks.harness.progress import ProgressLine
+from benchmarks.harness.prompts import profile
 from rkserve.bench.child import BenchFailed
 from rkserve.bench.tables import machine
 

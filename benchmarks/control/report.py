@@ -23,7 +23,8 @@ from benchmarks.control.cases import (
 )
 from benchmarks.control.checks import Checked
 from benchmarks.control.faults import FaultFigures
-from benchmarks.control.faults_report import faults_section
+from benchmarks.control.faults_cases import BOARDS as FAULT_BOARDS
+from benchmarks.control.faults_cases import CLIENTS, CONTENT_BYTES, LIMIT_S, TIME_SCALE
 from benchmarks.control.figures import (
     PauseFigures,
     RoundFigures,
@@ -31,7 +32,7 @@ from benchmarks.control.figures import (
     SwitchFigures,
 )
 from benchmarks.harness.figures import Spread
-from benchmarks.harness.pace import PROFILE
+from benchmarks.harness.prompts import PROFILE
 from benchmarks.serving.report import noise_section
 from rkserve.bench.processes import CpuUse
 from rkserve.bench.tables import (
@@ -43,7 +44,21 @@ from rkserve.bench.tables import (
     megabytes,
     percent,
     table,
+    verdicts_section,
 )
+
+_HEAD = [
+    "fault",
+    "times",
+    "tries",
+    "whole again p50, s",
+    "max, s",
+    "left paused",
+    "mixed",
+    "lost",
+    "of killed",
+    "answers",
+]
 
 
 @dataclass(frozen=True)
@@ -88,24 +103,7 @@ def _opening(results: ControlResults) -> str:
 
 
 def _targets(results: ControlResults) -> str:
-    rows = [
-        [
-            verdict.what,
-            f"≤ {_with_unit(verdict.bound, verdict.unit)}",
-            _with_unit(verdict.measured, verdict.unit),
-            "reached" if verdict.reached else "missed",
-        ]
-        for verdict in results.verdicts
-    ]
-    head = ["what", "target", "measured", "verdict"]
-    return f"## What it must reach\n\n{table(head, rows)}" if rows else ""
-
-
-def _with_unit(value: float, unit: str) -> str:
-    return f"{figure(value, 2 if unit in ('s', '%') else 0)} {unit}"
-
-
-# -- pauses ---------------------------------------------------------------------------------------
+    return verdicts_section(results.verdicts)
 
 
 def _pauses(results: ControlResults) -> str:
@@ -160,9 +158,6 @@ def _of_answers(checked: Checked) -> str:
     return f"{text} Errors: {'; '.join(checked.errors)}." if checked.errors else text
 
 
-# -- switches -------------------------------------------------------------------------------------
-
-
 def _switches(results: ControlResults) -> str:
     if not results.switches:
         return ""
@@ -202,9 +197,6 @@ def _switch_text(figures: SwitchFigures) -> str:
         f"versions, {checked.unstamped} do not say whose all of their tokens are, {checked.stale} "
         f"were stale ({checked.decided} decided).\n"
     )
-
-
-# -- staging, rounds ------------------------------------------------------------------------------
 
 
 def _staged(results: ControlResults) -> str:
@@ -275,3 +267,62 @@ def _method(_: ControlResults) -> str:
         "a prompt was asked before, on the same cluster at rest, by its full name. Ray runs "
         "without its dashboard and log forwarding, otherwise with its defaults.\n"
     )
+
+
+def faults_section(found: Sequence[FaultFigures]) -> str:
+    """Return the section; empty where no fault was tried."""
+    if not found:
+        return ""
+    states = [[one.name, _states(one), *map(str, (one.unsettled, one.stale))] for one in found]
+    return (
+        "## Faults\n\n"
+        f"{table(_HEAD, [_row(one) for one in found])}\n"
+        f"{_how()}\n"
+        f"{table(['fault', 'operations', 'not whole', 'stale'], states)}\n"
+        f"{_flaws(found)}"
+    )
+
+
+def _row(one: FaultFigures) -> list[str]:
+    counts = (one.left_paused, one.mixed, one.lost, one.lost_of_killed, one.answers)
+    return [
+        one.name,
+        str(one.hits),
+        str(one.tries),
+        figure(one.p50_s),
+        figure(one.max_s),
+        *map(str, counts),
+    ]
+
+
+def _states(one: FaultFigures) -> str:
+    return ", ".join(f"{count} x {state}" for state, count in one.states.items())
+
+
+def _how() -> str:
+    return (
+        f"On {FAULT_BOARDS} boards at {TIME_SCALE:g} of their times, under {CLIENTS} streams, with "
+        f"adapters of {CONTENT_BYTES >> 20} MiB. A time counts where the fault happened at its "
+        "moment: the ledger, or the file, was there still right after it. To make sure of a short "
+        "moment a board stands still (SIGSTOP) for as long. Whole again is the cluster, by itself, "
+        "when nobody is paused, every operation is over, and every board is ready, obeys the epoch "
+        f"of now and has all versions; it has {LIMIT_S:.0f} s. Mixed answers have tokens of "
+        "several versions, or others than their version's; stale ones began with a version that "
+        "was not served any more once the cluster was whole. Lost are answers that ended in an "
+        "error, beyond the one that a killed board (`of killed`) was in the middle of. All tries "
+        "count for these.\n\n"
+        "A corrupted chunk is a byte that is flipped in the file on its way to one board's disk. A "
+        "full disk is a limit on the size of files that one board's process may write "
+        "(RLIMIT_FSIZE): its writes fail as those on a full disk do. A board that joins is one "
+        "whose process was killed and whose disk was emptied. One that comes back with an old "
+        "version was killed and started late, or stood still during the update.\n"
+    )
+
+
+def _flaws(found: Sequence[FaultFigures]) -> str:
+    rows = [
+        f"- {one.name}: {'; '.join((*one.flaws, *one.errors))}\n"
+        for one in found
+        if one.flaws or one.errors
+    ]
+    return "".join(rows)

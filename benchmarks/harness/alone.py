@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.exchange import Exchange
-from benchmarks.serving.batches import BatchRun
+from benchmarks.serving.oneboard_figures import BatchRun
 from rkserve.bench.child import BenchFailed, Json, OnProgress, serve_commands
 from rkserve.core.run_params import Guide, GuideKind, Sampling, Stepwise
 from rkserve.models.folder import open_model_folder

@@ -8,11 +8,8 @@ character was lost, or came twice.
 from __future__ import annotations
 
 import argparse
-import json
 import random
-import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -20,19 +17,17 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from benchmarks.control.answers import Answer
-from benchmarks.control.faults_load import Streams, ask_once
 from benchmarks.control.faults_site import Site
+from benchmarks.control.load import Streams, ask_once
+from benchmarks.harness import command
+from benchmarks.harness.command import REPORTS, ProgressLine, add_outputs
 from benchmarks.harness.processes import chat_body
-from benchmarks.harness.progress import ProgressLine
-from benchmarks.kills.figures import KillFigures, Phase, Truth, judge
 from benchmarks.kills.made import Ground, Victim, strike, ways
-from benchmarks.kills.report import KillRun, render
-from benchmarks.serving.__main__ import interruptible
+from benchmarks.kills.report import KillFigures, KillRun, Phase, Truth, judge, render
 from rkserve.bench.child import BenchFailed, CommandProcess, Json
 from rkserve.bench.systems import MODEL
 from rkserve.bench.tables import machine
-from rkserve.config.serve_config import PROJECT, resolve_folder
-from rkserve.core.errors import RkserveError
+from rkserve.config.serve_config import resolve_folder
 from rkserve.core.ports import free_port
 
 # A replica takes seconds of CPU to come back, and an engine a fraction of one.
@@ -40,7 +35,7 @@ SHARES = {"abort() in the library": 55, "replica, SIGKILL": 15, "library hangs":
 START_S = 300.0
 PROMPTS = 24
 LIMIT_S = 7200.0
-REPORT = PROJECT / "docs" / "benchmarks" / "kills.md"
+REPORT = REPORTS / "kills.md"
 FULL_STREAMS = 64
 FULL_KILLS = 1000  # as few as make a full run, whose report is published
 ROUTER: Json = {"report_s": 0.3, "max_continuations": 20}
@@ -76,13 +71,7 @@ def options(arguments: Sequence[str]) -> Asked:
     parser.add_argument("--tokens", type=int, default=48, help="of each answer")
     parser.add_argument("--time-scale", type=float, default=0.2, help="of the boards' clocks")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument(
-        "--output",
-        type=Path,
-        help=f"where the report goes; a full run writes docs/benchmarks/{REPORT.name}, "
-        "others only print it",
-    )
-    parser.add_argument("--json", type=Path, help="where all figures go, as JSON")
+    add_outputs(parser, REPORT)
     asked = Asked(**vars(parser.parse_args(arguments)))
     if asked.output is None and asked.kills >= FULL_KILLS and asked.streams >= FULL_STREAMS:
         asked = replace(asked, output=REPORT)
@@ -90,28 +79,19 @@ def options(arguments: Sequence[str]) -> Asked:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Do it; 1 where something was lost or wrong, or where the run failed."""
+    """Run it; return the exit code: 1 where an answer was lost or wrong, or the run failed."""
     asked = options(arguments)
-    interruptible()
-    folder = Path(tempfile.mkdtemp(prefix="rkkill-"))  # short: sockets' paths have a limit
     found: list[KillFigures] = []
-    code, begun_s = 0, time.monotonic()
-    try:
-        run(asked, folder, ProgressLine(), found)
-    except RkserveError as exc:
-        sys.stderr.write(f"\nThe kill run failed: {exc}\n")
-        code = 1
-    except KeyboardInterrupt:
-        sys.stderr.write("\nInterrupted; ending the cluster.\n")
-        code = 130
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-    if found:  # of a run that did not come to its end, what it has found
+    begun_s = time.monotonic()
+    code = command.run(lambda folder: kill_boards(asked, folder, ProgressLine(), found))
+    if found:  # a run that did not come to its end shows what it has found
         deliver(asked, found, time.monotonic() - begun_s, publish=code == 0)
-    return code or (0 if all(one.clean for one in found) else 1)
+    return code or (0 if all(one.clean for one in found) else command.FAILED)
 
 
-def run(asked: Asked, folder: Path, progress: ProgressLine, found: list[KillFigures]) -> None:
+def kill_boards(
+    asked: Asked, folder: Path, progress: ProgressLine, found: list[KillFigures]
+) -> None:
     """Kill as often as was asked for, and add to ``found`` what each way of it came to.
 
     Raises ``BenchFailed``.
@@ -126,7 +106,7 @@ def run(asked: Asked, folder: Path, progress: ProgressLine, found: list[KillFigu
         stack.callback(cluster.close)
         port = free_port()
         model = resolve_folder(MODEL)
-        command = {
+        start = {
             "do": "start",
             "folder": str(folder),
             "port": port,
@@ -137,7 +117,7 @@ def run(asked: Asked, folder: Path, progress: ProgressLine, found: list[KillFigu
             "group": GROUP,
             "router": ROUTER,
         }
-        cluster.ask(command, START_S)
+        cluster.ask(start, START_S)
         site = Site(("127.0.0.1", port), folder, lambda: [cluster.pid])
         ground = Ground(site, cluster, asked.boards, rng)
         ground.all_back()
@@ -219,13 +199,8 @@ def deliver(
         "processes of one machine, so that a lost one's connections end at once."
     )
     text = render(KillRun(machine(), found, how, took_s))
-    sys.stdout.write(text)
-    if asked.output is not None and publish:
-        asked.output.write_text(text, encoding="utf-8")
-    if asked.json is not None:
-        asked.json.write_text(
-            json.dumps([asdict(one) for one in found], indent=1), encoding="utf-8"
-        )
+    figures = [asdict(one) for one in found]
+    command.deliver(text, figures, asked.output if publish else None, asked.json)
 
 
 if __name__ == "__main__":

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from benchmarks.harness.progress import ProgressLine
+from benchmarks.harness.command import REPORTS, ProgressLine, add_outputs, deliver, run
 from benchmarks.scale.cases import (
     SESSIONS_PER_BOARD,
     Results,
@@ -22,9 +21,8 @@ from benchmarks.scale.cases import (
     rollouts,
 )
 from benchmarks.scale.report import render
-from rkserve.config.serve_config import PROJECT
 
-REPORT = PROJECT / "docs" / "benchmarks" / "scale.md"
+REPORT = REPORTS / "scale.md"
 BOARDS = 1000
 CASES = ("policies", "decisions", "growth", "memory", "overload", "rollouts")
 FACTORS = (0.7, 1.0, 3.0)
@@ -39,13 +37,7 @@ def options(arguments: Sequence[str]) -> argparse.Namespace:
         "--sessions", type=int, help=f"its sessions; {SESSIONS_PER_BOARD} for each board otherwise"
     )
     parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES)
-    parser.add_argument(
-        "--output",
-        type=Path,
-        help=f"where the report goes; a full run writes docs/benchmarks/{REPORT.name}, "
-        "others only print it",
-    )
-    parser.add_argument("--json", type=Path, help="file for the figures")
+    add_outputs(parser, REPORT)
     asked = parser.parse_args(arguments)
     full = set(asked.cases) == set(CASES) and asked.boards == BOARDS and asked.sessions is None
     if full and asked.output is None:
@@ -115,20 +107,14 @@ class Simulation:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Simulate and report. A missed target is no failure of the command."""
+    """Simulate and report; return the exit code."""
     asked = options(arguments)
-    try:
+
+    def simulate(_folder: Path) -> None:
         results = Simulation(asked, ProgressLine()).run(asked.cases)
-    except KeyboardInterrupt:
-        sys.stderr.write("\nInterrupted.\n")
-        return 130
-    text = render(results)
-    sys.stdout.write(text)
-    if asked.output is not None:
-        asked.output.write_text(text, encoding="utf-8")
-    if asked.json is not None:
-        asked.json.write_text(json.dumps(asdict(results), indent=1), encoding="utf-8")
-    return 0
+        deliver(render(results), asdict(results), asked.output, asked.json)
+
+    return run(simulate)
 
 
 if __name__ == "__main__":

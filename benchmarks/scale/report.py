@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import platform
 
-from benchmarks.scale.cases import Grown, Results
-from benchmarks.scale.figures import Outcome
+from benchmarks.scale.cases import Grown, Outcome, Results
 from benchmarks.scale.talk import Shape
 from rkserve.bench.tables import figure, percent, table
 

@@ -14,9 +14,15 @@ from typing import Any
 
 from benchmarks.harness.exchange import Exchange, HangUp
 from benchmarks.harness.figures import flaws, flaws_of_hang_ups
-from benchmarks.harness.pace import NEW_TOKENS, PROFILE, PROMPT_TOKENS, cycle_s, step_ms
 from benchmarks.harness.processes import ANSWER_S, SLACK_S, BenchCrew, chat_body
-from benchmarks.harness.prompts import messages_of_length
+from benchmarks.harness.prompts import (
+    NEW_TOKENS,
+    PROFILE,
+    PROMPT_TOKENS,
+    cycle_s,
+    messages_of_length,
+    step_ms,
+)
 from rkserve.bench.child import CommandProcess, hold
 from rkserve.bench.processes import PROC, CpuUse, ProcessMemory, memory
 from rkserve.bench.systems import SimulatedDeployment

@@ -11,8 +11,8 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from benchmarks.harness.pace import SMALL_PROFILE
 from benchmarks.harness.processes import ANSWER_S, BenchCrew
+from benchmarks.harness.prompts import SMALL_PROFILE
 from rkserve.bench.child import CommandProcess, Json, hold
 from rkserve.core.run_params import Guide, GuideKind
 from rkserve.models.vocabulary import Vocabulary

@@ -5,17 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from benchmarks.harness.command import ProgressLine
 from benchmarks.harness.exchange import HangUp, InterruptedAnswer
-from benchmarks.harness.pace import SMALL_PROFILE, cycle_s, step_ms
 from benchmarks.harness.processes import BenchCrew
-from benchmarks.harness.progress import ProgressLine
+from benchmarks.harness.prompts import SMALL_PROFILE, cycle_s, step_ms
 from benchmarks.serving import guided
-from benchmarks.serving.batches import Batches
 from benchmarks.serving.cases import CLIENTS_PER_BOARD, Bench, Load, Loaded, Pair
 from benchmarks.serving.guided import GuidedFound
-from benchmarks.serving.interrupted import PauseFigures, pause_figures
 from benchmarks.serving.oneboard import OneBoard
-from benchmarks.serving.parked import ParkedFigures, ParkedRound, parked_figures
+from benchmarks.serving.oneboard_figures import (
+    Batches,
+    ParkedFigures,
+    ParkedRound,
+    PauseFigures,
+    parked_figures,
+    pause_figures,
+)
 from benchmarks.serving.report import Results
 from benchmarks.serving.summary import (
     HangUpFigures,

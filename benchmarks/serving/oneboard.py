@@ -12,12 +12,19 @@ from contextlib import contextmanager
 
 from benchmarks.harness.exchange import Exchange, InterruptedAnswer
 from benchmarks.harness.figures import flaws
-from benchmarks.harness.pace import PROMPT_TOKENS, SMALL_PROFILE, step_ms
 from benchmarks.harness.processes import ANSWER_S, BenchCrew, chat_body
-from benchmarks.harness.prompts import messages_of_length
-from benchmarks.serving.batches import BatchCost, Batches, BatchPace, BatchRun, flaws_of_batch
-from benchmarks.serving.interrupted import flaws_of_interrupted
-from benchmarks.serving.parked import HISTORY_TOKENS, ParkedRound, flaws_of_parked
+from benchmarks.harness.prompts import PROMPT_TOKENS, SMALL_PROFILE, messages_of_length, step_ms
+from benchmarks.serving.oneboard_figures import (
+    HISTORY_TOKENS,
+    BatchCost,
+    Batches,
+    BatchPace,
+    BatchRun,
+    ParkedRound,
+    flaws_of_batch,
+    flaws_of_interrupted,
+    flaws_of_parked,
+)
 from rkserve.bench.child import CommandProcess, Json, hold
 from rkserve.bench.processes import CpuUse
 from rkserve.bench.systems import SimulatedDeployment

@@ -10,15 +10,17 @@ from dataclasses import dataclass, field
 
 from benchmarks.harness.exchange import HangUp, InterruptedAnswer
 from benchmarks.harness.figures import Spread
-from benchmarks.harness.pace import NEW_TOKENS, PROFILE, PROMPT_TOKENS, profile
-from benchmarks.serving.batches import Batches
+from benchmarks.harness.prompts import NEW_TOKENS, PROFILE, PROMPT_TOKENS, profile
 from benchmarks.serving.cases import Loaded, Pair
 from benchmarks.serving.guided import GuidedFound
-from benchmarks.serving.interrupted import PauseFigures
-from benchmarks.serving.parked import ParkedFigures, ParkedRound
-from benchmarks.serving.report_guided import guided_section
-from benchmarks.serving.report_oneboard import batches_section, parked_section, pauses_section
-from benchmarks.serving.report_tokenpath import tokenpath_section
+from benchmarks.serving.oneboard_figures import Batches, ParkedFigures, ParkedRound, PauseFigures
+from benchmarks.serving.report_cases import (
+    batches_section,
+    guided_section,
+    parked_section,
+    pauses_section,
+    tokenpath_section,
+)
 from benchmarks.serving.summary import HangUpFigures, LoadFigures, PairFigures, RunFigures
 from benchmarks.serving.tokenpath import TokenPaths
 from benchmarks.serving.tokenpath_figures import WayFigures
@@ -33,6 +35,7 @@ from rkserve.bench.tables import (
     megabytes,
     percent,
     table,
+    verdicts_section,
 )
 
 
@@ -85,20 +88,7 @@ def _opening(results: Results) -> str:
 
 
 def _targets(results: Results) -> str:
-    rows = [
-        [
-            verdict.what,
-            f"{'≤' if verdict.at_most else '≥'} {_with_unit(verdict.bound, verdict.unit)}",
-            _with_unit(verdict.measured, verdict.unit),
-            verdict.detail or MISSING,
-            "reached" if verdict.reached else "missed",
-        ]
-        for verdict in results.verdicts
-    ]
-    if not rows:
-        return ""
-    head = ["what", "target", "measured", "95 % interval", "verdict"]
-    return f"## What it must reach\n\n{table(head, rows)}"
+    return verdicts_section(results.verdicts)
 
 
 def _pair(results: Results) -> str:
@@ -362,10 +352,6 @@ def _windows(results: Results) -> str:
         for of, _ in (*results.paced, *results.ceiling)
     }
     return f"Measured windows: {', '.join(lengths.values())}. " if lengths else ""
-
-
-def _with_unit(value: float, unit: str) -> str:
-    return f"{value:.0f} {unit}" if unit else f"{value:.3f}"
 
 
 def _of_a_core(use: CpuUse, part: str) -> float:

@@ -22,10 +22,14 @@ from benchmarks.harness.figures import (
     ttft_ms,
     whole_rate,
 )
-from benchmarks.harness.pace import step_ms
+from benchmarks.harness.prompts import step_ms
 from benchmarks.serving.cases import Loaded, Pair
-from benchmarks.serving.interrupted import PauseFigures, pause_verdicts
-from benchmarks.serving.parked import ParkedFigures, parked_verdicts
+from benchmarks.serving.oneboard_figures import (
+    ParkedFigures,
+    PauseFigures,
+    parked_verdicts,
+    pause_verdicts,
+)
 from rkserve.bench.figures import SEED, Ratio
 from rkserve.bench.tables import TargetVerdict
 

@@ -16,9 +16,8 @@ from typing import Any
 
 from benchmarks.harness.exchange import Exchange
 from benchmarks.harness.figures import flaws
-from benchmarks.harness.pace import NEW_TOKENS, PROMPT_TOKENS, step_ms
 from benchmarks.harness.processes import ANSWER_S, SLACK_S, BenchCrew, chat_body
-from benchmarks.harness.prompts import messages_of_length
+from benchmarks.harness.prompts import NEW_TOKENS, PROMPT_TOKENS, messages_of_length, step_ms
 from benchmarks.serving.cases import Bench, Load, Loaded
 from rkserve.bench.child import hold
 from rkserve.bench.connection import OK, Connection, request_bytes

@@ -7,14 +7,21 @@ from collections.abc import Callable, Mapping, Sequence
 from rkserve.bench.charts import Chart
 from rkserve.bench.figures import Distribution, Percentile, Ratio, TraceFigures
 from rkserve.bench.results import BenchResults, RunResult
-from rkserve.bench.tables import MISSING, TargetVerdict, figure, megabytes, percent, table
+from rkserve.bench.tables import (
+    MISSING,
+    figure,
+    megabytes,
+    percent,
+    table,
+    verdicts_section,
+)
 
 
 def render(results: BenchResults, drawn: Mapping[str, Chart] | None = None) -> str:
     """Return the report; ``drawn`` are the charts that lie beside it, by name."""
     parts = (
         _opening(results),
-        _targets(results.verdicts),
+        verdicts_section(results.verdicts),
         _rates(results.runs),
         _latencies(results.runs),
         _errors(results.runs),
@@ -36,7 +43,7 @@ def summary(results: BenchResults) -> str:
         _latencies(results.runs),
         _errors(results.runs),
         _ratios(results),
-        _targets(results.verdicts),
+        verdicts_section(results.verdicts),
         results.appendix,
         *warnings(results),
     )
@@ -73,21 +80,6 @@ def _opening(results: BenchResults) -> str:
         f"- load generator's machine: {machine.cores} cores ({machine.processor}), "
         f"{machine.memory_gb:.0f} GB; {versions}\n" + (f"\n{warned}" if warned else "")
     )
-
-
-def _targets(verdicts: Sequence[TargetVerdict]) -> str:
-    rows = [
-        [
-            one.what,
-            f"{'≤' if one.at_most else '≥'} {one.bound:g}{one.unit}",
-            f"{one.measured:.3f}{one.unit}",
-            one.detail or MISSING,
-            "reached" if one.reached else "missed",
-        ]
-        for one in verdicts
-    ]
-    head = ["what", "target", "measured", "95 % interval", "verdict"]
-    return f"## What it must reach\n\n{table(head, rows)}" if rows else ""
 
 
 def _rates(runs: Sequence[RunResult]) -> str:

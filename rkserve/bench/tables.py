@@ -61,6 +61,29 @@ class TargetVerdict:
         return self.measured <= self.bound if self.at_most else self.measured >= self.bound
 
 
+def verdicts_section(verdicts: Sequence[TargetVerdict]) -> str:
+    """Return the targets with their measurements as a section; empty without targets."""
+    detailed = any(one.detail for one in verdicts)
+    rows = [
+        [
+            one.what,
+            f"{'≤' if one.at_most else '≥'} {_with_unit(one.bound, one.unit)}",
+            _with_unit(one.measured, one.unit),
+            *([one.detail or MISSING] if detailed else ()),
+            "reached" if one.reached else "missed",
+        ]
+        for one in verdicts
+    ]
+    head = ["what", "target", "measured", *(["95 % interval"] if detailed else ()), "verdict"]
+    return f"## What it must reach\n\n{table(head, rows)}" if rows else ""
+
+
+def _with_unit(value: float, unit: str) -> str:
+    if not unit:
+        return f"{value:.3f}"
+    return f"{figure(value, 2 if unit in ('s', '%') else 0)} {unit}"
+
+
 @dataclass(frozen=True, slots=True)
 class Machine:
     """The machine of a run, with the versions that matter."""

@@ -15,7 +15,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from benchmarks.harness.pace import PROFILE
+from benchmarks.harness.prompts import PROFILE
 from rkserve.bench.systems import BenchProcesses, SimulatedDeployment
 from rkserve.config.board_group import SimulatedConfig
 from rkserve.deployments.haproxy import available

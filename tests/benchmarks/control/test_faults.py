@@ -37,8 +37,8 @@ from benchmarks.control.faults import (
 )
 from benchmarks.control.faults_cases import chosen
 from benchmarks.control.faults_made import FAULTS
-from benchmarks.control.faults_report import faults_section
 from benchmarks.control.faults_site import Site, frozen, full_disk, kill, wait_for
+from benchmarks.control.report import faults_section
 from benchmarks.harness.exchange import Exchange
 from rkserve.bench.child import BenchFailed
 from rkserve.control.calls import OperationKind

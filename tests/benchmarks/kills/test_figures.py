@@ -10,15 +10,16 @@ import pytest
 from benchmarks.control.answers import Answer
 from benchmarks.harness.exchange import Exchange
 from benchmarks.kills.__main__ import REPORT, deliver, options
-from benchmarks.kills.figures import (
+from benchmarks.kills.report import (
     KillFigures,
+    KillRun,
     Phase,
     Truth,
     judge,
     longest_silence_ms,
     quantile,
+    render,
 )
-from benchmarks.kills.report import KillRun, render
 from rkserve.bench.tables import Machine
 
 GOOD = Answer(

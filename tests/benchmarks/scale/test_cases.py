@@ -12,8 +12,17 @@ from hypothesis import strategies as st
 
 from benchmarks.scale import __main__ as command
 from benchmarks.scale.board import Disk, PaperBoard
-from benchmarks.scale.cases import OTHERS, OWN, cluster, decide, load, remember
-from benchmarks.scale.figures import jain, outcome, quantile
+from benchmarks.scale.cases import (
+    OTHERS,
+    OWN,
+    cluster,
+    decide,
+    jain,
+    load,
+    outcome,
+    quantile,
+    remember,
+)
 from benchmarks.scale.others import RayPrefix, TwoChoices
 from benchmarks.scale.own import OwnRouter
 from benchmarks.scale.rollout import Course, Rolling

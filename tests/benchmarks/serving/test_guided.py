@@ -20,7 +20,7 @@ from benchmarks.serving.guided import (
     rate,
     vocabulary,
 )
-from benchmarks.serving.report_guided import guided_section
+from benchmarks.serving.report_cases import guided_section
 
 
 def answered(whole_s: float, tokens: int = 40, text: str = GOOD) -> Answered:

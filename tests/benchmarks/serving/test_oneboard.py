@@ -8,11 +8,16 @@ from typing import Any
 import pytest
 
 from benchmarks.harness.exchange import Exchange
-from benchmarks.harness.pace import SMALL_PROFILE
 from benchmarks.harness.processes import BenchCrew
-from benchmarks.serving.batches import BatchRun, flaws_of_batch
-from benchmarks.serving.interrupted import flaws_of_interrupted, pause_figures
-from benchmarks.serving.parked import flaws_of_parked, parked_figures
+from benchmarks.harness.prompts import SMALL_PROFILE
+from benchmarks.serving.oneboard_figures import (
+    BatchRun,
+    flaws_of_batch,
+    flaws_of_interrupted,
+    flaws_of_parked,
+    parked_figures,
+    pause_figures,
+)
 from benchmarks.serving.summary import verdicts
 from tests.support.values.bench_answers import answer, batches, interrupted, parked_round
 

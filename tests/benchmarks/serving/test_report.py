@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.serving.cases import Load, Loaded, Pair
-from benchmarks.serving.interrupted import pause_figures
-from benchmarks.serving.parked import parked_figures
+from benchmarks.serving.oneboard_figures import parked_figures, pause_figures
 from benchmarks.serving.report import Results, render
 from benchmarks.serving.summary import hang_up_figures, load_figures, pair_figures, verdicts
 from rkserve.bench.processes import CpuUse, ProcessMemory

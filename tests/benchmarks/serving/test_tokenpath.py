@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.harness.exchange import Exchange
 from benchmarks.serving.cases import Load, Loaded
-from benchmarks.serving.report_tokenpath import tokenpath_section
+from benchmarks.serving.report_cases import tokenpath_section
 from benchmarks.serving.tokenpath import (
     FAST,
     PLAIN,

@@ -6,8 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from benchmarks.harness.exchange import Exchange, HangUp, InterruptedAnswer, PausedSpan
-from benchmarks.serving.batches import BatchCost, Batches, BatchPace, BatchRun
-from benchmarks.serving.parked import ParkedRound
+from benchmarks.serving.oneboard_figures import BatchCost, Batches, BatchPace, BatchRun, ParkedRound
 from rkserve.api.common import output
 from rkserve.bench.processes import MachineTimes, ProcessIdentity, ProcessReading, Stat
 
