@@ -1,4 +1,4 @@
-"""Which outcomes are as they should be, and the page that says so."""
+"""The verdict on outcomes, and the page that shows it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Excepted:
     reason: str
 
     def covers(self, name: str) -> bool:
-        """Whether a test is meant."""
+        """Return whether the exception is for this test."""
         if self.test.endswith("*"):
             return name.startswith(self.test[:-1])
         return name == self.test
@@ -39,7 +39,7 @@ class Excepted:
 
 @dataclass(frozen=True)
 class Kept:
-    """What the page says of a suite."""
+    """A suite's row of the page."""
 
     version: str
     passed: int
@@ -63,7 +63,7 @@ def faults(result: Result, exceptions: Iterable[Excepted]) -> list[str]:
 
 
 def kept(suite: Suite, result: Result, exceptions: Iterable[Excepted]) -> dict[str, Any]:
-    """What of a result is written down."""
+    """The part of a result that is written down."""
     counts = {one.test: sum(map(one.covers, result.outcomes)) for one in exceptions}
     return asdict(Kept(suite.version, len(result.named(Outcome.PASSED)), counts))
 

@@ -17,7 +17,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 WORK = HERE.parent / ".compat"
 LIMIT_S = 900.0  # a suite that takes longer hangs
-# Whoever wants to phone home meets a port on which nobody listens.
+# Telemetry of the clients goes to a port without a listener.
 NOWHERE = "http://127.0.0.1:9"
 QUIET = {
     "NO_PROXY": "127.0.0.1,localhost",
@@ -36,7 +36,7 @@ PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "https_proxy"
 
 
 class Outcome(Enum):
-    """How a test ended."""
+    """The outcome of a test."""
 
     PASSED = "passed"
     FAILED = "failed"
@@ -56,12 +56,12 @@ class Suite:
 
     @property
     def folder(self) -> Path:
-        """Where its requirements are."""
+        """The path of its requirements."""
         return HERE / "suites" / self.name
 
     @property
     def work(self) -> Path:
-        """Where its environment and its results are put."""
+        """The folder of its environment and its results."""
         return WORK / self.name
 
     @property
@@ -77,7 +77,7 @@ class Suite:
 
 @dataclass
 class Result:
-    """What became of a suite's tests, by their names."""
+    """The outcomes of a suite's tests, by their names."""
 
     outcomes: dict[str, Outcome] = field(default_factory=dict)
     seconds: float = 0.0

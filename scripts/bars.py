@@ -16,7 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "rkserve"
 SMALL_LINES = 60
-RELATIVE = re.compile(r"(What|Whether|Who|Whoever|Whose|How|That|Which|Where|When)\b")
+RELATIVE = re.compile(r"(What|Whether|Who(ever|se)?|How|That|Which|Where|When)\b")
 
 
 @dataclass(frozen=True)

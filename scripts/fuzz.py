@@ -1,4 +1,4 @@
-"""Sends what nobody would to a Router, and holds every answer to its OpenAPI document.
+"""Send odd requests to a Router, and check every answer against its OpenAPI document.
 
 The Router is the real one on scripted boards, as in the tests, and listens on this machine only. It
 fetches no images, and the run ends by itself. Schemathesis makes the requests; it has a virtual
@@ -54,7 +54,7 @@ class Served:
         self.answered: Counter[int] = Counter()
         self._house = ReferenceHouse(folder)
         self._house.remember()
-        # Who comes before the server is ready waits in the socket's queue.
+        # Connections that come before the server is ready wait in the socket's queue.
         self._socket = socket.create_server((HOST, 0))
         config = uvicorn.Config(self._app, interface="asgi3", log_level="warning", lifespan="on")
         self._server = uvicorn.Server(config)
@@ -81,7 +81,7 @@ class Served:
 
 
 def to_try() -> dict[str, Any]:
-    """The document for whoever makes requests of it.
+    """Return the document from which requests are made.
 
     It is without the status that only a hook of the operator's may cause, and names what there is
     here: requests for models and generations of random names would all end the same.
@@ -92,7 +92,7 @@ def to_try() -> dict[str, Any]:
             operation["responses"].pop("500", None)
             given = operation.setdefault("parameters", [])
             if "requestBody" in operation and name not in BY_QUERY:
-                # What is in both places is refused.
+                # A parameter in both places is refused.
                 given[:] = [one for one in given if one["in"] != "query"]
             for one in given:
                 if one["in"] == "path":

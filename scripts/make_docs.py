@@ -209,7 +209,7 @@ def _name(state: Enum) -> str:
 
 
 def quirks() -> str:
-    """What each release may be trusted with."""
+    """Return the page of quirks."""
     lines = [
         "# Quirks of the RKLLM runtime",
         "",

@@ -182,7 +182,7 @@ def train(*, vision: bool = False) -> Tokenizer:
     )
     bank = read_lines("bank.txt")
     text = [*read_lines("corpus.txt"), *bank, *(" " + line for line in bank)]
-    # No greetings from strings.txt: their characters shall be several tokens each.
+    # No greetings from strings.txt: their characters must be several tokens each.
     text += [line.partition("=")[2] for line in read_lines("strings.txt") if line.isascii()]
     tokenizer.train_from_iterator(text, trainer)
     tokenizer.add_special_tokens([AddedToken(name, special=True) for name in SPECIAL])
@@ -201,7 +201,7 @@ def byte_alphabet() -> dict[str, int]:
 
 
 def piece_bytes(tokenizer: Tokenizer) -> list[bytes]:
-    """What each id stands for, in bytes."""
+    """Return the bytes of each id."""
     alphabet = byte_alphabet()
     pieces = [b""] * tokenizer.get_vocab_size()
     for name, token_id in tokenizer.get_vocab().items():
@@ -217,7 +217,7 @@ def piece_flags(name: str) -> int:
 
 
 def check_first_tokens(first_tokens: list[int]) -> None:
-    """Where several sentences may follow, the first token has to tell which one it is."""
+    """Check that the first token decides between the sentences that may follow."""
     ahead = 4
     for at in range(len(first_tokens)):
         choices = {first_tokens[(at + step) % len(first_tokens)] for step in range(ahead)}

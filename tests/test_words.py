@@ -12,7 +12,9 @@ import pytest
 from tests.support.paths import PROJECT
 
 # Declarations are written by cffi.
-SOURCES = [p for p in sorted((PROJECT / "rkserve").rglob("*.py")) if p.parent.name != "decl"]
+PACKAGE = [p for p in sorted((PROJECT / "rkserve").rglob("*.py")) if p.parent.name != "decl"]
+BESIDE = ("benchmarks", "examples", "scripts")
+SOURCES = [*PACKAGE, *(p for name in BESIDE for p in sorted((PROJECT / name).rglob("*.py")))]
 # A noun phrase or an imperative opens a docstring; these words open a clause in its place.
 CLAUSE = re.compile(r"(What|Whether|Who|Whoever|Whose|How|That|Which|Where|When)\b")
 BANNED = re.compile(r"\b(shall|shalt|whoever|whosoever|whatsoever)\b", re.IGNORECASE)
@@ -24,7 +26,7 @@ def parsed(path: Path) -> ast.Module:
 
 def test_public_class_names_are_unique_in_the_package() -> None:
     found: dict[str, list[str]] = defaultdict(list)
-    for path in SOURCES:
+    for path in PACKAGE:
         for node in parsed(path).body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 found[node.name].append(str(path.relative_to(PROJECT)))

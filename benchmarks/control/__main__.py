@@ -26,7 +26,7 @@ MAX_ADAPTERS = 16
 
 @dataclass(frozen=True)
 class Options:
-    """What was asked for on the command line."""
+    """The options of the command line."""
 
     cases: tuple[str, ...]
     size: Size

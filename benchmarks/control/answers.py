@@ -1,4 +1,4 @@
-"""What a client and a controller saw of a cluster that was controlled under load. Pure.
+"""Answers and control calls as clients of a cluster under load see them. Pure.
 
 It reads answers with the versions that they are stamped with, and the answers of control calls. It
 judges nothing; see ``control_checks``.
@@ -47,7 +47,7 @@ class Answer:
 
     @property
     def whole(self) -> bool:
-        """Whether it was answered to its end or refused, and not left by its client before."""
+        """True if it was answered to its end or refused; False if its client left it."""
         return self.exchange.end_s is not None or bool(self.exchange.error)
 
     @classmethod
@@ -74,7 +74,7 @@ class Call:
 
     @property
     def latencies_ms(self) -> list[float]:
-        """What each board that did it says it took."""
+        """The time that each board reports for it."""
         results: dict[str, dict[str, Any]] = self.body.get("results", {})
         return [one["latency_ms"] for one in results.values() if one.get("latency_ms") is not None]
 

@@ -49,7 +49,7 @@ KEEP: Json = {"mode": "keep", "clear_cache": False}
 
 @dataclass
 class Played:
-    """What came of a plan that was played under load."""
+    """The results of a plan that was played under load."""
 
     answers: list[Answer]
     calls: list[Call]

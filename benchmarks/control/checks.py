@@ -1,4 +1,4 @@
-"""What answers under control must be: whole, of one version, stamped, never stale. Pure.
+"""Checks of answers under control: whole, of one version, stamped, never stale. Pure.
 
 It holds each answer to what its version says of its prompt when nobody interrupts it, and the
 version to when the answer began. It knows nothing of how the answers came about.
@@ -20,7 +20,7 @@ IN_FORCE = (OK, 207)  # on all boards, or on some, and on its way to the others
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """What a version says of a prompt, and in how many tokens."""
+    """A version's answer to a prompt, and its number of tokens."""
 
     text: str
     tokens: int
@@ -40,7 +40,7 @@ class Era:
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """How many of ``answers`` were not what they must be.
+    """Numbers of ``answers`` with each kind of error.
 
     ``aborted`` ended early or with an error, ``wrong`` have lost, doubled or changed tokens,
     ``mixed`` have tokens of several versions, ``unstamped`` do not say whose all of their tokens
@@ -143,7 +143,7 @@ def _reason(answer: Answer) -> str:
 
 
 def _stamped(answer: Answer) -> bool:
-    """Whether it says at its beginning and at its end what it is, of each of its tokens."""
+    """Return whether its headers, its end and its spans name the version of each token."""
     if not answer.stamp or not answer.version or not answer.spans:
         return False
     ends = [0, *(span.end for span in answer.spans)]

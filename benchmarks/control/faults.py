@@ -1,4 +1,4 @@
-"""What faults leave behind, and whether that is what it must be. Pure.
+"""The state after a fault, compared with the state that it must have. Pure.
 
 A fault is tried over and over; each trial says whether its moment was hit, when the cluster was
 whole again by itself, and what came of answers and operations meanwhile. It knows the form of
@@ -28,7 +28,7 @@ ROLLOUT = "adapter_rollout"
 
 @dataclass(frozen=True, slots=True)
 class Sight:
-    """What the cluster says of itself at one moment: the answers of four routes.
+    """The cluster's own reports at one moment: the answers of four routes.
 
     ``operations`` are those that a trial has to do with; an answer that did not come is None.
     """
@@ -44,7 +44,7 @@ class Done:
     """A fault that was made. ``over_s`` is when the last of it was over, on the clients' clock.
 
     ``killed`` are the boards of which a process was killed, ``dead`` those processes. ``version``
-    is what shall be served if the last of ``operations`` says that it stands. ``hit`` says whether
+    is what must be served if the last of ``operations`` says that it stands. ``hit`` says whether
     it happened at its moment, ``flaws`` what was seen to be wrong meanwhile. Between the moments of
     ``quiet_s`` no text may arrive. ``settled_s`` is how long it took, where that was looked at.
     """
@@ -128,7 +128,7 @@ class FaultFigures:
 
 
 def behind(sight: Sight, boards: Collection[str], dead: Collection[int] = ()) -> list[str]:
-    """Say what is not as it shall be; empty once the cluster is whole.
+    """Return the differences from the desired state; empty once the cluster is whole.
 
     Each of ``boards`` must be ready at the epoch of now, with all versions that are named, and with
     none of the processes that are ``dead``: what is last known of a board may be older than its
@@ -148,7 +148,7 @@ def behind(sight: Sight, boards: Collection[str], dead: Collection[int] = ()) ->
 
 
 def pauses_left(paused: Json) -> list[str]:
-    """Say who is paused: by what the cluster shall be, and by what boards say themselves."""
+    """Return the paused boards: by the desired state, and by the boards' own reports."""
     found = [
         f"{board} is paused"
         for board, one in paused["boards"].items()

@@ -114,7 +114,7 @@ def corrupted_chunk(scene: Scene) -> Done:
 
 
 def _noticed(record: Json | None, board: str) -> bool:
-    """Whether a staging says that it took a board more than one try, or failed there."""
+    """Return whether a staging reports more than one try for a board, or a failure there."""
     if record is None:
         return False
     again = record["results"].get(board, {}).get("tries", 1) > 1

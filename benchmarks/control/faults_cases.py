@@ -54,7 +54,7 @@ PROMPT, ANSWER = 48, 24
 WARM_S, AFTER_S = 0.7, 0.7
 LIMIT_S = 60.0  # for the cluster to be whole again
 LOOK_S = 0.15
-TRIES = 4  # for each time that a moment shall be hit
+TRIES = 4  # for each time that a moment is to be hit
 LETTERS = {"a": "Ada Lovelace", "b": "Blaise Pascal"}
 _SETTINGS = SimulatedDeployment(
     PROFILE,

@@ -1,4 +1,4 @@
-"""The cluster as whoever breaks it sees it: its routes, its processes, its disks and its ledger.
+"""The cluster under faults: its routes, its processes, its disks and its ledger.
 
 It can look, call, kill, freeze, fill a disk and spoil a file. When to do which, and what must come
 of it, is not known here.
@@ -39,7 +39,7 @@ KEEP: Json = {"mode": "keep", "clear_cache": False}
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What a call was answered, and between which moments of the monotonic clock."""
+    """The answer to a call, and when it was asked and answered on the monotonic clock."""
 
     status: int
     body: Json
@@ -299,7 +299,7 @@ class Scene:
 
 @dataclass(frozen=True, slots=True)
 class Struck:
-    """What was killed, and when that was over."""
+    """The process that was killed, and when it had ended."""
 
     killed: tuple[str, ...]
     dead: tuple[int, ...]
@@ -307,7 +307,7 @@ class Struck:
 
 
 class Weapon:
-    """What kills one process of a board: which it is is found out before the moment."""
+    """A kill of one process of a board, which is looked up before the moment."""
 
     def __init__(self, scene: Scene, part: str) -> None:
         told = scene.site.board(scene.victim)

@@ -1,4 +1,4 @@
-"""How soon the cluster stops, goes on and switches, and how far its boards are apart. Pure.
+"""Times in which the cluster pauses, resumes and switches, and the skew of its boards. Pure.
 
 Times are seconds of the clients' clock, durations in results are milliseconds.
 """
@@ -27,7 +27,7 @@ ATOMIC, ROLLING = "atomic", "rolling"
 
 @dataclass(frozen=True, slots=True)
 class PauseFigures:
-    """How pauses of the whole cluster went.
+    """Figures of pauses of the whole cluster.
 
     ``late`` texts arrived after a pause was acknowledged and before the resumption was asked for,
     the last of them ``latest_ms`` after the acknowledgement. ``resumed_ms`` is from asking for the
@@ -49,7 +49,7 @@ class PauseFigures:
 
 @dataclass(frozen=True, slots=True)
 class SwitchFigures:
-    """How switches of one strategy went.
+    """Figures of switches of one strategy.
 
     ``skew_ms`` is how far apart the boards answered the epoch that ended it, None where no two were
     timed. Only of an atomic switch it is the time in which two versions were served.
@@ -66,7 +66,7 @@ class SwitchFigures:
 
 @dataclass(frozen=True, slots=True)
 class StagedFigures:
-    """How adapters of ``size_bytes`` came to the boards and were served from there.
+    """Figures of adapters of ``size_bytes``, from the upload to the first board that serves them.
 
     ``took_ms`` is from the first byte of the upload to the answer, which holds ``simulated_ms`` of
     loading that the simulated runtime only waits for.
@@ -81,7 +81,7 @@ class StagedFigures:
 
 @dataclass(frozen=True, slots=True)
 class RoundFigures:
-    """How ``count`` rounds of pause, switch and resume went, and what the processes kept of them.
+    """Figures of ``count`` rounds of pause, switch and resume, and of the processes' growth.
 
     ``refused`` are calls, of which each round has three.
     """

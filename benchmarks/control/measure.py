@@ -49,7 +49,7 @@ MAX_UNAVAILABLE = 2  # boards of eight, in a rolling switch
 
 @dataclass(frozen=True)
 class Size:
-    """How much is measured: ``faults`` is how many times each with one of ``fault`` in it."""
+    """The size of a run: each fault with a word of ``fault`` is made ``faults`` times."""
 
     pauses: int
     atomic: int

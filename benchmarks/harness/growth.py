@@ -1,4 +1,4 @@
-"""What processes keep while the same is done over and over: memory, files and threads.
+"""Growth of processes over many equal rounds: memory, files and threads.
 
 It reads /proc under a root that is passed in, and says whether there is more of it in the end.
 """
@@ -23,7 +23,7 @@ FEWEST_SAMPLES = 8
 
 @dataclass(frozen=True, slots=True)
 class Belongings:
-    """What one process has."""
+    """The memory, files and threads of one process."""
 
     rss: int
     files: int
@@ -32,7 +32,7 @@ class Belongings:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What the processes of each part had together after so many rounds."""
+    """The sums over the processes of each part after a number of rounds."""
 
     rounds: int
     parts: dict[str, Belongings]
@@ -40,7 +40,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """What the processes of a part had together, before and after, by medians of samples.
+    """The sums over the processes of a part, before and after, by medians of samples.
 
     ``processes`` is their number, ``rounds`` lie between the middles of both stretches.
     """
@@ -52,7 +52,7 @@ class Growth:
 
     @property
     def rss_share(self) -> float:
-        """How much more memory it is, as a share of what it was."""
+        """The growth of memory, as a share of the memory before."""
         return (self.after.rss - self.before.rss) / self.before.rss
 
     def verdicts(self) -> list[TargetVerdict]:

@@ -50,7 +50,7 @@ GROUP: Json = {
 
 @dataclass(frozen=True)
 class Asked:
-    """What was asked for on the command line."""
+    """The options of the command line."""
 
     kills: int
     streams: int

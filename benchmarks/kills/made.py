@@ -1,4 +1,4 @@
-"""How boards are lost in the kill run, and the cluster as whoever does it sees it.
+"""Ways to lose boards in the kill run, and the cluster's state between them.
 
 It finds a board that works, ends it in one of four ways, and makes sure that it was hit. What
 clients see of it is not known here.

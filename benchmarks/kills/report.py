@@ -29,7 +29,7 @@ _HEAD = [
 
 @dataclass(frozen=True, slots=True)
 class Truth:
-    """What an answer must be: its words, why it ends, and its usage."""
+    """An answer's reference: its text, its finish reason and its usage."""
 
     text: str
     finish: str
@@ -54,7 +54,7 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class KillFigures:
-    """What one phase came to.
+    """The figures of one phase.
 
     ``silences_ms`` are the longest between two pieces of text of each answer that went on once;
     ``waits_ms`` are the times from when the Router noticed a loss to the next token, of the same.
@@ -75,7 +75,7 @@ class KillFigures:
 
     @property
     def clean(self) -> bool:
-        """Whether no request and no character was lost, and none came twice."""
+        """True if no request and no character was lost or came twice."""
         return self.lost == self.wrong == 0
 
 
@@ -152,7 +152,7 @@ def total(found: Iterable[KillFigures]) -> KillFigures:
 
 @dataclass(frozen=True, slots=True)
 class KillRun:
-    """What a run found, and how it was made."""
+    """The results of a run, and its description."""
 
     machine: Machine
     found: Sequence[KillFigures]

@@ -24,7 +24,7 @@ from rkserve.native.sim.profiles import Profile
 
 @dataclass(frozen=True, slots=True)
 class Disk:
-    """What a board may do with files. Files of ``budget_tokens`` fit; 0: it keeps none."""
+    """A board's disk tier. Files of ``budget_tokens`` fit; 0: it keeps none."""
 
     budget_tokens: int = 74_000  # 2 GiB at 28 KB each
     park_min: int = 256
@@ -34,7 +34,7 @@ class Disk:
 
 @dataclass(frozen=True, slots=True)
 class Course:
-    """How a run goes: its first token comes after ``ttft_ms``, and it keeps the board ``busy_ms``.
+    """The times of a run: its first token comes after ``ttft_ms``; the board is busy ``busy_ms``.
 
     ``cached`` tokens were not computed again, and ``prefill_ms`` is what the others took.
     """

@@ -1,4 +1,4 @@
-"""What is simulated: policies side by side, growth, overload, rollouts, and memory."""
+"""The simulated cases: policies side by side, growth, overload, rollouts, and memory."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ class Remembered:
 
 @dataclass(frozen=True, slots=True)
 class Decided:
-    """What choices and reports cost a Router that knows so many boards and contexts.
+    """The cost of choices and reports for a Router that knows so many boards and contexts.
 
     ``full_report_us`` is for a report of 64 files of which one has changed; ``report_bytes`` its
     holdings.

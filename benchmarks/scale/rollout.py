@@ -29,7 +29,7 @@ MODEL, NAME = "paper", "law"
 
 @dataclass(frozen=True, slots=True)
 class Course:
-    """What boards take for each move, in seconds, and how often they fail.
+    """The seconds that boards take for each move, and how often they fail.
 
     An adapter of ``adapter_mb`` goes from the head to the boards at ``uplink_mb_s`` in all.
     """
@@ -45,7 +45,7 @@ class Course:
 
 @dataclass(frozen=True, slots=True)
 class Converged:
-    """How a rollout ended: in simulated seconds, with the CPU time that deciding took."""
+    """A rollout's end in simulated seconds, with the CPU time of its decisions."""
 
     boards: int
     strategy: str
@@ -128,7 +128,7 @@ class Rolling:
         return {ref.version for ref in refs if ref is not None}
 
     def _happens(self, event: Event, now_s: float) -> bool:
-        """Whether it does happen: of one that has died nothing comes any more."""
+        """Return whether it happens: a board that has died sends nothing more."""
         if isinstance(event, BoardLeft):
             self._gone.add(event.board_id)
             self._died += 1

@@ -1,4 +1,4 @@
-"""What the simulation asks of a router, and what deciding has cost it in real time."""
+"""The simulation's view of a router, and the CPU time of its decisions."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Spent:
 
 
 class Router(Protocol):
-    """What takes requests and says which board each begins on."""
+    """A router: it takes requests and chooses the board of each."""
 
     spent: Spent
 
@@ -66,7 +66,7 @@ class Router(Protocol):
         """A board reports."""
 
     def wakes_s(self, now_s: float, /) -> float | None:
-        """When to look at ``starts`` again, though nothing has happened."""
+        """Return when to look at ``starts`` again, though nothing has happened."""
 
     def refused(self) -> list[Request]:
         """Return those that were turned away since the last call."""

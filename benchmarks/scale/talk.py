@@ -17,7 +17,7 @@ LONGEST = 4.0  # times the mean
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What the conversations are like; lengths in tokens, all means of long-tailed distributions.
+    """The shape of conversations; lengths in tokens, all means of long-tailed distributions.
 
     ``rate`` is new sessions per second. The turns of a session follow Pareto's law up to
     ``most_turns``, which of ``systems`` prompts it has Zipf's. Nothing is said beyond ``longest``.
@@ -57,7 +57,7 @@ class Context:
         return min(self.system_tokens, self.tokens, other.tokens)
 
     def extends(self, other: Context) -> bool:
-        """Whether this one is longer and begins with all of the other."""
+        """Return whether this one is longer and begins with all of the other."""
         return self.common(other) == other.tokens < self.tokens
 
     def cut(self, tokens: int) -> Context:
@@ -92,7 +92,7 @@ class Talk:
         self.turns_left -= 1
 
     def over(self, shape: Shape) -> bool:
-        """Whether nothing more is said, or nothing more fits."""
+        """Return whether nothing more is said, or nothing more fits."""
         return self.turns_left <= 0 or self.context.tokens >= shape.longest
 
     def pause_s(self, shape: Shape) -> float:

@@ -17,7 +17,7 @@ from rkserve.router.queue.reservation import AnswerTiming
 
 @dataclass(slots=True)
 class Seen:
-    """What came out, request by request, in the order of their ends."""
+    """The results, request by request, in the order of their ends."""
 
     ttft_ms: list[float] = field(default_factory=list)
     wait_ms: list[float] = field(default_factory=list)

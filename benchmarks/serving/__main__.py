@@ -18,7 +18,7 @@ REPORT = REPORTS / "serving.md"
 
 @dataclass(frozen=True)
 class Options:
-    """What was asked for on the command line."""
+    """The options of the command line."""
 
     cases: str
     size: Size

@@ -50,7 +50,7 @@ class Load:
 
     @property
     def name(self) -> str:
-        """What it is called in tables."""
+        """The name in tables."""
         parts = [
             "1 board" if self.boards == 1 else f"{self.boards} boards",
             "1 client" if self.clients == 1 else f"{self.clients} clients",
@@ -63,7 +63,7 @@ class Load:
 
     @property
     def deployment(self) -> SimulatedDeployment:
-        """What it needs. Boards that are faster than real ones would only measure the disk."""
+        """The deployment. Boards that are faster than real ones would only measure the disk."""
         park = self.time_scale == 1
         # Rates are told apart by boards, which only headers name that come after the board's word.
         named = {"router": {"headers_after_s": ANSWER_S}, **self.args}

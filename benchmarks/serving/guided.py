@@ -94,7 +94,7 @@ class Answered:
 
 @dataclass(frozen=True, slots=True)
 class Masked:
-    """What a vocabulary takes: to be taken in, a grammar of it, each token's mask and check."""
+    """The cost of a vocabulary: loading it, a grammar of it, each token's mask and check."""
 
     size: int
     vocabulary_ms: float

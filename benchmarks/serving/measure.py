@@ -50,7 +50,7 @@ CEILING_SHARE, IDLE_SHARE = 0.3, 0.15
 
 @dataclass(frozen=True)
 class Size:
-    """How much is measured."""
+    """The size of a run."""
 
     seconds: float
     hang_ups: int

@@ -18,7 +18,7 @@ AFTER_STEP_MS = 20.0
 
 @dataclass(frozen=True, slots=True)
 class ParkedRound:
-    """What one board was asked, in this order.
+    """The requests to one board, in this order.
 
     ``first`` begins a conversation, whose whole history is new to the board; ``displacing`` takes
     the board and has it parked; ``returned`` is its next turn. ``calm`` finds nothing to park.
@@ -37,7 +37,7 @@ class ParkedRound:
 
 @dataclass(frozen=True, slots=True)
 class ParkedFigures:
-    """What returning costs beside starting anew, and what it costs the one in between.
+    """The cost of returning beside that of starting anew, and for the conversation between.
 
     Token counts are medians. ``most_beyond_new`` is how many tokens were prefilled at most although
     the conversation had them before; ``save_ms`` is from the last text of a returned answer to its
@@ -118,7 +118,7 @@ def parked_verdicts(figures: ParkedFigures) -> list[TargetVerdict]:
 
 @dataclass(frozen=True, slots=True)
 class PauseFigures:
-    """How pauses of one kind went, in milliseconds, as the client saw it.
+    """Figures of pauses of one kind, in milliseconds, as seen by the client.
 
     ``answered_ms`` is from the pause's request to its answer, ``last_ms`` to the last text that
     arrived before the resumption (0 where none did), ``resumed_ms`` from the resumption's request

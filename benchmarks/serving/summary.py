@@ -42,7 +42,7 @@ FREED_AFTER_STEP_MS = 200.0
 
 @dataclass(frozen=True, slots=True)
 class RunFigures:
-    """How one side of (a) and (b) did."""
+    """The figures of one side of (a) and (b)."""
 
     ttft_ms: Spread
     gap_ms: Spread
@@ -75,7 +75,7 @@ class PairFigures:
 
 @dataclass(frozen=True, slots=True)
 class HangUpFigures:
-    """How long a board is busy for a client that has left, in milliseconds.
+    """The time that a board is busy for a client that has left, in milliseconds.
 
     A run can end at a token only, so that it may take ``step_ms`` in any case.
     """
@@ -87,7 +87,7 @@ class HangUpFigures:
 
 @dataclass(frozen=True, slots=True)
 class LoadFigures:
-    """How the boards did together in a window.
+    """The figures of all boards together in a window.
 
     ``of_sum`` is None where there is no (a) to it, and ``unqueued_ttft_ms`` where no answer of the
     window ended. ``work_ms_per_token`` is the CPU time above what

@@ -47,7 +47,7 @@ class Way:
 
     @property
     def args(self) -> dict[str, Any]:
-        """What the application is told."""
+        """The application's arguments."""
         return {"channel": self.channel}
 
 
@@ -85,7 +85,7 @@ class Shown:
 
 @dataclass
 class Taken:
-    """What was measured on one way. ``lone`` is one stream on a cluster of one board."""
+    """The measurements of one way. ``lone`` is one stream on a cluster of one board."""
 
     way: Way
     lone: Loaded

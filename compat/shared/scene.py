@@ -1,4 +1,4 @@
-"""Where the application is, and what the suites in Python ask it."""
+"""The application's address, and the requests of the suites in Python."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from scene import KEY, V1
 
 @pytest.fixture(params=[True, False], ids=["strict", "lax"])
 def strict(request: pytest.FixtureRequest) -> bool:
-    """Whether the client holds answers to its types."""
+    """True if the client checks answers against its types."""
     return bool(request.param)
 
 
