@@ -20,7 +20,7 @@ from typing import Any
 
 import yaml
 
-from rkserve.core.ports import free_port, free_ports
+from rkserve.core.child_process import free_port, free_ports
 from rkserve.deployments.haproxy import FLAG, PATIENCE, available, environ
 
 PROJECT = Path(__file__).resolve().parents[1]

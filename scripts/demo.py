@@ -17,8 +17,8 @@ from typing import BinaryIO
 
 import yaml
 
+from rkserve.core.child_process import free_ports
 from rkserve.core.errors import ConfigError
-from rkserve.core.ports import free_ports
 from rkserve.deployments.haproxy import FLAG, PATIENCE, available, environ
 from rkserve.deployments.preflight import check_file
 

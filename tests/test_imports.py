@@ -97,7 +97,9 @@ OWNERS: dict[str, frozenset[str]] = {
     "httpcore": frozenset({"router.images"}),
     "jinja2": frozenset({"api.prompting"}),
     "tokenizers": frozenset({"api.prompting"}),
-    "pydantic": frozenset({"api", "config", "control", "deployments", "local", "models"}),
+    "pydantic": frozenset(
+        {"api", "config", "control", "coordinator.artifacts", "deployments", "local", "models"}
+    ),
     "prometheus_client": frozenset({"core", "http", "coordinator", "deployments"}),
     "httpx": frozenset({"client", "coordinator.artifacts"}),
     "typer": frozenset({"cli"}),

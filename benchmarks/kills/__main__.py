@@ -28,7 +28,7 @@ from rkserve.bench.child import BenchFailed, CommandProcess, Json
 from rkserve.bench.systems import MODEL
 from rkserve.bench.tables import machine
 from rkserve.config.serve_config import resolve_folder
-from rkserve.core.ports import free_port
+from rkserve.core.child_process import free_port
 
 # A replica takes seconds of CPU to come back, and an engine a fraction of one.
 SHARES = {"abort() in the library": 55, "replica, SIGKILL": 15, "library hangs": 25, "node": 5}

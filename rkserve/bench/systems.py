@@ -19,7 +19,7 @@ from rkserve.bench.processes import (
 )
 from rkserve.bench.target import Target
 from rkserve.config.serve_config import resolve_folder
-from rkserve.core.ports import free_port, free_ports
+from rkserve.core.child_process import free_port, free_ports
 from rkserve.deployments.haproxy import FLAG, PATIENCE, available, environ
 from rkserve.models.folder import open_model_folder
 

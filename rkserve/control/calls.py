@@ -1,4 +1,4 @@
-"""Calls from a Router to the Coordinator: values that are sent by pickle.
+"""Calls from a Router to the Coordinator: operations and artifacts, as values sent by pickle.
 
 Each kind of operation has an action: a model that names its parameters, their types and their
 defaults. An operation's record keeps the action, and shows the parameters that were given.
@@ -16,6 +16,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue
 
 from rkserve.core.desired_state import (
     AdapterVersion,
+    Artifact,
     BaseVersion,
     InFlight,
     PauseMode,
@@ -23,6 +24,7 @@ from rkserve.core.desired_state import (
     SleepLevel,
 )
 from rkserve.core.messages import AdapterRef
+from rkserve.models.weights import Parameter
 
 WEIGHTS, KV_CACHE = "weights", "kv_cache"
 
@@ -327,3 +329,55 @@ class OperationRequest:
             allow_nan=False,
         )
         return hashlib.sha256(content.encode()).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class ArtifactMetadata:
+    """The metadata of one content. An empty tuple, or None, means not stated.
+
+    ``labels`` are the ``<model>@<version>`` names under which it is base weights.
+    """
+
+    parameters: tuple[Parameter, ...] = ()
+    base_digest: str | None = None
+    labels: tuple[str, ...] = ()
+
+    def with_more(self, other: ArtifactMetadata) -> ArtifactMetadata:
+        """Return it with later statements, which take precedence."""
+        return ArtifactMetadata(
+            other.parameters or self.parameters,
+            other.base_digest or self.base_digest,
+            tuple(dict.fromkeys((*self.labels, *other.labels))),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class StoredArtifact:
+    """An artifact that can be served: its content, and the declared tensors in it."""
+
+    version: Artifact
+    parameters: tuple[Parameter, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class DeclaredArtifact:
+    """A sender's declaration of a file before its upload; None is not declared.
+
+    It is an adapter of ``model``, or with ``base`` other base weights of it, whose ``name`` is the
+    model's. ``parameters`` are the tensors in it, and ``base_digest`` is the sha256 of the base
+    weights that it was trained on.
+    """
+
+    name: str
+    version: str | None
+    model: str
+    size_bytes: int | None = None
+    sha256: str | None = None
+    base: bool = False
+    parameters: tuple[Parameter, ...] = ()
+    base_digest: str | None = None
+
+    @property
+    def what(self) -> str:
+        """Its kind in messages."""
+        return "model" if self.base else "adapter"

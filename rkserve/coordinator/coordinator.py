@@ -19,12 +19,13 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from rkserve.config.serve_config import CoordinatorConfig
 from rkserve.control import state_changes, weight_changes
-from rkserve.control.artifact_metadata import DeclaredArtifact, StoredArtifact
 from rkserve.control.calls import (
     AdapterRolloutAction,
+    DeclaredArtifact,
     OperationKind,
     OperationRequest,
     RebaseAction,
+    StoredArtifact,
     WakeAction,
     WeightUpdateAction,
 )
@@ -38,15 +39,13 @@ from rkserve.control.operations import (
 )
 from rkserve.control.recovery import recover, stands
 from rkserve.control.sleep import SleepPolicy
-from rkserve.coordinator.boards.delivery import FileStore, Put, Stager
-from rkserve.coordinator.boards.late_results import LateResults
-from rkserve.coordinator.boards.reconcile import Reconciler
+from rkserve.coordinator.boards.reconcile import LateResults, Reconciler
 from rkserve.coordinator.boards.roster import Roster
-from rkserve.coordinator.boards.transfer import TransferLimits
+from rkserve.coordinator.boards.transfer import Put, Stager, TransferLimits
 from rkserve.coordinator.operations.adapters import AdapterOperations, handlers
 from rkserve.coordinator.operations.garbage_collection import GarbageCollector
-from rkserve.coordinator.operations.idle_models import IdleModels
 from rkserve.coordinator.operations.operation_run import (
+    FileStore,
     Handler,
     OperationContext,
     OperationRun,
@@ -54,7 +53,7 @@ from rkserve.coordinator.operations.operation_run import (
 )
 from rkserve.coordinator.operations.pause import HANDLERS
 from rkserve.coordinator.operations.prompt_caches import CacheTimes, PromptCacheKeeper
-from rkserve.coordinator.operations.sleep import SleepOperations
+from rkserve.coordinator.operations.sleep import IdleModels, SleepOperations
 from rkserve.coordinator.operations.weights import WeightOperations
 from rkserve.coordinator.state.ledger import AuditEntry, Ledger
 from rkserve.coordinator.state.state_store import StateStore
@@ -110,7 +109,7 @@ class Coordinator:
         self._roster = Roster(outside.fleet, self._board_failed)
         stager = Stager(
             self._roster,
-            outside.store,
+            outside.store.read,
             outside.put,
             self._metrics,
             timeout_s=config.stage_timeout_s,

@@ -1,13 +1,18 @@
-"""Files on disks: durable writes, full disks, and folders that no other account can prepare."""
+"""Files on disks: durable writes, full disks, folders that no other account can prepare, and the
+rule for names that become parts of paths: of adapters, their versions and prompt caches.
+"""
 
 from __future__ import annotations
 
 import errno
 import os
 import pwd
+import re
 import shutil
 import stat
 from pathlib import Path
+
+from rkserve.core.errors import RequestError
 
 # Errors of a full disk, an exhausted quota, or a file size limit of the process.
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
@@ -148,3 +153,20 @@ def _account(uid: int) -> str:
         return f"user {pwd.getpwuid(uid).pw_name}"
     except KeyError:  # containers have accounts without names
         return f"user {uid}"
+
+
+# No ':', '@' or '/': the first two are separators in a request's model, the last one in paths.
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+QUOTED_CHARACTERS = 40
+
+
+def check_cache_name(name: str, param: str = "cache_name") -> str:
+    """Return a valid prompt cache name. Raises ``RequestError`` with the rule."""
+    if not NAME.fullmatch(name):
+        shown = repr(name if len(name) <= QUOTED_CHARACTERS else f"{name[:QUOTED_CHARACTERS]}...")
+        raise RequestError(
+            f"Invalid '{param}': {shown}. The name of a prompt cache begins with a letter or a "
+            "digit and has at most 64 letters, digits, '.', '_' and '-'.",
+            param,
+        )
+    return name

@@ -20,8 +20,7 @@ from rkserve.api.admin.caches import BuildCall, ids_of
 from rkserve.api.common.renderer import Renderer
 from rkserve.config.board_group import BoardGroupConfig
 from rkserve.config.serve_config import CoordinatorConfig, RkserveConfig, resolve_folder
-from rkserve.control.artifact_metadata import DeclaredArtifact, StoredArtifact
-from rkserve.control.calls import OperationRequest
+from rkserve.control.calls import DeclaredArtifact, OperationRequest, StoredArtifact
 from rkserve.control.operations import ControlOperation, OperationOutcome
 from rkserve.control.sleep import SleepPolicy
 from rkserve.coordinator.artifacts.sources import DownloadPool

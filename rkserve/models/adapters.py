@@ -18,6 +18,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from rkserve.config.explain import explain
+from rkserve.core.durable_files import NAME
 from rkserve.core.errors import (
     AdapterBroken,
     AdapterNotFound,
@@ -27,7 +28,6 @@ from rkserve.core.errors import (
 )
 from rkserve.core.file_digests import DIGEST, file_digest
 from rkserve.core.messages import AdapterRef
-from rkserve.core.name_rules import NAME
 
 log = logging.getLogger(__name__)
 

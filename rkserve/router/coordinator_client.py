@@ -8,8 +8,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any, Protocol
 
-from rkserve.control.artifact_metadata import DeclaredArtifact, StoredArtifact
-from rkserve.control.calls import OperationRequest
+from rkserve.control.calls import DeclaredArtifact, OperationRequest, StoredArtifact
 from rkserve.control.operations import ControlOperation, OperationOutcome
 from rkserve.control.sleep import REQUEST, requested, wakeable
 from rkserve.core.desired_state import AdapterVersion, Artifact, BaseVersion, Desired, DesiredCache

@@ -10,8 +10,7 @@ import httpx
 import pytest
 
 from rkserve.client import AsyncClient, NotFound, OperationFailed, Refused
-from rkserve.control.artifact_metadata import StoredArtifact
-from rkserve.control.calls import OperationKind, OperationRequest
+from rkserve.control.calls import OperationKind, OperationRequest, StoredArtifact
 from rkserve.control.operations import (
     BoardOutcome,
     ControlError,

@@ -7,8 +7,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from rkserve.control.artifact_metadata import DeclaredArtifact
-from rkserve.control.calls import OperationRequest, PauseAction
+from rkserve.control.calls import DeclaredArtifact, OperationRequest, PauseAction
 from rkserve.control.operations import OperationOutcome
 from rkserve.core.desired_state import Desired
 from rkserve.core.errors import CoordinatorAway

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
+from itertools import islice
 from pathlib import Path
 
 import pytest
 
-from rkserve.core.child_process import ChildProcess
+from rkserve.core import child_process
+from rkserve.core.child_process import HOST, ChildProcess, free_port, free_ports
 
 ECHO = "import sys\nfor line in sys.stdin: print(line.upper(), end='', flush=True)"
 
@@ -96,3 +100,21 @@ def test_no_lock_that_is_held_at_the_fork_keeps_it_from_starting() -> None:
         check=False,
     )
     assert (done.stdout, done.stderr, done.returncode) == ("here\n", "", 0)
+
+
+def test_free_ports_avoid_those_of_the_kernel_and_of_ray() -> None:
+    found = list(islice(free_ports(random.Random(1)), 50))
+    assert len(set(found)) == 50
+    assert all(20_000 <= port < 30_000 for port in found)
+    assert list(islice(free_ports(random.Random(2)), 50)) != found
+
+
+def test_a_port_in_use_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as held:
+        held.bind((HOST, free_port()))
+        held.listen()
+        taken = held.getsockname()[1]
+        monkeypatch.setattr(child_process, "FIRST", taken)
+        monkeypatch.setattr(child_process, "LAST", taken)
+        with pytest.raises(OSError, match=f"no port from {taken} to {taken} is free"):
+            free_port()

@@ -28,8 +28,8 @@ from typing import Any
 import pytest
 from starlette.requests import Request
 
+from rkserve.core.child_process import free_ports
 from rkserve.core.errors import ConfigError, Forbidden
-from rkserve.core.ports import free_ports
 from rkserve.deployments import haproxy
 from rkserve.deployments.haproxy import (
     BINARY,

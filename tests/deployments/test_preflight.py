@@ -16,8 +16,8 @@ import yaml
 from ray.serve.exceptions import RayServeException
 
 from rkserve.app import build
+from rkserve.core.child_process import free_port
 from rkserve.core.errors import ConfigError
-from rkserve.core.ports import free_port
 from rkserve.deployments.haproxy import BINARY, FLAG, available, check_environ, own_environ
 from rkserve.deployments.preflight import check_file
 from tests.support.paths import PROJECT

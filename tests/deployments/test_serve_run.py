@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from compat.application import serve_run
-from rkserve.core.ports import free_port
+from rkserve.core.child_process import free_port
 from tests.support.cluster.local_cluster import START_S, expect_no_process_of, wait_for
 from tests.support.http.talk import CHAT, MODEL, chat_body
 from tests.support.paths import PROJECT

@@ -11,8 +11,7 @@ import pytest
 from pydantic import SecretStr
 
 from rkserve.config.router import RouterConfig
-from rkserve.control.artifact_metadata import DeclaredArtifact
-from rkserve.control.calls import OperationKind, OperationRequest
+from rkserve.control.calls import DeclaredArtifact, OperationKind, OperationRequest
 from rkserve.control.operations import (
     BoardOutcome,
     ControlError,

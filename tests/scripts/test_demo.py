@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rkserve.core.ports import free_port
+from rkserve.core.child_process import free_port
 from tests.support.paths import PROJECT
 
 SCRIPTS = PROJECT / "scripts"

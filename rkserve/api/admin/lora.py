@@ -26,9 +26,9 @@ from rkserve.api.json.fields import quoted
 from rkserve.api.json.limits import MAX_NAMED, MAX_OBSERVE_S, MAX_PATH_CHARS
 from rkserve.core.board_report import BoardReport
 from rkserve.core.desired_state import AdapterVersion, AdapterVersions, Desired, InFlight
+from rkserve.core.durable_files import NAME
 from rkserve.core.errors import RequestError
 from rkserve.core.file_digests import DIGEST
-from rkserve.core.name_rules import NAME
 from rkserve.models.weights import Parameter, read_parameters
 
 MAX_SCALE = 100  # as in manifest.json

@@ -35,9 +35,9 @@ from rkserve.core.block_hashes import (
     seed_of,
 )
 from rkserve.core.board_report import BoardReport, BoardState, CacheEntry, GenerationState, KvReport
+from rkserve.core.durable_files import check_cache_name
 from rkserve.core.errors import BoardAsleep, CacheUnsupported, ContextOverflow
 from rkserve.core.messages import AdapterRef
-from rkserve.core.name_rules import check_cache_name
 
 log = logging.getLogger(__name__)
 

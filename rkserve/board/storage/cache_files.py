@@ -21,11 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from rkserve.board.answer.kv_plan import Ids
-from rkserve.core.durable_files import sync
+from rkserve.core.durable_files import NAME, sync
 from rkserve.core.errors import ConfigError
 from rkserve.core.file_digests import Stamp, file_digest
 from rkserve.core.file_digests import stamp as stamp_of
-from rkserve.core.name_rules import NAME
 
 log = logging.getLogger(__name__)
 

@@ -16,15 +16,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from rkserve.control.artifact_metadata import FOLDER as FACTS
-from rkserve.control.artifact_metadata import (
-    ArtifactMetadata,
-    DeclaredArtifact,
+from rkserve.control.calls import ArtifactMetadata, DeclaredArtifact
+from rkserve.coordinator.artifacts.metadata import FOLDER as FACTS
+from rkserve.coordinator.artifacts.metadata import (
+    FolderModels,
     MetadataFolder,
     checked,
+    compare,
+    model_in,
     read_manifest,
+    require_size,
 )
-from rkserve.coordinator.artifacts.base_models import FolderModels, model_in
 from rkserve.coordinator.artifacts.sources import Source, check_prefixes, open_path, open_url
 from rkserve.core.desired_state import AdapterVersion, Artifact, BaseVersion
 from rkserve.core.durable_files import FULL, free_bytes, sync
@@ -172,7 +174,7 @@ class ArtifactStore:
             self._coming(upload)  # it may have been ended while another thread wrote
             try:
                 said = read_manifest(manifest)
-                coming.claim.compare(said, coming.size_bytes, coming.digest.hexdigest())
+                compare(coming.claim, said, coming.size_bytes, coming.digest.hexdigest())
                 return coming, self._keep(coming), said.scale
             finally:
                 self.upload_abort(upload)
@@ -375,7 +377,7 @@ class ArtifactStore:
         size = coming.size_bytes + len(data)
         try:
             self._require_size(size, coming.claim)
-            coming.claim.require_size(size)
+            require_size(coming.claim, size)
             if coming.claim.size_bytes is None:
                 self._require_room(len(data))
             # It exists already: creating it here could leave a file that is never removed, if

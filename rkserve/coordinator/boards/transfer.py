@@ -1,8 +1,8 @@
-"""Transfer of one file to many boards: chunk order, retries and limits.
+"""Transfer of one file to many boards: chunk order, retries and limits; and the boards' locks.
 
 Boards that keep up share every chunk: it is read and put once, and released when the last of them
 has it. A slow or failing board continues alone, at its own pace and cost. Reading, putting and
-calling boards are passed in.
+calling boards are passed in; ``Stager`` does so for the head's store.
 """
 
 from __future__ import annotations
@@ -11,11 +11,14 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from rkserve.control.operations import BoardOutcome, ResultStatus
+from rkserve.coordinator.boards.roster import Roster, result_of
 from rkserve.core.desired_state import Artifact
-from rkserve.core.errors import BoardFailed, BoardSilent, RkserveError, StageFailed
+from rkserve.core.errors import BoardFailed, BoardGone, BoardSilent, RkserveError, StageFailed
+from rkserve.core.metrics import CoordinatorMetrics
 
 log = logging.getLogger(__name__)
 
@@ -378,3 +381,106 @@ class _Lane:
             self._failing_since_s = time.monotonic()
         failing_s = time.monotonic() - self._failing_since_s
         return isinstance(error, BoardFailed) and failing_s < self._pace.patience_s
+
+
+class Stager:
+    """Delivers files to boards. Use it from one event loop."""
+
+    def __init__(
+        self,
+        roster: Roster,
+        read: Callable[[str, int, int], bytes],
+        put: Put,
+        metrics: CoordinatorMetrics,
+        *,
+        timeout_s: float,
+        pace: TransferLimits,
+    ) -> None:
+        """``read`` returns a part of a file by its digest, an offset and a size; it blocks. ``put``
+        turns a chunk into the value sent to boards: a reference that each of them fetches.
+        """
+        self._pace = pace
+        self._roster = roster
+        self._read = read
+        self._put = put
+        self._metrics = metrics
+        self._timeout_s = timeout_s
+        self._locks: dict[str, asyncio.Lock] = {}
+
+    def at(self, board_id: str) -> asyncio.Lock:
+        """Return the lock of a board: only its holder delivers files or loads there."""
+        return self._locks.setdefault(board_id, asyncio.Lock())
+
+    async def bring(self, version: Artifact, board_id: str) -> None:
+        """Deliver a version to one board, whose lock the caller holds.
+
+        Raises:
+            RkserveError: it was not delivered.
+        """
+        # The board's own lock is held by the caller.
+        held = asyncio.Lock()
+        result = (await self._stage(version, [board_id], lambda _: held))[board_id]
+        if isinstance(result, RkserveError):
+            raise result
+
+    async def spread(
+        self, version: Artifact, board_ids: Iterable[str], timeout_s: float | None = None
+    ) -> dict[str, BoardOutcome]:
+        """Deliver a version to boards, to each as soon as its lock is free; return the results."""
+        boards = sorted(set(board_ids))
+        began_s = time.monotonic()
+        ended = await self._stage(version, boards, self.at, timeout_s)
+        results: dict[str, BoardOutcome] = {}
+        for board in boards:
+            said = ended[board]
+            took_ms = (time.monotonic() - began_s) * 1e3
+            if isinstance(said, RkserveError):
+                results[board] = result_of(said, took_ms)
+            else:
+                results[board] = BoardOutcome(ResultStatus.OK, said["stage_ms"], details=said)
+        return results
+
+    async def _stage(
+        self,
+        version: Artifact,
+        boards: list[str],
+        lock_of: LockOf,
+        timeout_s: float | None = None,
+    ) -> dict[str, RkserveError | dict[str, Any]]:
+        limit_s = self._timeout_s if timeout_s is None else timeout_s
+        digest = version.digest
+        try:
+            deliveries = await stage(
+                version,
+                boards,
+                lambda offset, size: self._read(digest, offset, size),
+                self._put,
+                self._ask,
+                lock_of=lock_of,
+                pace=replace(self._pace, limit_s=limit_s),
+            )
+        except (OSError, RkserveError) as exc:
+            why = f"the file cannot be read on the head node: {exc}"
+            return {board: StageFailed(board, why) for board in boards}
+        ended: dict[str, RkserveError | dict[str, Any]] = {}
+        for board, one in deliveries.items():
+            self._metrics.staged_bytes.inc(one.sent_bytes)
+            if one.error is not None:
+                code = one.error.code or "internal_error"
+                self._metrics.board_failures.labels("stage", code).inc()
+                ended[board] = one.error
+                continue
+            self._metrics.stage.observe(one.ms / 1e3)
+            ended[board] = {
+                "stage_ms": round(one.ms, 3),
+                "sent_bytes": one.sent_bytes,
+                "resumed_bytes": one.resumed_bytes,
+                "tries": one.tries,
+            }
+        return ended
+
+    async def _ask(self, board_id: str, method: str, *args: Any, timeout_s: float) -> Any:
+        seat = self._roster.seat(board_id)
+        if seat is None:
+            raise BoardGone(board_id, "it has no replica now")
+        return await self._roster.ask_one(seat, method, *args, timeout_s=timeout_s)

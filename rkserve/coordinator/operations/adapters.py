@@ -26,9 +26,9 @@ from rkserve.control.operations import (
     deciding,
 )
 from rkserve.control.rollout_plan import AdapterRolloutPlan, plan
-from rkserve.coordinator.boards.delivery import FileStore
 from rkserve.coordinator.operations.garbage_collection import RENEW_S, GarbageCollector
 from rkserve.coordinator.operations.operation_run import (
+    FileStore,
     Handler,
     OperationContext,
     OperationRun,

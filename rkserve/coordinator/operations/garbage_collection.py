@@ -16,8 +16,7 @@ from collections.abc import Iterable
 
 from rkserve.control.calls import AdapterStageAction, RebaseAction, WeightUpdateAction
 from rkserve.control.operations import BoardOutcome, ControlOperation
-from rkserve.coordinator.boards.delivery import FileStore
-from rkserve.coordinator.operations.operation_run import OperationContext
+from rkserve.coordinator.operations.operation_run import FileStore, OperationContext
 from rkserve.core.board_report import BoardState
 from rkserve.core.desired_state import Artifact, Desired, Scope
 

@@ -1,4 +1,4 @@
-"""The execution of one operation: its record at each step, and its end."""
+"""The execution of one operation: its services, its record at each step, and its end."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from rkserve.config.serve_config import CoordinatorConfig
-from rkserve.control.calls import OperationRequest
+from rkserve.control.calls import ArtifactMetadata, OperationRequest
 from rkserve.control.operations import (
     BoardOutcome,
     ControlError,
@@ -21,12 +21,12 @@ from rkserve.control.operations import (
     Phase,
     ResultStatus,
 )
-from rkserve.coordinator.boards.delivery import Stager
 from rkserve.coordinator.boards.reconcile import Reconciler
 from rkserve.coordinator.boards.roster import Roster
+from rkserve.coordinator.boards.transfer import Stager
 from rkserve.coordinator.state.ledger import AuditEntry
 from rkserve.coordinator.state.state_store import StateStore
-from rkserve.core.desired_state import Desired, Scope
+from rkserve.core.desired_state import Artifact, BaseVersion, Desired, Scope
 from rkserve.core.errors import (
     BoardNotFound,
     LedgerFailed,
@@ -39,6 +39,38 @@ log = logging.getLogger(__name__)
 
 # Boards that answer are released in milliseconds; the others are reconciled later.
 UNDO_S = 5.0
+
+
+class FileStore(Protocol):
+    """The required part of the head's file store; its calls block."""
+
+    def check(self, version: Artifact) -> None:
+        """Raise ``ArtifactNotFound`` or ``ArtifactRefused`` unless the file is complete."""
+
+    def facts(self, digest: str) -> ArtifactMetadata:
+        """Return the metadata of a content."""
+
+    def model(self, model: str, version: str) -> BaseVersion:
+        """Return the base weights of that name. Raises ``ArtifactNotFound``."""
+
+    def own_digest(self, model: str) -> str | None:
+        """Return the sha256 of the file in a model's own folder, None if it is not on this
+        machine.
+        """
+
+    def known_own_digest(self, model: str) -> str | None:
+        """Return the same if it was computed before; it reads nothing."""
+
+    def digests(self) -> tuple[str, ...]:
+        """Return the digests of all stored files."""
+
+    def remove(self, digest: str, idle_s: float = 0.0) -> bool:
+        """Remove an unneeded file, unless it arrived within ``idle_s``. It does not block for long,
+        so the caller need not yield between its check and the removal.
+        """
+
+    def read(self, digest: str, offset: int, size: int) -> bytes:
+        """Return a part of a file."""
 
 
 class Routers(Protocol):

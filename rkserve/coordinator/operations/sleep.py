@@ -1,5 +1,6 @@
 """Operations that put boards to sleep and wake them: a pause and a resume that also end the engine
-or load the model.
+or load the model; and those that the Coordinator performs by itself, for unused models and for
+waiting requests.
 
 Each takes its ``OperationRun`` and awaits nothing before ``begin``; see ``pause``. The caller (an
 operator, a request, the idle timer) makes no difference.
@@ -8,8 +9,10 @@ operator, a request, the idle timer) makes no difference.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
-from dataclasses import replace
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, replace
 
 from rkserve.control import sleep as sleep_changes
 from rkserve.control.calls import (
@@ -17,6 +20,7 @@ from rkserve.control.calls import (
     WEIGHTS,
     AnyAction,
     OperationKind,
+    OperationRequest,
     ServingAction,
     SleepAction,
     WakeAction,
@@ -24,17 +28,19 @@ from rkserve.control.calls import (
 from rkserve.control.operations import (
     BoardOutcome,
     ControlOperation,
+    OperationOutcome,
     OperationState,
     Phase,
     ResultStatus,
+    conflict,
 )
-from rkserve.control.sleep import SleepPolicy
+from rkserve.control.sleep import IDLE, REQUEST, SleepPolicy, requested, sleeps, unused
 from rkserve.coordinator.boards.roster import Replies
 from rkserve.coordinator.operations.operation_run import Handler, OperationContext, OperationRun
 from rkserve.coordinator.operations.pause import end_hold, going_on, halt
 from rkserve.core.board_report import BoardReport, BoardState
-from rkserve.core.desired_state import ActivePause, Adoption, Desired, Scope, SleepLevel
-from rkserve.core.errors import RequestError
+from rkserve.core.desired_state import ActivePause, Adoption, Desired, PauseMode, Scope, SleepLevel
+from rkserve.core.errors import RequestError, RkserveError
 
 # The fraction of the tokens in KV caches that must be restorable, or they count as lost.
 KEPT_SHARE = 0.99
@@ -207,3 +213,134 @@ def asleep(said: Adoption, level: SleepLevel) -> dict[str, int | str]:
         "kept_tokens": said.kept_tokens,
         "dropped_tokens": said.dropped_tokens,
     }
+
+
+log = logging.getLogger(__name__)
+
+AGAIN_S = 30.0  # after a failed sleep or wake-up of a model
+
+
+@dataclass
+class _Sleeper:
+    """A sleeping replica. ``jobs`` is its number of jobs when it fell asleep; more came since."""
+
+    operations: frozenset[str]
+    jobs: int
+
+
+class IdleModels:
+    """Checks all models in turn. Use it from one event loop."""
+
+    def __init__(
+        self,
+        context: OperationContext,
+        policies: Mapping[str, SleepPolicy],
+        perform: Callable[[OperationRequest], Awaitable[OperationOutcome]],
+    ) -> None:
+        self._context = context
+        self._policies = policies
+        self._perform = perform
+        self._going_on: dict[str, asyncio.Task[None]] = {}
+        self._not_before_s: dict[str, float] = {}
+        self._sleepers: dict[str, _Sleeper] = {}  # by replica
+
+    @property
+    def tasks(self) -> tuple[asyncio.Task[None], ...]:
+        """The running tasks."""
+        return tuple(self._going_on.values())
+
+    def look(self) -> None:
+        """Begin due operations, by the boards' latest reports."""
+        for model in self._context.roster.models:
+            reports = self._context.roster.reports(model)
+            waited_for = self._is_waited_for(model, reports)
+            if model in self._going_on or time.monotonic() < self._not_before_s.get(model, 0.0):
+                continue
+            if waited_for:
+                self._begin(model, requested(model), REQUEST)
+            elif self._is_unused(model, reports):
+                self._begin(model, self._unload(model), IDLE)
+
+    # -- sleep ----------------------------------------------------------------------------------
+
+    def _is_unused(self, model: str, reports: list[BoardReport]) -> bool:
+        policy = self._policies.get(model)
+        if policy is None or policy.idle_s is None:
+            return False
+        desired, state = self._context.state.desired, self._context.state
+        if not unused(desired, model, reports, policy.idle_s):
+            return False
+        # A board without a report may be at work.
+        heard = {report.board_id for report in reports}
+        seats = [seat for seat in self._context.roster.seats() if seat.model == model]
+        if any(seat.silent or seat.board_id not in heard for seat in seats):
+            return False
+        return conflict(state.running, self._unload(model)) is None
+
+    def _unload(self, model: str) -> SleepAction:
+        """Return an idle model's sleep.
+
+        If requests do not end it, none may wait for it either: they are refused at once.
+        """
+        wakes = self._policies[model].wakes
+        mode = PauseMode.KEEP if wakes else PauseMode.WAIT
+        return SleepAction(models=(model,), mode=mode, level=SleepLevel.UNLOADED, wakes=wakes)
+
+    # -- wake-up --------------------------------------------------------------------------------
+
+    def _is_waited_for(self, model: str, reports: list[BoardReport]) -> bool:
+        """Return whether a request reached a board that sleeps until one does.
+
+        A Router wakes a model that it knows to be asleep; a request sent a moment before waits on a
+        board without any Router's attention.
+        """
+        desired, found = self._context.state.desired, False
+        for report in reports:
+            asleep = sleeps(desired, report.board_id, model)
+            if report.level is None or not asleep or not all(one.wakes for one in asleep):
+                self._sleepers.pop(report.replica, None)
+                continue
+            operations = frozenset(one.operation for one in asleep)
+            jobs = report.running + report.queued + report.paused
+            known = self._sleepers.get(report.replica)
+            if known is None or known.operations != operations:
+                kept = 0 if self._had_none(operations) else jobs
+                known = self._sleepers[report.replica] = _Sleeper(operations, kept)
+            known.jobs = min(known.jobs, jobs)  # clients leave
+            found = found or jobs > known.jobs
+        there = {report.replica for report in self._context.roster.reports()}
+        self._sleepers = {name: one for name, one in self._sleepers.items() if name in there}
+        return found
+
+    def _had_none(self, operations: frozenset[str]) -> bool:
+        """Return whether boards had no work when they fell asleep, because the model was unused."""
+        found = [self._context.state.operation(name) for name in operations]
+        return any(one is not None and one.who == IDLE for one in found)
+
+    # -- both -----------------------------------------------------------------------------------
+
+    def _begin(self, model: str, action: SleepAction | WakeAction, who: str) -> None:
+        task = asyncio.get_running_loop().create_task(self._carry_out(model, action, who))
+        self._going_on[model] = task
+        task.add_done_callback(lambda done: self._ended(model, done))
+
+    async def _carry_out(self, model: str, action: SleepAction | WakeAction, who: str) -> None:
+        state = "refused"
+        try:
+            outcome = await self._perform(OperationRequest(action, who=who))
+            state = outcome.operation.state.value
+            if outcome.operation.error is None:
+                return
+            log.warning("model %s: %s", model, outcome.operation.error.message)
+        except RkserveError as exc:
+            log.warning("model %s: the %s could not begin: %s", model, action.kind.value, exc)
+        finally:
+            if isinstance(action, SleepAction):
+                self._context.metrics.idle_unloads.labels(model, state).inc()
+        self._not_before_s[model] = time.monotonic() + AGAIN_S
+
+    def _ended(self, model: str, task: asyncio.Task[None]) -> None:
+        del self._going_on[model]
+        if not task.cancelled() and (exc := task.exception()) is not None:
+            self._not_before_s[model] = time.monotonic() + AGAIN_S
+            log.error("model %s could not be put to sleep or woken", model, exc_info=exc)

@@ -12,21 +12,25 @@ from dataclasses import replace
 
 from rkserve.api.admin.weights import own_digest
 from rkserve.control import weight_changes
-from rkserve.control.artifact_metadata import StoredArtifact
 from rkserve.control.calls import (
     AnyAction,
     ModelAction,
     OperationKind,
     RebaseAction,
+    StoredArtifact,
     Strategy,
     WeightUpdateAction,
 )
 from rkserve.control.operations import OperationState, Phase
 from rkserve.control.rollout_plan import AdapterRolloutPlan, RolloutPlan
 from rkserve.control.weight_changes import FOLDER_LABEL, WeightsRolloutPlan
-from rkserve.coordinator.boards.delivery import FileStore
 from rkserve.coordinator.boards.roster import Roster
-from rkserve.coordinator.operations.operation_run import Handler, OperationContext, OperationRun
+from rkserve.coordinator.operations.operation_run import (
+    FileStore,
+    Handler,
+    OperationContext,
+    OperationRun,
+)
 from rkserve.coordinator.operations.rollout import LOAD_S, RolloutRunner
 from rkserve.core.desired_state import (
     AdapterVersion,

@@ -21,13 +21,13 @@ from rkserve.api.admin.operations import REFUSED, envelope
 from rkserve.api.admin.pause import CallOptions
 from rkserve.api.admin.query import ControlRequest, ParameterKind
 from rkserve.api.json.body import JsonObject
-from rkserve.control.artifact_metadata import DeclaredArtifact
 from rkserve.control.calls import (
     AdapterPromoteAction,
     AdapterRetireAction,
     AdapterRollbackAction,
     AdapterRolloutAction,
     AdapterStageAction,
+    DeclaredArtifact,
 )
 from rkserve.control.operations import ControlOperation, OperationOutcome, OperationState
 from rkserve.core.desired_state import AdapterVersion

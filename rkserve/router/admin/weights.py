@@ -22,8 +22,7 @@ from rkserve.api.admin.weights import (
     update_body,
 )
 from rkserve.api.json.body import JsonObject
-from rkserve.control.artifact_metadata import DeclaredArtifact
-from rkserve.control.calls import RebaseAction, WeightUpdateAction
+from rkserve.control.calls import DeclaredArtifact, RebaseAction, WeightUpdateAction
 from rkserve.control.operations import OperationOutcome
 from rkserve.core.desired_state import BaseVersion, Scope
 from rkserve.core.errors import ArtifactNotFound, RequestError

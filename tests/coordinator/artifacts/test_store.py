@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from rkserve.control.artifact_metadata import DeclaredArtifact
+from rkserve.control.calls import DeclaredArtifact
 from rkserve.coordinator.artifacts.sources import allows
 from rkserve.coordinator.artifacts.store import ArtifactRules, ArtifactStore
 from rkserve.core.desired_state import AdapterVersion

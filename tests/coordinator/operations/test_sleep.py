@@ -14,7 +14,7 @@ from rkserve.api.admin.operations import operation_entry
 from rkserve.control.calls import OperationKind
 from rkserve.control.operations import OperationState, Phase, ResultStatus
 from rkserve.control.sleep import SleepPolicy
-from rkserve.coordinator.operations import idle_models
+from rkserve.coordinator.operations import sleep as sleep_operations
 from rkserve.core.desired_state import AdapterVersion
 from rkserve.core.errors import (
     BoardNotFound,
@@ -607,7 +607,7 @@ async def test_an_idle_model_that_cannot_sleep_is_left_alone_for_a_while(tmp_pat
         await eventually(lambda: it.follows and it.asleep == [])
         await asyncio.sleep(0.2)
         assert slept_by(it) == ["idle"]
-        assert idle_models.AGAIN_S > 1
+        assert sleep_operations.AGAIN_S > 1
         labels = {"model": MODEL, "state": "undone"}
         assert metric(it, "rkserve_idle_unloads_total", **labels) == 1
 

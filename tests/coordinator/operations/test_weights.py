@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from rkserve.control.artifact_metadata import ArtifactMetadata
-from rkserve.control.calls import OperationKind
+from rkserve.control.calls import ArtifactMetadata, OperationKind
 from rkserve.control.operations import OperationState, Phase, ResultStatus
 from rkserve.coordinator.operations.garbage_collection import GarbageCollector
 from rkserve.core.desired_state import BaseVersion

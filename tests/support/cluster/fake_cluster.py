@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from rkserve.config.serve_config import CoordinatorConfig
-from rkserve.control.artifact_metadata import ArtifactMetadata
-from rkserve.control.calls import OperationKind, OperationRequest
+from rkserve.control.calls import ArtifactMetadata, OperationKind, OperationRequest
 from rkserve.control.operations import OperationOutcome
 from rkserve.control.sleep import SleepPolicy
 from rkserve.coordinator.boards.transfer import TransferLimits

@@ -9,8 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rkserve.control.artifact_metadata import DeclaredArtifact
-from rkserve.control.calls import OperationKind, OperationRequest
+from rkserve.control.calls import DeclaredArtifact, OperationKind, OperationRequest
 from rkserve.control.operations import (
     BoardOutcome,
     ControlOperation,

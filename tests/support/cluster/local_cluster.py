@@ -22,7 +22,7 @@ import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
 from rkserve.core.board_report import BoardReport, BoardState
-from rkserve.core.ports import free_port
+from rkserve.core.child_process import free_port
 from rkserve.deployments.haproxy import PATIENCE
 from tests.support.paths import PROJECT
 

@@ -11,8 +11,8 @@ from typing import Any
 import uvicorn
 
 from rkserve.config.router import RouterConfig
+from rkserve.core.child_process import free_port
 from rkserve.core.messages import Delta
-from rkserve.core.ports import free_port
 from rkserve.router.served_models import ServedModel
 from tests.support.boards.fake_boards import (
     FakeBoards,

@@ -18,8 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from rkserve.api import gradio
 from rkserve.api.responses.stored import StoredResponse
 from rkserve.config.router import RouterConfig
-from rkserve.control.artifact_metadata import StoredArtifact
-from rkserve.control.calls import OperationKind
+from rkserve.control.calls import OperationKind, StoredArtifact
 from rkserve.control.operations import ControlOperation
 from rkserve.core.board_report import CacheEntry, GenerationInfo, GenerationState, KvReport
 from rkserve.core.desired_state import BaseVersion, Desired

@@ -1,4 +1,5 @@
-"""Senders' statements about artifacts: their check on arrival, and their storage per sha256.
+"""Metadata of the head's artifacts: senders' statements, checked on arrival and stored per sha256;
+and the compatibility of base weights with a model's boards.
 
 Stored are those that the files themselves do not contain: tensor names, the base weights that an
 adapter was trained on, and the versions under which base weights are served.
@@ -6,6 +7,7 @@ adapter was trained on, and the versions under which base weights are served.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import shutil
@@ -18,46 +20,19 @@ from typing import Any
 from pydantic import ValidationError
 
 from rkserve.config.explain import explain
-from rkserve.core.desired_state import Artifact
-from rkserve.core.durable_files import sync, write_private
-from rkserve.core.errors import ArtifactRefused, RequestError
-from rkserve.core.file_digests import DIGEST
-from rkserve.core.name_rules import NAME
+from rkserve.control.calls import ArtifactMetadata, DeclaredArtifact
+from rkserve.core.desired_state import BaseVersion
+from rkserve.core.durable_files import NAME, sync, write_private
+from rkserve.core.errors import ArtifactNotFound, ArtifactRefused, ConfigError, RequestError
+from rkserve.core.file_digests import DIGEST, CachedDigest
 from rkserve.models.adapters import Manifest
-from rkserve.models.weights import Parameter, read_parameters
+from rkserve.models.folder import weights_in
+from rkserve.models.weights import UnfitWeights, read_parameters, weights_facts
 
 log = logging.getLogger(__name__)
 
 FOLDER = ".facts"
 SUFFIX = ".json"
-
-
-@dataclass(frozen=True, slots=True)
-class ArtifactMetadata:
-    """The metadata of one content. An empty tuple, or None, means not stated.
-
-    ``labels`` are the ``<model>@<version>`` names under which it is base weights.
-    """
-
-    parameters: tuple[Parameter, ...] = ()
-    base_digest: str | None = None
-    labels: tuple[str, ...] = ()
-
-    def with_more(self, other: ArtifactMetadata) -> ArtifactMetadata:
-        """Return it with later statements, which take precedence."""
-        return ArtifactMetadata(
-            other.parameters or self.parameters,
-            other.base_digest or self.base_digest,
-            tuple(dict.fromkeys((*self.labels, *other.labels))),
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class StoredArtifact:
-    """An artifact that can be served: its content, and the declared tensors in it."""
-
-    version: Artifact
-    parameters: tuple[Parameter, ...] = ()
 
 
 @dataclass
@@ -156,51 +131,6 @@ def _read(content: Any) -> ArtifactMetadata:
     return replace(found, base_digest=None if found.base_digest is None else str(found.base_digest))
 
 
-@dataclass(frozen=True, slots=True)
-class DeclaredArtifact:
-    """A sender's declaration of a file before its upload; None is not declared.
-
-    It is an adapter of ``model``, or with ``base`` other base weights of it, whose ``name`` is the
-    model's. ``parameters`` are the tensors in it, and ``base_digest`` is the sha256 of the base
-    weights that it was trained on.
-    """
-
-    name: str
-    version: str | None
-    model: str
-    size_bytes: int | None = None
-    sha256: str | None = None
-    base: bool = False
-    parameters: tuple[Parameter, ...] = ()
-    base_digest: str | None = None
-
-    @property
-    def what(self) -> str:
-        """Its kind in messages."""
-        return "model" if self.base else "adapter"
-
-    def require_size(self, size_bytes: int) -> None:
-        """Raise ``ArtifactRefused`` if more bytes arrived than declared."""
-        if self.size_bytes is not None and size_bytes > self.size_bytes:
-            raise ArtifactRefused(
-                f"More bytes come than the {self.size_bytes} that were announced.", "size_bytes"
-            )
-
-    def compare(self, said: Manifest, size_bytes: int, digest: str) -> None:
-        """Raise ``ArtifactRefused`` unless the file is as declared, before or after its upload."""
-        if size_bytes == 0:
-            raise ArtifactRefused(f"The {self.what} is empty.", "size_bytes")
-        for key, claimed, found in (
-            ("size_bytes", self.size_bytes, size_bytes),
-            ("size", said.size, size_bytes),
-            ("sha256", self.sha256, digest),
-            ("sha256", said.sha256, digest),
-            ("base_model", said.base_model, self.model),
-        ):
-            if claimed is not None and claimed != found:
-                raise ArtifactRefused(f"{key} is said to be {claimed}, and it is {found}.", key)
-
-
 def checked(claim: DeclaredArtifact) -> DeclaredArtifact:
     """Return a valid declaration. Raises ``ArtifactRefused``."""
     named = (("name", None if claim.base else claim.name), ("version", claim.version))
@@ -225,3 +155,122 @@ def read_manifest(given: Mapping[str, Any] | None) -> Manifest:
         return Manifest.model_validate(dict(given or {}))
     except ValidationError as exc:
         raise ArtifactRefused(f"The manifest: {explain(exc, Manifest)}", "manifest") from exc
+
+
+def require_size(claim: DeclaredArtifact, size_bytes: int) -> None:
+    """Raise ``ArtifactRefused`` if more bytes arrived than declared."""
+    if claim.size_bytes is not None and size_bytes > claim.size_bytes:
+        raise ArtifactRefused(
+            f"More bytes come than the {claim.size_bytes} that were announced.", "size_bytes"
+        )
+
+
+def compare(claim: DeclaredArtifact, said: Manifest, size_bytes: int, digest: str) -> None:
+    """Raise ``ArtifactRefused`` unless the file is as declared, before or after its upload."""
+    if size_bytes == 0:
+        raise ArtifactRefused(f"The {claim.what} is empty.", "size_bytes")
+    for key, claimed, found in (
+        ("size_bytes", claim.size_bytes, size_bytes),
+        ("size", said.size, size_bytes),
+        ("sha256", claim.sha256, digest),
+        ("sha256", said.sha256, digest),
+        ("base_model", said.base_model, claim.model),
+    ):
+        if claimed is not None and claimed != found:
+            raise ArtifactRefused(f"{key} is said to be {claimed}, and it is {found}.", key)
+
+
+log = logging.getLogger(__name__)
+
+# Metadata that must be equal for the same boards and requests.
+_ALIKE = ("simulated", "platform", "model_id")
+ANY = "any"  # the platform name that matches every platform
+
+
+@dataclass(frozen=True)
+class FolderModels:
+    """The files in the models' own folders, by model, as far as this machine has them.
+
+    Their digests are cached in ``records``, so that a file of gigabytes is read once.
+    """
+
+    files: Mapping[str, Path]
+    records: Path
+    _digests: dict[str, CachedDigest] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for model, file in self.files.items():
+            name = hashlib.sha256(model.encode()).hexdigest()[:16]
+            self._digests[model] = CachedDigest(file, self.records / f"{name}.json")
+
+    def known(self, model: str) -> str | None:
+        """Return the sha256 of a model's own file as last computed; it reads nothing."""
+        own = self._digests.get(model)
+        return None if own is None else own.known
+
+    def stop(self) -> None:
+        """Cancel running computations, because the process is about to end."""
+        for own in self._digests.values():
+            own.stop()
+
+    def digest(self, model: str) -> str | None:
+        """Return the sha256 of a model's own file; None if it is not on this machine. Raises
+        ``OSError``.
+
+        The first call reads all of the file.
+        """
+        own = self._digests.get(model)
+        return None if own is None else own.get()
+
+    def require_alike(self, file: Path, model: str) -> None:
+        """Raise ``ArtifactRefused`` for a file that certainly is no model for the boards of
+        ``model``.
+
+        Only a board that loads it can tell whether it works.
+        """
+        try:
+            found = weights_facts(file)
+            own = weights_facts(self.files[model]) if model in self.files else None
+        except UnfitWeights as exc:
+            raise ArtifactRefused(f"It cannot be base weights: {exc}.", "model_path") from exc
+        for what in _ALIKE:
+            theirs, ours = getattr(found, what), getattr(own, what, None)
+            if not {None, ANY} & {theirs, ours} and theirs != ours:
+                raise ArtifactRefused(
+                    f"It cannot be base weights of '{model}': its '{what}' is {theirs}, and that "
+                    f"of the model's own file is {ours}.",
+                    "model_path",
+                )
+        if own is not None and (found.max_context or 0) < (own.max_context or 0):
+            raise ArtifactRefused(
+                f"It cannot be base weights of '{model}': its longest context is "
+                f"{found.max_context}, and requests may be as long as {own.max_context}.",
+                "model_path",
+            )
+
+    def leads_there(self, path: str, model: str) -> bool:
+        """Return whether a path leads to the model's own file, or to its folder."""
+        own = self.files.get(model)
+        try:
+            return own is not None and Path(path).resolve() in (own.resolve(), own.parent.resolve())
+        except (OSError, RuntimeError, ValueError):
+            return False
+
+    def unless_own(self, version: BaseVersion) -> BaseVersion | None:
+        """Return None for a copy of the model's own file."""
+        try:
+            return None if version.digest == self.digest(version.model) else version
+        except OSError as exc:
+            log.warning("the file of model %s cannot be read here: %s", version.model, exc)
+            return version
+
+
+def model_in(folder: Path) -> Path:
+    """Return the model's file in a folder. Raises ``ArtifactRefused``, ``ArtifactNotFound``."""
+    try:
+        found = weights_in(folder)
+    except ConfigError as exc:
+        raise ArtifactRefused(str(exc), "model_path") from exc
+    if found is None:
+        raise ArtifactNotFound("That folder holds no *.rkllm file.", "model_path")
+    return found

@@ -8,12 +8,8 @@ from typing import Any
 
 import pytest
 
-from rkserve.control.artifact_metadata import (
-    FOLDER,
-    ArtifactMetadata,
-    DeclaredArtifact,
-    MetadataFolder,
-)
+from rkserve.control.calls import ArtifactMetadata, DeclaredArtifact
+from rkserve.coordinator.artifacts.metadata import FOLDER, MetadataFolder
 from rkserve.coordinator.artifacts.store import ArtifactRules, ArtifactStore
 from rkserve.core.desired_state import BaseVersion
 from rkserve.core.errors import ArtifactNotFound, ArtifactRefused, BodyTooLarge
