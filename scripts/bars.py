@@ -1,6 +1,7 @@
 """Count what keeps the code base habitable, and print it beside the figures of before the redesign.
 
-``python scripts/bars.py`` prints a table; ``--names`` also lists the offenders.
+``python scripts/bars.py`` prints a table; ``--names`` also lists what makes up each figure, and
+``--trace`` adds the files that a streamed chat executes, for which a board is started.
 """
 
 from __future__ import annotations
@@ -8,6 +9,8 @@ from __future__ import annotations
 import argparse
 import ast
 import re
+import subprocess
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -122,12 +125,61 @@ def untested(of: list[Module]) -> list[str]:
     ]
 
 
+def spine() -> list[str]:
+    """Return the files of the walk through the architecture, in their order."""
+    page = (ROOT / "docs" / "explanation" / "architecture.md").read_text(encoding="utf-8")
+    return list(dict.fromkeys(re.findall(r"^\| \d+ \| `([^`]+)`", page, re.MULTILINE)))
+
+
+def recipes() -> dict[str, list[str]]:
+    """Return for each recipe of the contributing page the files that its steps name.
+
+    A folder counts where no file of it is named: a file is added to it.
+    """
+    page = (ROOT / "docs" / "how-to" / "contributing.md").read_text(encoding="utf-8")
+    text = page.partition("\n## Recipes\n")[2].partition("\n## ")[0]
+    found = {}
+    for part in text.split("\n### ")[1:]:
+        steps = "\n".join(re.findall(r"^\d+\. (?:.|\n(?=   ))*", part, re.MULTILINE))
+        paths = set(re.findall(r"`((?:rkserve|tests|docs|scripts)/[^`\s]+)`", steps))
+        named = [one for one in paths if not any(o != one and o.startswith(one) for o in paths)]
+        found[part.partition("\n")[0]] = sorted(named)
+    return found
+
+
+def recipe_bars() -> list[Bar]:
+    """Return the recipes that have a bar."""
+    known = {
+        "A routing policy": ("5", "3"),
+        "A tool-call form": ("6", "3"),
+        "A runtime release": ("16-20", "3"),
+        "A control call with its command": ("17", "8"),
+    }
+    named = recipes()
+    return [
+        Bar(f"files named: {name.lower()}", before, len(named[name]), bar, tuple(named[name]))
+        for name, (before, bar) in known.items()
+    ]
+
+
+def traced() -> Bar:
+    """Trace a streamed chat, in a process of its own."""
+    command = [sys.executable, str(ROOT / "scripts" / "trace_chat.py")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    names = sorted({line.strip() for line in done.stdout.splitlines() if line.startswith("  ")})
+    return Bar("files executed by a streamed chat", "113", len(names), "65", tuple(names))
+
+
 def measure() -> list[Bar]:
-    """Return all figures."""
+    """Return all figures that need no process."""
     of = modules()
     folders = Counter(one.path.parent for one in of)
     twice = {name: where for name, where in public_classes(of).items() if len(where) > 1}
     tests = Counter(path.parent for path in (ROOT / "tests").rglob("test_*.py"))
+    test_lines = sum(
+        path.read_text(encoding="utf-8").count("\n") for path in (ROOT / "tests").rglob("*.py")
+    )
+    walk = spine()
     single, opened, alone = single_use(of), openings(of), untested(of)
     return [
         Bar("lines of Python in the package", "74.9k", sum(one.lines for one in of), "56k"),
@@ -142,6 +194,9 @@ def measure() -> list[Bar]:
             tuple(f"{name}: {', '.join(where)}" for name, where in sorted(twice.items())),
         ),
         Bar("docstrings that open with What, Whether, ...", "607", len(opened), "0", tuple(opened)),
+        Bar("files of the walk through the architecture", "46", len(walk), "22", tuple(walk)),
+        *recipe_bars(),
+        Bar("lines of tests", "81k", test_lines, "-"),
         Bar("test files in the largest folder", "305", max(tests.values()), "20"),
         Bar("modules without a test of their name", "?", len(alone), "0", tuple(alone)),
     ]
@@ -151,11 +206,12 @@ def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--names", action="store_true", help="list what makes up each figure")
-    names = parser.parse_args().names
+    parser.add_argument("--trace", action="store_true", help="also trace a chat; takes seconds")
+    given = parser.parse_args()
     print(f"{'':45} {'before':>8} {'now':>8} {'bar':>8}")
-    for bar in measure():
+    for bar in (*measure(), *([traced()] if given.trace else [])):
         print(f"{bar.name:45} {bar.before:>8} {bar.now:>8} {bar.bar:>8}")
-        for name in bar.names if names else ():
+        for name in bar.names if given.names else ():
             print(f"    {name}")
 
 

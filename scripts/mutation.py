@@ -253,7 +253,7 @@ def sample(tree: Path, area: str, count: int, seed: int) -> list[Mutant]:
 
 
 def files_of(tree: Path, area: str, module: str = "") -> list[str]:
-    """Return the area's test files, those named after the module first."""
+    """Return the test files of an area, those named after the module first."""
     folder, _, stem = (
         area.removesuffix(".py").rpartition("/") if area.endswith(".py") else (area, "", "")
     )
