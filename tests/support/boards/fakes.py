@@ -21,6 +21,12 @@ QUIRKS = {"append_tokens_with_history": True, "kv_valid_after_abort": False}
 Model = Callable[[int, tuple[int, ...]], "tuple[int, bytes] | None"]
 
 
+# While a loop runs its objects stay in the two young generations: to look through these for errors
+# takes microseconds, and through all that a test session keeps most of many tests' time.
+RECENT = 1
+THRESHOLD = (50_000, 100, 100)
+
+
 def run_loop(work: Coroutine[Any, Any, T], limit_s: float = 120.0) -> T:
     """Run ``work`` in a loop of its own; fail for every error that nobody else would hear of."""
     return settled(work, limit_s, asyncio.run)
@@ -35,13 +41,17 @@ def settled(
     async def main() -> T:
         asyncio.get_running_loop().set_exception_handler(lambda _, context: unheard.append(context))
         result = await asyncio.wait_for(work, limit_s)
-        gc.collect()  # a future that dies with an exception nobody has seen says so here
+        gc.collect(RECENT)  # a future that dies with an exception nobody has seen says so here
         await asyncio.sleep(0)
         return result
 
-    # Collected tests and imported modules are frozen in conftest.py, so this takes milliseconds.
-    result = run(main())
-    gc.collect()
+    before = gc.get_threshold()
+    gc.set_threshold(*THRESHOLD)
+    try:
+        result = run(main())
+        gc.collect(RECENT)
+    finally:
+        gc.set_threshold(*before)
     assert not unheard, unheard
     return result
 
