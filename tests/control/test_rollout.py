@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from rkserve.control import state_changes
 from rkserve.control.calls import (
     AdapterRollbackAction,
-    AdapterRolloutAction,
     OperationKind,
     Strategy,
 )
@@ -38,12 +37,12 @@ from rkserve.control.rollout import (
     advance,
     start,
 )
-from rkserve.control.rollout_plan import AdapterRolloutPlan, Move, MoveRequest, plan
+from rkserve.control.rollout_plan import AdapterRolloutPlan, Move, MoveRequest
 from rkserve.core.desired_state import AdapterVersions, Desired, InFlight, PauseMode, Scope
-from rkserve.core.errors import AdapterExists, OperationConflict, RequestError, RkserveError
-from tests.support.values.control_values import recorded, version
+from rkserve.core.errors import RkserveError
+from tests.support.values.control_values import recorded
+from tests.support.values.rollouts import THREE, V1, V2, V3, atomic, served
 
-V1, V2, V3 = (version("law", f"v{n}") for n in range(1, 4))
 BROKEN = ControlError(503, "stage_failed", "the disk is full")
 LATE = ControlError(504, "operation_timeout", "its time is up")
 GOOD, BAD, WAIT = (
@@ -54,15 +53,6 @@ GOOD, BAD, WAIT = (
         CanaryVerdict.WAIT,
     )
 )
-THREE = ("b1", "b2", "b3")
-
-
-def served(*versions: object) -> Desired:
-    desired = Desired()
-    for one in (V1, V2, V3):
-        if one in versions:
-            desired = state_changes.commit(state_changes.begin(desired, "m", one), "m", "law")
-    return desired
 
 
 def line(desired: Desired) -> AdapterVersions | None:
@@ -156,11 +146,6 @@ class Performer:
         for board in boards or self.rollout.boards:
             self.pending.remove((move, board))
             self.tell(BoardAnswered(move, board, error))
-
-
-def atomic(**fields: object) -> AdapterRolloutPlan:
-    given = {"version": V3, "boards": THREE, **fields}
-    return AdapterRolloutPlan(operation="op", model="m", name="law", **given)  # type: ignore[arg-type]
 
 
 def rolling(**fields: object) -> AdapterRolloutPlan:
@@ -472,63 +457,6 @@ def test_a_pause_by_hand_outlasts_the_rollout_within_it() -> None:
         one.answer(move)
     assert one.finish == FinishRollout(OperationState.SUCCEEDED)
     assert [pause.operation for pause in one.desired.pauses] == ["by-hand"]
-
-
-@pytest.mark.parametrize(
-    ("one", "desired", "error"),
-    [
-        pytest.param(
-            atomic(version=None), served(V1), OperationConflict, id="nothing to go back to"
-        ),
-        pytest.param(
-            atomic(version=version("law", "v1", "other")),
-            served(V1),
-            AdapterExists,
-            id="other content",
-        ),
-        pytest.param(
-            atomic(),
-            state_changes.begin(served(V1), "m", V2),
-            OperationConflict,
-            id="another candidate",
-        ),
-    ],
-)
-def test_what_cannot_be_committed_is_known_before_anything_is_staged(
-    one: AdapterRolloutPlan, desired: Desired, error: type[Exception]
-) -> None:
-    with pytest.raises(error):
-        one.check(desired)
-
-
-def test_what_is_served_already_is_known_too() -> None:
-    atomic().check(served(V1))
-    assert not atomic().holds(served(V1))
-    assert atomic().holds(served(V1, V3))
-    assert not atomic(version=None).holds(served(V1, V3))
-
-
-def test_a_plan_is_made_of_an_action() -> None:
-    asked = AdapterRolloutAction(
-        model="m",
-        name="law",
-        version="v3",
-        strategy=Strategy.CANARY,
-        weight=1,
-        in_flight=InFlight.ABORT,
-    )
-    found = plan("op", asked, V3, ["b2", "b1", "b2"], keep=4)
-    assert found == atomic(
-        boards=("b1", "b2"),
-        strategy=Strategy.CANARY,
-        weight=1,
-        in_flight=InFlight.ABORT,
-        keep=4,
-    )
-    back = plan("op", AdapterRollbackAction(model="m", name="law"), None, THREE)
-    assert (back.version, back.strategy) == (None, Strategy.ATOMIC)
-    with pytest.raises(RequestError, match="version"):
-        plan("op", asked, None, THREE)
 
 
 # Anything, in any order

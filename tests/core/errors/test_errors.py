@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from rkserve.api.common.output import UNEXPECTED, error_event, error_object
+from rkserve.api.common.output import UNEXPECTED, error_object
 from rkserve.core import errors
 from rkserve.core.errors import RkserveError
 from tests.support.paths import PROJECT
@@ -153,53 +153,6 @@ def test_a_message_is_a_sentence_with_the_facts_in_it(error: RkserveError) -> No
     assert not error.message.startswith("(")  # the bare tuple of several arguments
 
 
-INVALID = "invalid_request_error"
-
-
-@pytest.mark.parametrize(
-    ("error", "said"),
-    [
-        pytest.param(errors.RequestError("x", "n"), (400, INVALID, "n", None, None), id="bad"),
-        pytest.param(
-            errors.UnsupportedParameter("x", "tools"),
-            (400, INVALID, "tools", "unsupported_parameter", None),
-            id="unsupported",
-        ),
-        pytest.param(
-            errors.ModelNotFound("m"),
-            (404, INVALID, "model", "model_not_found", None),
-            id="unknown model",
-        ),
-        pytest.param(
-            errors.ContextOverflow(9, 8),
-            (400, INVALID, "messages", "context_length_exceeded", None),
-            id="overflow",
-        ),
-        pytest.param(
-            errors.SamplingFixed("1.2.3", ("top_k",)),
-            (400, INVALID, "top_k", "sampling_fixed", None),
-            id="fixed sampling",
-        ),
-        pytest.param(
-            errors.QueueFull(3, 7), (429, "rate_limit_error", None, "queue_full", "7"), id="full"
-        ),
-        pytest.param(
-            errors.NoBoard("m", "none", 9),
-            (503, "overloaded_error", None, "no_board", "9"),
-            id="no board",
-        ),
-        pytest.param(
-            errors.EngineDied("b", "x"), (503, "server_error", None, "board_failed", "1"), id="died"
-        ),
-    ],
-)
-def test_clients_can_rely_on(error: RkserveError, said: tuple[object, ...]) -> None:
-    status, headers, body = error_object(error)
-    got = body["error"]
-    retry_after = headers.get("retry-after")
-    assert (status, got["type"], got["param"], got["code"], retry_after) == said
-
-
 @pytest.mark.parametrize(
     "exc",
     [
@@ -218,18 +171,6 @@ def test_any_other_exception_becomes_a_500_that_tells_nothing(exc: BaseException
         "param": None,
         "code": "internal_error",
     }
-
-
-def test_a_stream_ends_with_the_same_object_as_an_event() -> None:
-    event = error_event(errors.EngineDied("board-1", "signal 11")).decode()
-    assert event.startswith('data: {"error":{"message":"Board board-1 failed')
-    assert event.endswith("\n\n")
-    assert event.count("\n") == 2
-
-
-def test_the_overflow_of_an_untokenized_prompt_says_at_least() -> None:
-    assert "has at least 5000" in errors.ContextOverflow(5000, 4096, "prompt", True).message
-    assert "has 5000" in errors.ContextOverflow(5000, 4096, "prompt").message
 
 
 @pytest.mark.parametrize(

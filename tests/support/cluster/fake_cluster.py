@@ -552,3 +552,11 @@ async def serving(folder: Path, *versions: str, **settings: Any) -> AsyncIterato
         if versions:
             assert (await it.roll(versions[0])).status == 200
         yield it
+
+
+def served(it: Control, board: str = "a") -> str | None:
+    """Return the version that a board gives to a request by the bare name."""
+    target = it.cluster[board].target
+    line = None if target is None else target.line("tone")
+    ref = None if line is None else line.serves(board, "session")
+    return None if ref is None else ref.version
