@@ -5,18 +5,16 @@ from __future__ import annotations
 from rkserve.reference import (
     answers,
     asking,
-    cluster,
     dialects,
     failures,
     generations,
     openai,
     texts,
-    weights,
 )
 from rkserve.reference.endpoints import Endpoint
 from rkserve.reference.shapes import Schema
 
-_PARTS = (openai, texts, dialects, generations, cluster, weights)
+_PARTS = (openai, texts, dialects, generations)
 _NAMED = (
     failures,
     asking,
@@ -25,8 +23,6 @@ _NAMED = (
     texts,
     dialects,
     generations,
-    cluster,
-    weights,
 )
 
 SCHEMAS: dict[str, Schema] = {
