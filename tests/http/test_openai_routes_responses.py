@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,18 @@ from tests.support.http.storing_house import (
 )
 
 LOOK = {"type": "function", "name": "look", "parameters": {"type": "object"}}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "kept"
+
+
+@pytest.fixture
+def of(folder: Path) -> Iterator[House]:
+    made = storing(folder)
+    yield made
+    made.responses.close()
 
 
 def prompt(of: House) -> tuple[int, ...]:

@@ -31,6 +31,11 @@ from tests.support.http.storing_house import (
 )
 
 
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "kept"
+
+
 @pytest.mark.parametrize(
     ("ends", "status"),
     [

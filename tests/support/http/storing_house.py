@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 from rkserve.config.router import RouterConfig
 from tests.support.boards.fake_boards import (
@@ -23,18 +20,6 @@ ROUTE = "/v1/responses"
 ABSENT = f"resp_{'0' * 32}"
 
 Keys = dict[str, str]
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return tmp_path / "kept"
-
-
-@pytest.fixture
-def of(folder: Path) -> Iterator[House]:
-    made = storing(folder)
-    yield made
-    made.responses.close()
 
 
 def storing(folder: Path, *steps: Step, **config: Any) -> House:

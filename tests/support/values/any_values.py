@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import types
 import typing
 from typing import Any
@@ -35,6 +36,7 @@ def value_with(outer: Any, inner: tuple[Any, ...]) -> st.SearchStrategy[Any] | N
     return None
 
 
+@functools.cache  # a strategy takes longer to make than to draw from
 def record_of(kind: type[Any]) -> st.SearchStrategy[Any]:
     """Any value of a dataclass."""
     fields = typing.get_type_hints(kind)
