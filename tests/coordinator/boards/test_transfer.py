@@ -35,8 +35,8 @@ QUICK = TransferLimits(
     chunk_bytes=CHUNK,
     call_timeout_s=5.0,
     patience_s=5.0,
-    first_rest_s=0.01,
-    longest_rest_s=0.02,
+    first_delay_s=0.01,
+    longest_delay_s=0.02,
     lag_s=2.0,
 )
 BOARDS = [f"board-{n}" for n in range(8)]

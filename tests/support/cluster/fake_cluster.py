@@ -59,7 +59,7 @@ MODEL = "sim-chat"
 CONTENT = {"v1": b"one" * 100, "v2": b"two" * 150, "v3": b"three" * 200}
 # So that a board that is gone, or cannot, is given up in the time of a test.
 PACE = TransferLimits(
-    chunk_bytes=64, patience_s=0.3, tries=2, first_rest_s=0.01, longest_rest_s=0.05
+    chunk_bytes=64, patience_s=0.3, tries=2, first_delay_s=0.01, longest_delay_s=0.05
 )
 
 
