@@ -328,3 +328,26 @@ def test_a_hit_on_a_slow_board_is_taken_where_every_board_has_one() -> None:
     assert isinstance(verdict, SendTo)
     assert verdict.board.key == "a"
     assert verdict.ttft_ms == pytest.approx(372)
+
+
+@pytest.mark.parametrize(
+    ("spared_ms", "overtaken", "first"),
+    [
+        pytest.param([0], 0, 0, id="alone"),
+        pytest.param([0, 100], 0, 0, id="a small gain is not worth it"),
+        pytest.param([0, 101], 0, 1, id="a larger one is"),
+        pytest.param([0, 150, 250], 0, 1, id="nor is a small one over the best so far"),
+        pytest.param([0, 150, 251], 0, 2, id="a larger one over the best so far"),
+        pytest.param([0, 500], 3, 1, id="overtaken thrice"),
+        pytest.param([0, 500], 4, 0, id="overtaken often enough"),
+    ],
+)
+def test_who_saves_much_goes_first_and_who_was_overtaken_often_is_not_again(
+    spared_ms: list[float], overtaken: int, first: int
+) -> None:
+    board = join(boards(), "a")
+    offers = [(ask(), SendTo(board, spared_ms=saved)) for saved in spared_ms]
+    offers[0][0].overtaken = overtaken
+    assert PrefixPolicy().first(offers) == first
+    assert offers[0][0].overtaken == overtaken + (first > 0)
+    assert [one.overtaken for one, _ in offers[1:]] == [n < first for n in range(1, len(offers))]
