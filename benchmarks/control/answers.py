@@ -1,6 +1,7 @@
 """Answers and control calls as clients of a cluster under load see them. Pure.
 
-Answers carry the versions that they are stamped with; ``checks`` judges them.
+It reads answers with the versions that they are stamped with, and the answers of control calls. It
+judges nothing; see ``control_checks``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Growth of processes over many equal rounds: memory, files and threads.
 
-They are read from /proc under a root that is passed in.
+It reads /proc under a root that is passed in, and says whether there is more of it in the end.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``python -m benchmarks.scale``: simulate clusters and write the report."""
+"""``python -m benchmarks.scale``: simulate clusters and write what came out, in Markdown."""
 
 from __future__ import annotations
 

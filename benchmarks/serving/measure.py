@@ -1,4 +1,4 @@
-"""Run the chosen cases, each with its line of progress, and gather the results."""
+"""Runs the cases that were asked for, each with its line of progress, and gathers the results."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Cases (e) to (g), about one board: parked conversations, pauses and batches.
+"""Cases (e) to (g), about one board: what is done with it, and what is found.
 
-Nothing is computed here; see ``oneboard_figures``.
+It computes nothing; see ``parked``, ``interrupted`` and ``batches``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The reported figures of the measurements, and their targets. Pure."""
+"""From what was measured to the figures that are reported, and whether they reach the targets."""
 
 from __future__ import annotations
 

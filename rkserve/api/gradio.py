@@ -9,14 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
+
+from pydantic import Field, SkipValidation
+from typing_extensions import TypedDict
 
 from rkserve.api.common import output
 from rkserve.api.common.answer import AnswerOrigin, AnyCall, BaseAnswer, Dialect
 from rkserve.api.common.calls import parse_chat
 from rkserve.api.common.output import error_object
+from rkserve.api.common.parameters import OpenModel
 from rkserve.api.json.body import JsonObject, parse_object
 from rkserve.api.json.fields import Fields, Range, as_fields, wrong_type
+from rkserve.api.json.schemas import Count, RequestModel
 from rkserve.api.parsing.parts import Part, Retraction, TextPart
 from rkserve.core.errors import RequestError, RouteNotFound
 from rkserve.core.messages import Delta, Finished, Paused
@@ -27,6 +32,7 @@ GRADIO = "5.49.1"
 # The client closes its stream by itself once nothing is pending: no race with a close message.
 PROTOCOL = "sse_v2.1"
 MAX_SESSION_CHARS = 128
+SessionHash = Annotated[str, Field(min_length=1, max_length=MAX_SESSION_CHARS)]
 MAX_TOKENS = 1_000_000  # more than any context; an infinity is no number of tokens
 _USER, _ASSISTANT = "user", "assistant"
 
@@ -78,7 +84,74 @@ ANSWER_HISTORY = GradioFunction("get_RKLLM_output", (_HISTORY,), (_HISTORY,))
 FUNCTIONS = (CHAT, TAKE_INPUT, ANSWER_HISTORY)
 
 
-def configuration(title: str) -> JsonObject:
+class GradioCallRequest(OpenModel):
+    """`data` are the arguments in order; those left out at the end take their defaults."""
+
+    data: list[Any]
+    session_hash: SkipValidation[str | None] = None
+
+
+class GradioJoinRequest(OpenModel):
+    """A call of a session."""
+
+    data: list[Any]
+    fn_index: int = Field(ge=0, le=len(FUNCTIONS) - 1)
+    session_hash: SessionHash
+
+
+class SessionQuery(RequestModel):
+    """The query of a session's events."""
+
+    session_hash: SessionHash = Field(description="The session of the calls.")
+
+
+class GradioCancelRequest(OpenModel):
+    """A call to end."""
+
+    event_id: Annotated[str, Field(min_length=1)]
+    session_hash: SkipValidation[str | None] = None
+    fn_index: SkipValidation[Count | None] = None
+
+
+class GradioEvent(TypedDict):
+    """A call that waits for its events to be read."""
+
+    event_id: str
+
+
+class GradioConfig(TypedDict):
+    """The configuration that Gradio's clients read."""
+
+    version: str
+    api_prefix: str
+    protocol: str
+    title: str
+    mode: str
+    space_id: None
+    is_space: bool
+    auth_required: bool
+    connect_heartbeat: bool
+    enable_queue: bool
+    show_error: bool
+    max_file_size: None
+    components: list[JsonObject]
+    dependencies: list[JsonObject]
+
+
+class GradioInfo(TypedDict):
+    """The arguments and outputs of each function."""
+
+    named_endpoints: JsonObject
+    unnamed_endpoints: JsonObject
+
+
+class GradioCancelled(TypedDict):
+    """A call that was there and has ended, or was not there."""
+
+    success: bool
+
+
+def configuration(title: str) -> GradioConfig:
     """Return the body of ``GET /config``: every parameter as a component of its own."""
     components: list[JsonObject] = []
 
@@ -134,7 +207,7 @@ def _component(number: int, of: GradioParameter) -> JsonObject:
     }
 
 
-def signatures() -> JsonObject:
+def signatures() -> GradioInfo:
     """Return the body of ``GET /gradio_api/info``."""
     named = {
         f"/{one.name}": {
@@ -185,12 +258,9 @@ def read_join(body: bytes) -> GradioCall:
     Raises:
         RequestError: with the ``param`` at fault.
     """
-    fields = Fields(parse_object(body))
-    number = fields.integer("fn_index", Range(0, len(FUNCTIONS) - 1))
-    if number is None:
-        raise RequestError("Missing required parameter: 'fn_index'.", "fn_index")
-    session = check_session(fields.required_text("session_hash"))
-    return GradioCall(FUNCTIONS[number], _data(fields, FUNCTIONS[number]), session)
+    asked = GradioJoinRequest.read(parse_object(body))
+    function = FUNCTIONS[asked.fn_index]
+    return GradioCall(function, _data(asked.data, function), asked.session_hash)
 
 
 def read_call(name: str, body: bytes) -> GradioCall:
@@ -204,7 +274,7 @@ def read_call(name: str, body: bytes) -> GradioCall:
     if function is None:
         known = ", ".join(f"/{one.name}" for one in FUNCTIONS)
         raise RouteNotFound(f"No function of that name; there are {known}.")
-    return GradioCall(function, _data(Fields(parse_object(body)), function))
+    return GradioCall(function, _data(GradioCallRequest.read(parse_object(body)).data, function))
 
 
 def check_session(session: str) -> str:
@@ -216,11 +286,8 @@ def check_session(session: str) -> str:
     return session
 
 
-def _data(fields: Fields, function: GradioFunction) -> tuple[Any, ...]:
+def _data(given: list[Any], function: GradioFunction) -> tuple[Any, ...]:
     """Read the arguments; missing ones at the end take their defaults."""
-    given = fields.get("data")
-    if not isinstance(given, list):
-        raise wrong_type("data", "an array", given)
     wanted = function.inputs
     if len(given) > len(wanted):
         raise RequestError(

@@ -11,12 +11,14 @@ from collections.abc import Collection
 from functools import partial
 from typing import Any
 
+from typing_extensions import NotRequired, TypedDict
+
 from rkserve.api.common import output
 from rkserve.api.common.answer import AnswerOrigin, AnyCall, BaseAnswer, Dialect
 from rkserve.api.common.calls import ChatCall, read_chat
 from rkserve.api.common.output import error_object
 from rkserve.api.json.body import JsonObject, parse_object
-from rkserve.api.json.fields import Fields
+from rkserve.api.json.schemas import Count
 from rkserve.api.parsing.parts import Part, ReasoningPart, TextPart
 from rkserve.api.parsing.tool_choice import as_object
 from rkserve.core.errors import RequestError
@@ -45,7 +47,7 @@ def parse_rkllm(body: bytes, served: Collection[str], default_model: str) -> Cha
     messages = asked.get("messages")
     if isinstance(messages, list):
         asked = {**asked, "messages": _messages(messages)}
-    return read_chat(Fields(asked))
+    return read_chat(asked)
 
 
 def _messages(given: list[Any]) -> list[Any]:
@@ -87,6 +89,34 @@ def _as_text(arguments: Any) -> Any:
         raise RequestError(
             "Invalid 'function_call.arguments': a number is too large.", "messages"
         ) from None
+
+
+class RkllmMessage(TypedDict):
+    """A text of the assistant."""
+
+    role: str
+    content: str
+
+
+class RkllmChoice(TypedDict):
+    """The answer: a whole ``message``, or a line with a ``delta``."""
+
+    index: Count
+    logprobs: None
+    finish_reason: str | None
+    message: NotRequired[RkllmMessage]
+    delta: NotRequired[RkllmMessage]
+
+
+class RkllmChatAnswer(TypedDict):
+    """An answer in the vendor's form."""
+
+    id: str
+    object: str
+    model: str
+    created: Count
+    choices: list[RkllmChoice]
+    usage: JsonObject
 
 
 class _RkllmAnswer(BaseAnswer):

@@ -3,53 +3,50 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field, SkipValidation
+from typing_extensions import NotRequired, TypedDict
 
 from rkserve.api.common import output, unsupported
-from rkserve.api.common.answer import AnswerOrigin, AnyCall, BaseAnswer, Dialect
+from rkserve.api.common.answer import AnswerOrigin, AnyCall, BaseAnswer, Dialect, WeightSpans
 from rkserve.api.common.calls import (
     REQUEST_PREFIX,
     CompletionCall,
     TextOrIds,
-    read_choices,
-    read_maybe_model,
+    check_choices,
     read_prompt,
-    read_request_id,
-    read_shared,
-    read_stop,
 )
 from rkserve.api.common.logprobs import of_prompt
 from rkserve.api.common.output import error_event
+from rkserve.api.common.parameters import (
+    AnyObject,
+    BaseSampling,
+    LogitBias,
+    ModelName,
+    Nonempty,
+    NonemptyIds,
+    RequestId,
+    RunParameters,
+    Seed,
+    StopIds,
+    StopSequences,
+    StreamOptions,
+    TopLogprobs,
+    include_usage,
+)
 from rkserve.api.json.body import JsonObject, parse_object
-from rkserve.api.json.fields import Fields, Range, missing
-from rkserve.api.json.limits import MAX_CHOICES, MAX_STOP_SEQUENCES, MAX_TOP_LOGPROBS
-from rkserve.api.parsing.sampling import read_steps
-from rkserve.api.vllm_generate import NEUTRAL, OWN, cut
+from rkserve.api.json.fields import Fields, missing
+from rkserve.api.json.limits import MAX_CHOICES
+from rkserve.api.json.schemas import Count
+from rkserve.api.parsing.sampling import SamplingOptions, read_guide
+from rkserve.api.vllm_generate import NEUTRAL, cut
 from rkserve.core.errors import RequestError
 from rkserve.core.messages import Delta, Finished, FinishReason, Paused
-from rkserve.core.run_params import Scored
+from rkserve.core.run_params import NEVER_ENDS, Scored
 
 DEFAULT_TOKENS = 128
 _PARAMS = "sampling_params"
-# SGLang's names of sampling parameters, and rkserve's.
-_NAMES = {
-    **{name: name for name in ("temperature", "top_p", "top_k", "min_p", "n", "stop_token_ids")},
-    **{name: name for name in ("frequency_penalty", "presence_penalty", "repetition_penalty")},
-    **{name: name for name in ("ignore_eos", "regex", "ebnf", "logit_bias")},
-    "min_new_tokens": "min_tokens",
-    "sampling_seed": "seed",
-    "json_schema": "guided_json",
-    "no_stop_trim": "include_stop_str_in_output",
-}
-_MORE = ("max_new_tokens", "stop", "skip_special_tokens", "spaces_between_special_tokens")
-_PARAMS_REFUSED: dict[str, unsupported.Harmless] = {
-    **{
-        name: harmless
-        for name, harmless in unsupported.SHARED.items()
-        if name not in (*_NAMES, *_MORE)
-    },
-    "stream_interval": lambda _value, _body: True,  # only how a stream is cut into chunks
-}
 
 
 def _empty(value: Any, _body: Fields) -> bool:
@@ -77,56 +74,110 @@ class SglangCall(CompletionCall):
     listed: bool = False
 
 
+class SglangSampling(BaseSampling):
+    """SGLang's sampling values: what is left out has their values and not the model's."""
+
+    n: int = Field(1, ge=1, le=MAX_CHOICES)
+    max_new_tokens: int = Field(DEFAULT_TOKENS, ge=0)
+    min_new_tokens: int = Field(0, ge=0, le=NEVER_ENDS)
+    stop: StopSequences = ()
+    stop_token_ids: StopIds = ()
+    sampling_seed: Seed | None = None
+    min_p: float = Field(0.0, ge=0, le=1)
+    logit_bias: LogitBias = Field(default_factory=tuple)
+    ignore_eos: bool = False
+    regex: SkipValidation[str | None] = None
+    ebnf: SkipValidation[str | None] = None
+    json_schema: SkipValidation[AnyObject | str | None] = None
+    no_stop_trim: bool = False
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: SkipValidation[bool] = True
+
+    def steps(self, top: int | None) -> SamplingOptions:
+        """Return the options, with ``top`` log-probabilities. Raises ``RequestError``."""
+        guides = {"regex": self.regex, "ebnf": self.ebnf, "guided_json": self.json_schema}
+        return SamplingOptions(
+            seed=self.sampling_seed,
+            min_p=self.min_p,
+            logit_bias=self.logit_bias,
+            top_logprobs=top,
+            guide=read_guide(Fields(guides)),
+            ignore_eos=self.ignore_eos,
+            min_tokens=self.min_new_tokens,
+        )
+
+
+class SglangGenerateRequest(RunParameters):
+    """The body of POST /generate."""
+
+    text: SkipValidation[
+        Nonempty | Annotated[list[Nonempty], Field(min_length=1, max_length=MAX_CHOICES)] | None
+    ] = Field(None, description="Or `input_ids`.")
+    input_ids: SkipValidation[
+        NonemptyIds
+        | Annotated[list[NonemptyIds], Field(min_length=1, max_length=MAX_CHOICES)]
+        | None
+    ] = None
+    sampling_params: SglangSampling = Field(default_factory=SglangSampling)
+    return_logprob: bool = False
+    logprob_start_len: int = Field(-1, ge=-1, description="-1: none of the prompt.")
+    top_logprobs_num: TopLogprobs = 0
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    rid: RequestId | None = Field(None, description="Comes back in the answer.")
+    lora_path: str | None = Field(None, description="The name of an adapter.")
+    model: ModelName | None = Field(None, description="May be left out where only one generates.")
+
+
+_PARAMS_REFUSED: dict[str, unsupported.Harmless] = {
+    **{
+        name: harmless
+        for name, harmless in unsupported.SHARED.items()
+        if name not in SglangSampling.keys()  # noqa: SIM118 - a method of the model
+    },
+    "stream_interval": lambda _value, _body: True,  # only how a stream is cut into chunks
+}
+
+
 def parse_generate(body: bytes) -> SglangCall:
     """Read the body of POST /generate.
 
     Raises:
         RequestError: with the ``param`` at fault.
     """
-    fields = Fields(parse_object(body))
+    values = parse_object(body)
+    fields = Fields(values)
     unsupported.refuse(fields, _REFUSED)
     prompts, listed = _prompts(fields)
     given = fields.child(_PARAMS) or Fields({}, _PARAMS)
     unsupported.refuse(given, _PARAMS_REFUSED)
-    given.only((*_NAMES, *_MORE, *_PARAMS_REFUSED))
-    params = Fields(
-        {name: given.get(theirs) for theirs, name in _NAMES.items()}
-        | {name: fields.get(name) for name in OWN}
-    )
-    shared = read_shared(params) | {"stop": read_stop(given, "stop", MAX_STOP_SEQUENCES)}
-    scored = fields.flag("return_logprob")
-    top = fields.integer("top_logprobs_num", Range(0, MAX_TOP_LOGPROBS)) or 0
-    start = fields.integer("logprob_start_len", Range(-1))
-    start = -1 if start is None else start
-    steps = read_steps(Fields({**_values(params), "logprobs": top if scored else None}), chat=False)
-    asked = given.integer("max_new_tokens", Range(0))
-    n = read_choices(params, prompts=len(prompts))
-    return SglangCall(
-        model=fields.text("lora_path") or read_maybe_model(fields) or "",
-        max_tokens=DEFAULT_TOKENS if asked is None else asked,
-        prompts=prompts,
-        prompt_param="input_ids" if fields.get("text") is None else "text",
-        n=n,
-        prompt_top=top if scored and start >= 0 else None,
-        steps=steps,
-        token_ids=True,
-        special_tokens=given.maybe_flag("skip_special_tokens") is False,
-        request_id=_rid(fields),
-        logprob_start=start,
-        listed=listed or n > 1,
-        **{**shared, "sampling": {**NEUTRAL, **shared["sampling"]}},
-    )
-
-
-def _values(params: Fields) -> JsonObject:
-    names = (*_NAMES.values(), *OWN)
-    return {name: params.get(name) for name in names}
-
-
-def _rid(fields: Fields) -> str | None:
+    given.only((*SglangSampling.keys(), *_PARAMS_REFUSED))
     if isinstance(fields.get("rid"), list):
         raise RequestError("Invalid 'rid': send one request for each id.", "rid")
-    return read_request_id(fields, "rid")
+    asked = SglangGenerateRequest.read(values)
+    params, scored = asked.sampling_params, asked.return_logprob
+    check_choices(params.n, len(prompts), "n")
+    return SglangCall(
+        model=asked.lora_path or asked.model or "",
+        max_tokens=params.max_new_tokens,
+        prompts=prompts,
+        prompt_param="input_ids" if asked.text is None else "text",
+        n=params.n,
+        prompt_top=asked.top_logprobs_num if scored and asked.logprob_start_len >= 0 else None,
+        steps=params.steps(asked.top_logprobs_num if scored else None),
+        token_ids=True,
+        special_tokens=not params.skip_special_tokens,
+        request_id=asked.rid,
+        logprob_start=asked.logprob_start_len,
+        listed=listed or params.n > 1,
+        sampling=NEUTRAL | params.sampling(),
+        stop=params.stop,
+        stop_ids=tuple(dict.fromkeys(params.stop_token_ids)),
+        include_stop=params.no_stop_trim,
+        stream=asked.stream,
+        include_usage=include_usage(asked.stream_options, asked.stream),
+        **asked.own(),
+    )
 
 
 def _prompts(fields: Fields) -> tuple[tuple[TextOrIds, ...], bool]:
@@ -144,6 +195,30 @@ def _prompts(fields: Fields) -> tuple[tuple[TextOrIds, ...], bool]:
     if len(value) > MAX_CHOICES:
         raise RequestError(f"Invalid '{name}': it may have {MAX_CHOICES} prompts at most.", name)
     return tuple(read_prompt(one, f"{name}[{at}]") for at, one in enumerate(value)), True
+
+
+class SglangFacts(WeightSpans):
+    """Facts about an answer. A score is a log-probability, an id and null."""
+
+    id: str
+    finish_reason: JsonObject | None
+    prompt_tokens: Count
+    completion_tokens: Count
+    cached_tokens: Count
+    weight_version: str
+    output_token_logprobs: NotRequired[list[list[Any]]]
+    output_top_logprobs: NotRequired[list[list[list[Any]] | None]]
+    input_token_logprobs: NotRequired[list[list[Any]]]
+    input_top_logprobs: NotRequired[list[list[list[Any]] | None]]
+
+
+class SglangGenerated(TypedDict):
+    """An answer, or all of it so far."""
+
+    text: str
+    output_ids: list[int]
+    meta_info: SglangFacts
+    index: NotRequired[Count]
 
 
 class SglangAnswer(BaseAnswer):

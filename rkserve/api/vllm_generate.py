@@ -4,24 +4,42 @@ from __future__ import annotations
 
 from typing import Any
 
+from pydantic import Field, SkipValidation
+from typing_extensions import NotRequired, TypedDict
+
 from rkserve.api.common import output, unsupported
-from rkserve.api.common.answer import AnswerOrigin, AnyCall, BaseAnswer, Dialect, pause_status
-from rkserve.api.common.calls import (
-    REQUEST_PREFIX,
-    TOP_K_OFF,
-    CompletionCall,
-    read_choices,
-    read_maybe_model,
-    read_prompt,
-    read_request_id,
-    read_shared,
+from rkserve.api.common.answer import (
+    AnswerOrigin,
+    AnyCall,
+    BaseAnswer,
+    Dialect,
+    FinishedBy,
+    UsageAnswer,
+    WeightSpans,
+    pause_status,
 )
-from rkserve.api.common.logprobs import Chosen, chat_logprobs
+from rkserve.api.common.calls import REQUEST_PREFIX, CompletionCall
+from rkserve.api.common.logprobs import ChatLogprobs, Chosen, chat_logprobs
 from rkserve.api.common.output import error_event
+from rkserve.api.common.parameters import (
+    TOP_K_OFF,
+    AnyObject,
+    BaseSampling,
+    CompletionLogprobs,
+    LengthParameters,
+    ModelName,
+    NonemptyIds,
+    RequestId,
+    RunParameters,
+    StopIds,
+    Stops,
+    StreamOptions,
+    include_usage,
+)
 from rkserve.api.json.body import JsonObject, parse_object
-from rkserve.api.json.fields import Fields, Range, missing, wrong_type
-from rkserve.api.json.limits import MAX_TOP_LOGPROBS
-from rkserve.api.parsing.sampling import read_steps
+from rkserve.api.json.fields import Fields
+from rkserve.api.json.limits import MAX_CHOICES
+from rkserve.api.json.schemas import Count
 from rkserve.core.messages import Delta, Finished, Paused
 from rkserve.core.run_params import Scored
 
@@ -36,17 +54,6 @@ NEUTRAL: dict[str, Any] = {
     "presence_penalty": 0.0,
     "mirostat": 0,
 }
-# Keys beside the sampling parameters.
-OWN = (
-    *("stream", "stream_options", "cache_salt", "priority", "timeout", "strict_sampling"),
-    *("pause_on", "native_pause", "use_cache", "return_weight_versions", "keep_version"),
-    *("prompt_cache_key", "user"),
-)
-SAMPLING = (
-    *("n", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids"),
-    *("frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias", "ignore_eos"),
-    *("max_tokens", "min_tokens", "logprobs", "prompt_logprobs", "structured_outputs"),
-)
 # They only change the text of an answer, which has none here.
 _SILENT = (
     *("detokenize", "output_kind", "spaces_between_special_tokens", "skip_special_tokens"),
@@ -66,57 +73,100 @@ _PARAMS_REFUSED: dict[str, unsupported.Harmless] = {
 }
 
 
+class VllmSampling(BaseSampling, LengthParameters):
+    """vLLM's SamplingParams: what is left out has their values and not the model's."""
+
+    n: int = Field(1, ge=1, le=MAX_CHOICES)
+    stop: Stops = ()
+    stop_token_ids: StopIds = ()
+    max_tokens: int = Field(DEFAULT_TOKENS, ge=1)
+    logprobs: CompletionLogprobs = None
+    prompt_logprobs: CompletionLogprobs = None
+    structured_outputs: SkipValidation[AnyObject | None] = None
+
+
+class VllmGenerateRequest(RunParameters):
+    """The body of POST /inference/v1/generate."""
+
+    token_ids: NonemptyIds
+    sampling_params: VllmSampling
+    model: ModelName | None = Field(None, description="May be left out where only one generates.")
+    request_id: RequestId | None = Field(None, description="Comes back in the answer.")
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+
+
 def parse_generate(body: bytes) -> CompletionCall:
     """Read the body of POST /inference/v1/generate.
 
     Raises:
         RequestError: with the ``param`` at fault.
     """
-    fields = Fields(parse_object(body))
+    values = parse_object(body)
+    fields = Fields(values)
     unsupported.refuse(fields, _REFUSED)
-    prompt = read_ids(fields, "token_ids")
-    given = fields.child(_PARAMS)
-    if given is None:
-        raise missing(_PARAMS)
+    given = fields.child(_PARAMS) or Fields({}, _PARAMS)
     unsupported.refuse(given, _PARAMS_REFUSED)
-    given.only((*SAMPLING, *_SILENT, *_PARAMS_REFUSED))
-    params = Fields(
-        {name: given.get(name) for name in SAMPLING if name != "prompt_logprobs"}
-        | {name: fields.get(name) for name in OWN}
-    )
-    asked = params.integer("max_tokens", Range(1))
-    shared = read_shared(params)
+    given.only((*VllmSampling.keys(), *_SILENT, *_PARAMS_REFUSED))
+    asked = VllmGenerateRequest.read(values)
+    params = asked.sampling_params
     return CompletionCall(
-        model=read_maybe_model(fields) or "",
-        max_tokens=DEFAULT_TOKENS if asked is None else asked,
-        prompts=(prompt,),
+        model=asked.model or "",
+        max_tokens=params.max_tokens,
+        prompts=(tuple(asked.token_ids),),
         prompt_param="token_ids",
-        n=read_choices(params, prompts=1),
-        prompt_top=_top(given, "prompt_logprobs"),
-        steps=read_steps(params, chat=False),
+        n=params.n,
+        prompt_top=params.prompt_logprobs,
+        steps=params.steps(
+            Fields({"structured_outputs": params.structured_outputs}), params.logprobs
+        ),
         token_ids=True,
         tokens_as_ids=True,
-        request_id=read_request_id(fields, "request_id"),
-        **{**shared, "sampling": {**NEUTRAL, **shared["sampling"]}},
+        request_id=asked.request_id,
+        sampling=NEUTRAL | params.sampling(),
+        stop=params.stop,
+        stop_ids=tuple(dict.fromkeys(params.stop_token_ids)),
+        stream=asked.stream,
+        include_usage=include_usage(asked.stream_options, asked.stream),
+        **asked.own(),
     )
 
 
-def read_ids(fields: Fields, name: str) -> tuple[int, ...]:
-    """Read a required prompt of token IDs. Raises ``RequestError``."""
-    value = fields.get(name)
-    if value is None:
-        raise missing(fields.path(name))
-    if not isinstance(value, list):
-        raise wrong_type(fields.path(name), "an array of token ids", value)
-    found = read_prompt(value, fields.path(name))
-    assert isinstance(found, tuple)
-    return found
+class GeneratedChoice(WeightSpans):
+    """The tokens of an answer."""
+
+    index: Count
+    token_ids: list[int]
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishedBy | None
 
 
-def _top(given: Fields, name: str) -> int | None:
-    if given.get(name) is False:
-        return None
-    return given.integer(name, Range(0, MAX_TOP_LOGPROBS))
+class Generated(TypedDict):
+    """Answers as token ids."""
+
+    request_id: str
+    id: str
+    model: str
+    created: int
+    choices: list[GeneratedChoice]
+    prompt_logprobs: list[JsonObject | None] | None
+    kv_transfer_params: None
+    system_fingerprint: str
+    weight_version: str
+    usage: UsageAnswer
+
+
+class GeneratedChunk(TypedDict):
+    """More token ids of answers."""
+
+    request_id: str
+    id: str
+    choices: list[GeneratedChoice]
+    usage: NotRequired[UsageAnswer]
+    rkserve: NotRequired[JsonObject]
+    error: NotRequired[JsonObject]
+    system_fingerprint: NotRequired[str]
+    weight_version: NotRequired[str]
 
 
 class GenerateAnswer(BaseAnswer):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
@@ -11,19 +12,33 @@ from fastapi.responses import JSONResponse, Response
 from rkserve import __version__
 from rkserve.api import sglang_generate, vllm_generate
 from rkserve.api.anthropic import answers as anthropic_answers
-from rkserve.api.anthropic.requests import parse_count
+from rkserve.api.anthropic.requests import CountRequest, MessagesRequest, parse_count
 from rkserve.api.common.answer import Dialect
+from rkserve.api.common.calls import ChatRequest
 from rkserve.api.common.output import error_object
 from rkserve.api.json.body import JsonObject
 from rkserve.api.ollama import answers as ollama_answers
 from rkserve.api.ollama import models as ollama_models
-from rkserve.api.ollama.requests import parse_load
+from rkserve.api.ollama.requests import OllamaChatRequest, OllamaGenerateRequest, parse_load
 from rkserve.api.openai.embeddings import EmbeddingDialect
-from rkserve.api.rkllm_chat import NAME, rkllm_dialect
+from rkserve.api.rkllm_chat import NAME, RkllmChatAnswer, rkllm_dialect
 from rkserve.http.auth import check_client
-from rkserve.http.openai_routes import JSON, visit_of
+from rkserve.http.endpoints import (
+    ASK,
+    EMBED,
+    HELLO,
+    JSON,
+    LINES,
+    PLAIN,
+    SIM,
+    Access,
+    Example,
+    described,
+    told,
+)
+from rkserve.http.openai_routes import visit_of
 from rkserve.http.request_body import read_body
-from rkserve.http.streaming import respond
+from rkserve.http.streaming import generation, respond
 from rkserve.router.auth import Caller
 from rkserve.router.features.embeddings import Embeddings
 from rkserve.router.features.tokenize import count_prompt, folder_facts, let_in, make_ready
@@ -31,6 +46,7 @@ from rkserve.router.service import Service
 
 ErrorOf = Callable[[BaseException], tuple[int, dict[str, str], JsonObject]]
 
+OLLAMA, TRAINERS = "Ollama", "Trainers"
 _MESSAGES = "/v1/messages"
 _OLLAMA = "/api"
 _ERRORS: dict[str, ErrorOf] = {
@@ -60,24 +76,73 @@ def add_dialects(app: FastAPI, service: Service) -> None:
 
 
 def _add_generate(app: FastAPI, service: Service) -> None:
-    @app.post("/inference/v1/generate")
+    @app.post(
+        "/inference/v1/generate",
+        **generation(
+            TRAINERS,
+            vllm_generate.VllmGenerateRequest,
+            {
+                "model": SIM,
+                "token_ids": [1, 2, 3],
+                "sampling_params": {"max_tokens": 4, "temperature": 0},
+            },
+            vllm_generate.Generated,
+            vllm_generate.GeneratedChunk,
+        ),
+    )
     async def generate_ids(request: Request) -> Response:
         """Continue token ids with token ids, as vLLM does."""
         return await respond(service, request, vllm_generate.GENERATE)
 
-    @app.api_route("/generate", methods=["POST", "PUT"])
+    made = sglang_generate.SglangGenerated
+
+    @app.api_route(
+        "/generate",
+        methods=["POST", "PUT"],
+        **generation(
+            TRAINERS,
+            sglang_generate.SglangGenerateRequest,
+            {
+                "model": SIM,
+                "input_ids": [1, 2, 3],
+                "sampling_params": {"max_new_tokens": 4, "temperature": 0},
+            },
+            made | list[made],  # type: ignore[valid-type]
+            made,
+            says="The answer is an array for several prompts or `n`.",
+        ),
+    )
     async def generate(request: Request) -> Response:
         """Continue a text or token ids as SGLang does."""
         return await respond(service, request, sglang_generate.GENERATE)
 
 
 def _add_anthropic(app: FastAPI, service: Service) -> None:
-    @app.post(_MESSAGES)
+    @app.post(
+        _MESSAGES,
+        **generation(
+            "Anthropic",
+            MessagesRequest,
+            {"model": SIM, "max_tokens": 16, "messages": HELLO},
+            anthropic_answers.MessageObject,
+            anthropic_answers.MessageEvent,
+        ),
+    )
     async def messages(request: Request) -> Response:
         """Answer a conversation as Anthropic does."""
         return await respond(service, request, anthropic_answers.MESSAGES)
 
-    @app.post(f"{_MESSAGES}/count_tokens")
+    @app.post(
+        f"{_MESSAGES}/count_tokens",
+        **described(
+            "Anthropic",
+            Access.CLIENT,
+            told(anthropic_answers.TokenCountAnswer, "The count."),
+            errors=(*ASK, 429),
+            body=CountRequest,
+            example=Example({"model": SIM, "messages": HELLO}),
+        ),
+    )
     async def count_tokens(request: Request) -> JSONResponse:
         """Count the tokens of a conversation's prompt."""
         caller = service.callers.of(check_client(request, service.keys))
@@ -88,12 +153,32 @@ def _add_anthropic(app: FastAPI, service: Service) -> None:
 
 
 def _add_ollama(app: FastAPI, service: Service) -> None:
-    @app.post(f"{_OLLAMA}/chat")
+    @app.post(
+        f"{_OLLAMA}/chat",
+        **generation(
+            OLLAMA,
+            OllamaChatRequest,
+            {"model": SIM, "messages": HELLO, "stream": False},
+            ollama_answers.OllamaChatAnswer,
+            ollama_answers.OllamaChatAnswer,
+            LINES,
+        ),
+    )
     async def chat(request: Request) -> Response:
         """Answer a conversation as Ollama does."""
         return await _ollama(service, request, ollama_answers.CHAT, "messages")
 
-    @app.post(f"{_OLLAMA}/generate")
+    @app.post(
+        f"{_OLLAMA}/generate",
+        **generation(
+            OLLAMA,
+            OllamaGenerateRequest,
+            {"model": SIM, "prompt": "Hello", "stream": False},
+            ollama_answers.OllamaGenerateAnswer,
+            ollama_answers.OllamaGenerateAnswer,
+            LINES,
+        ),
+    )
     async def generate(request: Request) -> Response:
         """Answer a prompt as Ollama does."""
         return await _ollama(service, request, ollama_answers.GENERATE, "prompt")
@@ -125,26 +210,55 @@ def _add_ollama_embeddings(app: FastAPI, service: Service) -> None:
         made, headers = await embeddings.create(body, visit, form)
         return Response(made, media_type=JSON, headers=headers)
 
-    @app.post(f"{_OLLAMA}/embed")
+    @app.post(
+        f"{_OLLAMA}/embed",
+        **generation(
+            OLLAMA,
+            ollama_models.OllamaEmbedRequest,
+            {"model": EMBED, "input": ["A trout.", "A stone."]},
+            ollama_models.OllamaEmbedAnswer,
+        ),
+    )
     async def embed(request: Request) -> Response:
         """Make vectors of texts as Ollama does."""
         return await answer(request, ollama_models.EMBED, "input")
 
-    @app.post(f"{_OLLAMA}/embeddings")
+    @app.post(
+        f"{_OLLAMA}/embeddings",
+        **generation(
+            OLLAMA,
+            ollama_models.OllamaEmbeddingsRequest,
+            {"model": EMBED, "prompt": "A trout."},
+            ollama_models.OllamaEmbeddingsAnswer,
+        ),
+    )
     async def embed_one(request: Request) -> Response:
         """Make the vector of a text, as Ollama did before."""
         return await answer(request, ollama_models.EMBED_ONE, "prompt")
 
 
 def _add_ollama_models(app: FastAPI, service: Service) -> None:
-    @app.get(f"{_OLLAMA}/tags")
+    def listing(answer: type, says: str) -> dict[str, Any]:
+        return described(OLLAMA, Access.CLIENT, told(answer, says))
+
+    @app.get(f"{_OLLAMA}/tags", **listing(ollama_models.OllamaTagsAnswer, "Models and adapters."))
     async def tags(request: Request) -> JSONResponse:
         """List the models."""
         check_client(request, service.keys)
         facts = await folder_facts(service, service.fleet.models)
         return JSONResponse(ollama_models.tags((await service.models.listed())["data"], facts))
 
-    @app.post(f"{_OLLAMA}/show")
+    @app.post(
+        f"{_OLLAMA}/show",
+        **described(
+            OLLAMA,
+            Access.CLIENT,
+            told(ollama_models.OllamaShowAnswer, "Facts of its folder."),
+            errors=ASK,
+            body=ollama_models.OllamaShowRequest,
+            example=Example({"model": SIM}),
+        ),
+    )
     async def show(request: Request) -> JSONResponse:
         """Describe one model."""
         check_client(request, service.keys)
@@ -154,7 +268,7 @@ def _add_ollama_models(app: FastAPI, service: Service) -> None:
         facts = await folder_facts(service, [base])
         return JSONResponse(ollama_models.show(entry, facts[base]))
 
-    @app.get(f"{_OLLAMA}/ps")
+    @app.get(f"{_OLLAMA}/ps", **listing(ollama_models.OllamaRunningAnswer, "Loaded models."))
     async def running(request: Request) -> JSONResponse:
         """List the models that are loaded."""
         check_client(request, service.keys)
@@ -162,14 +276,30 @@ def _add_ollama_models(app: FastAPI, service: Service) -> None:
         entries, reports = (await service.models.listed())["data"], service.fleet.reports()
         return JSONResponse(ollama_models.running(entries, facts, reports))
 
-    @app.api_route(f"{_OLLAMA}/version", methods=["GET", "HEAD"])
+    @app.api_route(
+        f"{_OLLAMA}/version",
+        methods=["GET", "HEAD"],
+        **described(OLLAMA, Access.OPEN, told(ollama_models.OllamaVersionAnswer, "The releases.")),
+    )
     async def version() -> JSONResponse:
         """Say which release of Ollama's API this is."""
         return JSONResponse(ollama_models.version(__version__))
 
 
 def _add_vendor(app: FastAPI, service: Service) -> None:
-    @app.post(f"/{NAME}")
+    @app.post(
+        f"/{NAME}",
+        **generation(
+            "RKLLM",
+            ChatRequest,
+            {"model": SIM, "messages": HELLO},
+            RkllmChatAnswer,
+            RkllmChatAnswer,
+            PLAIN,
+            "`model` may be any name: one that is not served is the first model that generates "
+            "text. Calls of tools and thoughts stay in the text; a stream is lines of JSON.",
+        ),
+    )
     async def rkllm_chat(request: Request) -> Response:
         """Answer a conversation as the vendor's demo server does."""
         check_client(request, service.keys)  # before the models are listed for it

@@ -7,7 +7,7 @@ OpenAPI document of the descriptions of all routes.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
@@ -195,7 +195,6 @@ def described(
     body: type[RequestModel] | None = None,
     asked: type[RequestModel] | None = None,
     file: bool = False,
-    may_be_empty: bool = False,
     headers: tuple[EndpointParameter, ...] = (),
     example: Example | None = None,
     says: str = "",
@@ -205,8 +204,7 @@ def described(
     The summary is the first paragraph of the handler's docstring, unless it is given. ``errors``
     lack those statuses that follow from ``access`` and from the presence of a body. ``paths`` has
     the meanings of the parameters of the path. ``asked`` are parameters that may be in the query or
-    in a body that may be left out, as one with ``may_be_empty``; with ``file`` the body may be a
-    file instead.
+    in a body that may be left out; with ``file`` the body may be a file instead.
     """
     parameters = [
         *headers,
@@ -214,7 +212,8 @@ def described(
             EndpointParameter(name, "path", _NAME, meaning, required=True)
             for name, meaning in (paths or {}).items()
         ),
-        *(in_query(model) if (model := query or asked) else ()),
+        *(in_query(query, query.needed()) if query else ()),
+        *(in_query(asked) if asked else ()),
     ]
     taken = body or asked
     made = Endpoint(
@@ -226,10 +225,7 @@ def described(
         answers,
         tuple(sorted({*errors, *_OF_ACCESS[access], *(_BODY if taken else ())})),
         tuple(parameters),
-        RequestBody(
-            {JSON: taken, **({OCTETS: bytes} if file else {})},
-            not (may_be_empty or asked),
-        )
+        RequestBody({JSON: taken, **({OCTETS: bytes} if file else {})}, body is not None)
         if taken
         else None,
         example or Example(),
@@ -238,14 +234,16 @@ def described(
     return {"openapi_extra": {_KEY: made}}
 
 
-def in_query(model: type[RequestModel]) -> Iterator[EndpointParameter]:
+def in_query(
+    model: type[RequestModel], needed: Collection[str] = ()
+) -> Iterator[EndpointParameter]:
     """Yield the keys of a model as parameters of the query, where lists are JSON or have commas."""
     for name, schema in model.properties().items():
         says = schema.get("description", "As in the body.")
         kind = {key: value for key, value in schema.items() if key != "description"}
         if "anyOf" in kind or kind.get("type") == "array":
             kind = {"type": "string"}
-        yield EndpointParameter(name, "query", kind, says, required=False)
+        yield EndpointParameter(name, "query", kind, says, name in needed)
 
 
 def endpoints(app: FastAPI) -> tuple[Endpoint, ...]:

@@ -22,9 +22,9 @@ from rkserve.api import gradio
 from rkserve.api.common import output
 from rkserve.api.common.calls import read_chat
 from rkserve.api.json.body import parse_object
-from rkserve.api.json.fields import Fields
 from rkserve.core.errors import GenerationNotFound, QueueFull, RequestError, RkserveError
 from rkserve.http.auth import check_client
+from rkserve.http.endpoints import ASK, EVENTS, OK, Access, EndpointAnswer, Example, described, told
 from rkserve.http.request_body import read_body
 from rkserve.http.streaming import StreamedAnswer, stream_late
 from rkserve.router.auth import Caller
@@ -230,10 +230,10 @@ class _Routes:
         body = await self.body(request)
         call = await read_call(body, read)
         if gradio.immediate(call) is None:  # a mistake in its arguments is told at once
-            read_chat(Fields(gradio.chat_body(call, self._service.models.default)))
+            read_chat(gradio.chat_body(call, self._service.models.default))
         pending = PendingCall(uuid.uuid4().hex, owner, call, len(body))
         await self._calls.post(pending)
-        return JSONResponse({"event_id": pending.event_id})
+        return JSONResponse(gradio.GradioEvent(event_id=pending.event_id))
 
     async def events(
         self, pending: PendingCall, framing: gradio.EventFraming, caller: Caller
@@ -276,54 +276,103 @@ class _Routes:
     async def cancel(self, request: Request) -> Response:
         """End a call."""
         owner, _ = self.caller(request)
-        fields = Fields(parse_object(await self.body(request)))
-        found = await self._calls.cancel(owner, fields.required_text("event_id"))
-        return JSONResponse({"success": found})
+        asked = gradio.GradioCancelRequest.read(parse_object(await self.body(request)))
+        found = await self._calls.cancel(owner, asked.event_id)
+        return JSONResponse(gradio.GradioCancelled(success=found))
+
+
+_NAME = {"name": "`chat`, `get_user_input` or `get_RKLLM_output`."}
+_described = partial(described, "Gradio", Access.CLIENT)
 
 
 def add_gradio(app: FastAPI, service: Service, calls: GradioCalls) -> None:
     """Add the routes; those of a call also without the prefix, as Gradio 4 had them."""
     routes = _Routes(service, calls)
 
-    @app.get("/config")
+    posted = told(gradio.GradioEvent, "The call waits for its events to be read.")
+    event = {"event_id": "0" * 32}
+    streamed = EndpointAnswer(OK, "The events.", {EVENTS: str})
+
+    @app.get("/config", **_described(told(gradio.GradioConfig, "What Gradio's clients read.")))
     async def config(request: Request) -> JSONResponse:
         """Describe the functions and their components."""
         routes.caller(request)
         return JSONResponse(gradio.configuration("rkserve"))
 
-    @app.get(f"{gradio.PREFIX}/info")
+    @app.get(
+        f"{gradio.PREFIX}/info",
+        **_described(told(gradio.GradioInfo, "The arguments and outputs of each.")),
+    )
     async def info(request: Request) -> JSONResponse:
         """Describe the functions' arguments."""
         routes.caller(request)
         return JSONResponse(gradio.signatures())
 
-    @app.post(f"{gradio.PREFIX}/queue/join")
+    @app.post(
+        f"{gradio.PREFIX}/queue/join",
+        **_described(
+            posted,
+            errors=(429, 503),
+            body=gradio.GradioJoinRequest,
+            example=Example({"fn_index": 0, "data": ["Hello"], "session_hash": "s1"}),
+        ),
+    )
     async def join(request: Request) -> Response:
         """Post a call of a session."""
         return await routes.post(request, gradio.read_join)
 
-    @app.get(f"{gradio.PREFIX}/queue/data")
+    @app.get(
+        f"{gradio.PREFIX}/queue/data",
+        **_described(
+            streamed,
+            errors=(400, *ASK),
+            query=gradio.SessionQuery,
+            example=Example(query={"session_hash": "s1"}),
+        ),
+    )
     async def data(request: Request) -> Response:
-        """Stream the events of a session's calls."""
+        """Carry out the calls of a session, and stream their events."""
         return routes.session(request)
 
-    @app.post(f"{gradio.PREFIX}/cancel")
-    @app.post(f"{gradio.PREFIX}/reset")
+    cancelled = _described(
+        told(gradio.GradioCancelled, "Whether it was there."),
+        errors=(503,),
+        body=gradio.GradioCancelRequest,
+        example=Example(event),
+    )
+
+    @app.post(f"{gradio.PREFIX}/cancel", **cancelled)
+    @app.post(f"{gradio.PREFIX}/reset", **cancelled)
     async def cancel(request: Request) -> Response:
-        """End a call."""
+        """End a call, posted or running."""
         return await routes.cancel(request)
 
-    @app.post(f"{gradio.PREFIX}/call/{{name}}")
-    @app.post("/call/{name}")
+    called = _described(
+        posted,
+        errors=(404, 429, 503),
+        paths=_NAME,
+        body=gradio.GradioCallRequest,
+        example=Example({"data": ["Hello"]}, {"name": "chat"}),
+    )
+
+    @app.post(f"{gradio.PREFIX}/call/{{name}}", **called)
+    @app.post("/call/{name}", **called)
     async def call(request: Request, name: str) -> Response:
-        """Post a call."""
+        """Post a call of a function."""
         return await routes.post(request, partial(gradio.read_call, name))
 
-    @app.get(f"{gradio.PREFIX}/call/{{name}}/{{event_id}}")
-    @app.get("/call/{name}/{event_id}")
+    followed = _described(
+        streamed,
+        errors=ASK,
+        paths=_NAME | {"event_id": "The id in the answer to the posted call."},
+        example=Example(path={"name": "chat", **event}),
+    )
+
+    @app.get(f"{gradio.PREFIX}/call/{{name}}/{{event_id}}", **followed)
+    @app.get("/call/{name}/{event_id}", **followed)
     # The event ID identifies the call; the function's name is only part of the path.
     async def events(request: Request, name: str, event_id: str) -> Response:  # noqa: ARG001
-        """Stream the events of a call."""
+        """Carry out a posted call, and stream its events."""
         return await routes.one(request, event_id)
 
 

@@ -9,14 +9,49 @@ from collections.abc import Awaitable, Callable
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
+from rkserve.api.common.calls import ChatRequest, CompletionRequest
 from rkserve.api.common.output import TIMEOUT, read_timeout
 from rkserve.api.common.version_policy import POLICY, SESSION, read_policy
-from rkserve.api.openai.answers import CHAT, COMPLETION
-from rkserve.api.responses.answers import RESPONSES
-from rkserve.api.responses.stored import check_lookup, deleted, read_page
+from rkserve.api.json.body import JsonObject
+from rkserve.api.openai.answers import (
+    CHAT,
+    COMPLETION,
+    ChatChunk,
+    ChatCompletion,
+    Completion,
+    CompletionChunk,
+)
+from rkserve.api.openai.embeddings import (
+    EmbeddingsAnswer,
+    EmbeddingsRequest,
+    PooledAnswer,
+    PoolingRequest,
+)
+from rkserve.api.openai.models import ModelAnswer, ModelsAnswer
+from rkserve.api.openai.rerank import RankingAnswer, RerankRequest, ScoreRequest, ScoresAnswer
+from rkserve.api.openai.tokenize import (
+    DetokenizedAnswer,
+    DetokenizeRequest,
+    TokenizeRequest,
+    TokenizerInfoAnswer,
+    TokenizerQuery,
+    TokensAnswer,
+)
+from rkserve.api.responses.answers import RESPONSES, ResponseEvent, ResponseObject
+from rkserve.api.responses.requests import ResponseRequest
+from rkserve.api.responses.stored import (
+    ItemsQuery,
+    LookupQuery,
+    ResponseDeleted,
+    ResponseItems,
+    check_lookup,
+    deleted,
+    read_page,
+)
 from rkserve.http.auth import check_client
+from rkserve.http.endpoints import ASK, EMBED, HELLO, JSON, SIM, Access, Example, described, told
 from rkserve.http.request_body import read_body
-from rkserve.http.streaming import respond
+from rkserve.http.streaming import generation, respond
 from rkserve.router.auth import ClientKey
 from rkserve.router.features.embeddings import CallContext, Embeddings
 from rkserve.router.features.rerank import Reranking
@@ -24,7 +59,7 @@ from rkserve.router.features.tokenize import Tokenization, let_in
 from rkserve.router.service import Service
 from rkserve.router.stored_responses import ResponseMemory, Responses, owner_of
 
-JSON = "application/json"
+OPENAI, TEXTS, TOKENS = "OpenAI", "Vectors and ranks", "Tokens"
 
 
 def add_openai(app: FastAPI, service: Service, responses: Responses) -> None:
@@ -37,27 +72,65 @@ def add_openai(app: FastAPI, service: Service, responses: Responses) -> None:
 
 
 def _add_generation(app: FastAPI, service: Service) -> None:
-    @app.post("/v1/chat/completions")
+    @app.post(
+        "/v1/chat/completions",
+        **generation(
+            OPENAI,
+            ChatRequest,
+            {"model": SIM, "messages": HELLO},
+            ChatCompletion,
+            ChatChunk,
+            says="Streams end with `data: [DONE]`.",
+        ),
+    )
     async def chat(request: Request) -> Response:
         """Answer a conversation."""
         return await respond(service, request, CHAT)
 
-    @app.post("/v1/completions")
+    @app.post(
+        "/v1/completions",
+        **generation(
+            OPENAI,
+            CompletionRequest,
+            {"model": SIM, "prompt": "The sea is", "max_tokens": 8},
+            Completion,
+            CompletionChunk,
+            says="Streams end with `data: [DONE]`.",
+        ),
+    )
     async def completions(request: Request) -> Response:
         """Continue a prompt."""
         return await respond(service, request, COMPLETION)
 
 
 def _add_models(app: FastAPI, service: Service) -> None:
-    @app.get("/v1/models")
+    @app.get(
+        "/v1/models",
+        **described(
+            OPENAI,
+            Access.CLIENT,
+            told(ModelsAnswer, "All of them, in one page."),
+            says="Anthropic's clients list models at the same path, and find their keys too.",
+        ),
+    )
     async def models(request: Request) -> JSONResponse:
-        """List the models and the boards behind each."""
+        """List the models and adapters."""
         check_client(request, service.keys)
         return JSONResponse(await service.models.listed())
 
-    @app.get("/v1/models/{model_id:path}")
+    @app.get(
+        "/v1/models/{model_id:path}",
+        **described(
+            OPENAI,
+            Access.CLIENT,
+            told(ModelAnswer, "The model."),
+            errors=(400, *ASK),
+            paths={"model_id": "A model or an adapter; it may contain `/`."},
+            example=Example(path={"model_id": SIM}),
+        ),
+    )
     async def model(request: Request, model_id: str) -> JSONResponse:
-        """Describe one model."""
+        """Describe one model or adapter."""
         check_client(request, service.keys)
         return JSONResponse(await service.models.one(model_id))
 
@@ -68,31 +141,45 @@ def _add_embeddings(app: FastAPI, service: Service) -> None:
 
     ranking = Reranking(embeddings)
 
-    @app.post("/v1/embeddings")
+    texts: JsonObject = {"model": EMBED, "input": ["A trout.", "A stone."]}
+
+    @app.post("/v1/embeddings", **generation(TEXTS, EmbeddingsRequest, texts, EmbeddingsAnswer))
     async def create(request: Request) -> Response:
         """Make vectors of texts."""
         visit = visit_of(service, request)
         body, headers = await embeddings.create(await body_of(service, request), visit)
         return Response(body, media_type=JSON, headers=headers)
 
-    @app.post("/pooling")
+    pooled: JsonObject = {"model": EMBED, "input": ["A trout."]}
+
+    @app.post("/pooling", **generation(TEXTS, PoolingRequest, pooled, PooledAnswer))
     async def pool(request: Request) -> Response:
-        """Return the hidden states of texts."""
+        """Return the hidden states of all tokens of texts, as vLLM does."""
         visit = visit_of(service, request)
         body, headers = await embeddings.pool(await body_of(service, request), visit)
         return Response(body, media_type=JSON, headers=headers)
 
-    @app.post("/v1/rerank")
-    @app.post("/v2/rerank")
-    @app.post("/rerank")
+    documents: JsonObject = {
+        "model": EMBED,
+        "query": "fish",
+        "documents": ["A trout.", "A stone."],
+    }
+    reranked = generation(TEXTS, RerankRequest, documents, RankingAnswer)
+
+    @app.post("/v1/rerank", **reranked)
+    @app.post("/v2/rerank", **reranked)
+    @app.post("/rerank", **reranked)
     async def rerank(request: Request) -> Response:
         """Order documents by how near they are to a query."""
         visit = visit_of(service, request)
         answer, headers = await ranking.rerank(await body_of(service, request), visit)
         return JSONResponse(answer, headers=headers)
 
-    @app.post("/v1/score")
-    @app.post("/score")
+    pairs: JsonObject = {"model": EMBED, "text_1": "fish", "text_2": ["A trout.", "A stone."]}
+    scored = generation(TEXTS, ScoreRequest, pairs, ScoresAnswer)
+
+    @app.post("/v1/score", **scored)
+    @app.post("/score", **scored)
     async def score(request: Request) -> Response:
         """Say how near texts are to each other."""
         visit = visit_of(service, request)
@@ -127,21 +214,48 @@ def _add_tokenizer(app: FastAPI, service: Service) -> None:
             body = await read_body(request, config.max_body_bytes, config.body_timeout_s)
             return Response(await of(body), media_type=JSON)
 
-    @app.post("/tokenize")
-    @app.post("/v1/tokenize")
+    tokenized = described(
+        TOKENS,
+        Access.CLIENT,
+        told(TokensAnswer, "The ids."),
+        errors=(*ASK, 429),
+        body=TokenizeRequest,
+        example=Example({"model": SIM, "messages": HELLO}),
+    )
+
+    @app.post("/tokenize", **tokenized)
+    @app.post("/v1/tokenize", **tokenized)
     async def tokenize(request: Request) -> Response:
         """Return the token ids of a text or a conversation."""
         return await answer(request, tokenizing.tokenize)
 
-    @app.get("/tokenizer_info")
-    @app.get("/v1/tokenizer_info")
+    info = described(
+        TOKENS,
+        Access.CLIENT,
+        told(TokenizerInfoAnswer, "Keys of its tokenizer_config.json, as in force."),
+        errors=(400, *ASK),
+        query=TokenizerQuery,
+        example=Example(query={"model": SIM}),
+    )
+
+    @app.get("/tokenizer_info", **info)
+    @app.get("/v1/tokenizer_info", **info)
     async def tokenizer_info(request: Request) -> JSONResponse:
         """Describe the tokenizer of a model."""
         check_client(request, service.keys)
         return JSONResponse(await tokenizing.info(request.query_params.multi_items()))
 
-    @app.post("/detokenize")
-    @app.post("/v1/detokenize")
+    detokenized = described(
+        TOKENS,
+        Access.CLIENT,
+        told(DetokenizedAnswer, "The text."),
+        errors=(*ASK, 429),
+        body=DetokenizeRequest,
+        example=Example({"model": SIM, "tokens": [72, 101]}),
+    )
+
+    @app.post("/detokenize", **detokenized)
+    @app.post("/v1/detokenize", **detokenized)
     async def detokenize(request: Request) -> Response:
         """Return the text of token ids."""
         return await answer(request, tokenizing.detokenize)
@@ -159,21 +273,56 @@ def _add_responses(app: FastAPI, service: Service, responses: Responses) -> None
     def memory(client: ClientKey | None) -> ResponseMemory:
         return responses.memory(owner_of(client, service.keys))
 
-    @app.post(_ROUTE)
+    @app.post(
+        _ROUTE,
+        **generation(
+            OPENAI,
+            ResponseRequest,
+            {"model": SIM, "input": "Hello"},
+            ResponseObject,
+            ResponseEvent,
+            says="Streams end with `data: [DONE]`, as Open Responses demands.",
+        ),
+    )
     async def respond_to(request: Request) -> Response:
         """Answer a conversation as OpenAI's newer API does."""
         return await respond(service, request, RESPONSES, remember=memory)
 
-    @app.get(f"{_ROUTE}/{{response_id}}")
+    stored = {"response_id": "A response's id."}
+    known = {"response_id": f"resp_{'0' * 32}"}
+
+    @app.get(
+        f"{_ROUTE}/{{response_id}}",
+        **described(
+            OPENAI,
+            Access.CLIENT,
+            told(ResponseObject, "The response as it was."),
+            errors=(400, *ASK),
+            paths=stored,
+            query=LookupQuery,
+            example=Example(path=known),
+        ),
+    )
     async def read(request: Request, response_id: str) -> JSONResponse:
-        """Tell a response again."""
+        """Return a stored response."""
         whose = owner(request)
         check_lookup(request.query_params.multi_items())
         return JSONResponse((await responses.one(whose, response_id)).response)
 
-    @app.get(f"{_ROUTE}/{{response_id}}/input_items")
+    @app.get(
+        f"{_ROUTE}/{{response_id}}/input_items",
+        **described(
+            OPENAI,
+            Access.CLIENT,
+            told(ResponseItems, "The items."),
+            errors=(400, *ASK),
+            paths=stored,
+            query=ItemsQuery,
+            example=Example(path=known, query={"limit": "5"}),
+        ),
+    )
     async def read_items(request: Request, response_id: str) -> JSONResponse:
-        """List what a response was made of."""
+        """List the input items of a stored response."""
         whose = owner(request)
         page = read_page(request.query_params.multi_items())
         last = await responses.one(whose, response_id)
@@ -183,8 +332,18 @@ def _add_responses(app: FastAPI, service: Service, responses: Responses) -> None
             said = [item for one in before for item in one.said]
         return JSONResponse(page.of([*said, *last.items]))
 
-    @app.delete(f"{_ROUTE}/{{response_id}}")
+    @app.delete(
+        f"{_ROUTE}/{{response_id}}",
+        **described(
+            OPENAI,
+            Access.CLIENT,
+            told(ResponseDeleted, "It is forgotten."),
+            errors=ASK,
+            paths=stored,
+            example=Example(path=known),
+        ),
+    )
     async def delete(request: Request, response_id: str) -> JSONResponse:
-        """Forget a response."""
+        """Forget a stored response."""
         await responses.delete(owner(request), response_id)
         return JSONResponse(deleted(response_id))

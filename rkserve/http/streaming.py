@@ -7,6 +7,7 @@ import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 from functools import partial
+from typing import Any
 
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
@@ -14,16 +15,95 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from rkserve.api.common.answer import AnyCall, Dialect
-from rkserve.api.common.output import TIMEOUT, read_timeout, tool_headers
+from rkserve.api.common.output import (
+    BOARD,
+    EPOCH,
+    QUEUED_AHEAD,
+    RELEASE,
+    SAMPLING_IGNORED,
+    TIMEOUT,
+    TOOLS_IGNORED,
+    WEIGHT_VERSION,
+    read_timeout,
+    tool_headers,
+)
 from rkserve.api.common.version_policy import POLICY, SESSION, read_policy
+from rkserve.api.json.body import JsonObject
+from rkserve.api.json.limits import MAX_TIMEOUT_S
+from rkserve.api.json.schemas import RequestModel
 from rkserve.core.errors import RkserveError
 from rkserve.http.auth import check_client
+from rkserve.http.endpoints import (
+    EVENTS,
+    GENERATION,
+    JSON,
+    OK,
+    Access,
+    EndpointAnswer,
+    EndpointParameter,
+    Example,
+    described,
+    told,
+)
 from rkserve.http.request_body import read_body
 from rkserve.router.auth import Caller, ClientKey
 from rkserve.router.service import Opened, Service, read_call
 from rkserve.router.stored_responses import NO_MEMORY, ResponseMemory
 
 log = logging.getLogger(__name__)
+
+
+# Headers of calls that a board answers, and of their answers.
+ASKED = (
+    EndpointParameter(
+        POLICY, "header", str, "`any`, `latest-only` or `min-version:<version>` of the weights."
+    ),
+    EndpointParameter(SESSION, "header", str, "Keeps the requests of a session on one version."),
+    EndpointParameter(
+        TIMEOUT,
+        "header",
+        {"type": "number", "exclusiveMinimum": 0, "maximum": MAX_TIMEOUT_S},
+        "Seconds for which the answer is of use.",
+    ),
+)
+ANSWERED = {
+    BOARD: "The boards that answer.",
+    RELEASE: "The release of their runtime.",
+    QUEUED_AHEAD: "How many requests were before this one.",
+    SAMPLING_IGNORED: "Sampling parameters that the runtime could not honour.",
+    TOOLS_IGNORED: "Types of offered tools that are not known here and were left out.",
+    EPOCH: "The epoch of what the boards obey.",
+    WEIGHT_VERSION: "The versions of the weights.",
+}
+
+
+def generation(  # noqa: PLR0917 - as a table of routes reads them
+    tag: str,
+    body: type[RequestModel],
+    example: JsonObject,
+    whole: Any,
+    piece: Any = None,
+    stream: str = EVENTS,
+    says: str = "",
+) -> dict[str, Any]:
+    """Return the description of a route that a board answers, whole or as a stream of pieces."""
+    if piece is None:
+        answer = told(whole, "The answer.", headers=ANSWERED)
+    else:
+        content = {JSON: whole, stream: str}
+        answer = EndpointAnswer(
+            OK, "The answer, whole or with `stream` in pieces.", content, ANSWERED, {stream: piece}
+        )
+    return described(
+        tag,
+        Access.CLIENT,
+        answer,
+        errors=GENERATION,
+        headers=ASKED,
+        body=body,
+        example=Example(example),
+        says=says,
+    )
 
 
 async def stream_late(

@@ -23,12 +23,13 @@ from pydantic import ValidationError
 from rkserve.api.admin.caches import ids_of, parse_build
 from rkserve.api.admin.query import ControlRequest
 from rkserve.api.common.answer import AnswerOrigin, AnyCall
-from rkserve.api.common.calls import ChatCall, CompletionCall
+from rkserve.api.common.calls import ChatCall, ChatRequest, CompletionCall, CompletionRequest
 from rkserve.api.common.logprobs import TokenTexts
 from rkserve.api.common.plan import held, plan, prompt_texts, reading
 from rkserve.api.common.renderer import Renderer
 from rkserve.api.common.version_policy import ResolvedModel
 from rkserve.api.json.body import JsonObject
+from rkserve.api.json.schemas import RequestModel
 from rkserve.api.openai import answers
 from rkserve.api.openai.embeddings import chunks_of, finished_vector, texts_of
 from rkserve.board.answer.hooks import Hook, HookFactory
@@ -64,7 +65,6 @@ from rkserve.local.generation import (
 )
 from rkserve.models.adapters import adapters, resolve
 from rkserve.models.folder import ModelFolder, open_model_folder
-from rkserve.reference.asking import SCHEMAS
 from rkserve.router.images import ImageInputs
 
 GROUP = "local"
@@ -141,7 +141,7 @@ class AsyncLocalBoard:
             RequestError: the board cannot serve the request.
             RkserveError: as ``Board.generate``.
         """
-        _check_names(parameters, "ChatRequest" if prompt is None else "CompletionRequest")
+        _check_names(parameters, ChatRequest if prompt is None else CompletionRequest)
         if pause_when is not None and self._board.settings.n_batch == 1:
             parameters = {"native_pause": True, **parameters}  # as requests with pause_on
         body = {**_prompt(messages, prompt), **parameters}
@@ -322,9 +322,9 @@ def _prompt(messages: Messages | None, prompt: str | Sequence[int] | None) -> Js
     return {"messages": list(messages or ())}
 
 
-def _check_names(parameters: dict[str, Any], schema: str) -> None:
+def _check_names(parameters: dict[str, Any], schema: type[RequestModel]) -> None:
     """Refuse parameters that HTTP would ignore, so that a mistyped one is noticed."""
-    known = SCHEMAS[schema]["properties"].keys() - _NOT_HERE
+    known = schema.keys().keys() - _NOT_HERE
     for name in parameters:
         if name not in known:
             raise UnsupportedParameter(f"Unsupported parameter: '{name}' is not known here.", name)

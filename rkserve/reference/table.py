@@ -2,28 +2,12 @@
 
 from __future__ import annotations
 
-from rkserve.reference import (
-    answers,
-    asking,
-    dialects,
-    failures,
-    generations,
-    openai,
-    texts,
-)
+from rkserve.reference import cluster, failures, generations, weights
 from rkserve.reference.endpoints import Endpoint
 from rkserve.reference.shapes import Schema
 
-_PARTS = (openai, texts, dialects, generations)
-_NAMED = (
-    failures,
-    asking,
-    answers,
-    openai,
-    texts,
-    dialects,
-    generations,
-)
+_PARTS = (generations, cluster, weights)
+_NAMED = (failures, *_PARTS)
 
 SCHEMAS: dict[str, Schema] = {
     name: schema for part in _NAMED for name, schema in part.SCHEMAS.items()

@@ -5,6 +5,11 @@ The blocks of an answer are in ``_OPENED``.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from typing_extensions import NotRequired, TypedDict
+
 from rkserve.api.anthropic.requests import parse_messages
 from rkserve.api.common import output
 from rkserve.api.common.answer import (
@@ -12,11 +17,14 @@ from rkserve.api.common.answer import (
     AnyCall,
     BaseAnswer,
     Dialect,
+    TimingsAnswer,
+    WeightSpans,
     pause_status,
     timings_of,
 )
 from rkserve.api.common.output import error_object
 from rkserve.api.json.body import JsonObject
+from rkserve.api.json.schemas import Count
 from rkserve.api.parsing.answer_parser import TOOL_CALLS
 from rkserve.api.parsing.parts import (
     Part,
@@ -39,6 +47,93 @@ _OPENED: dict[str, tuple[JsonObject, str, str]] = {
     _CALL: ({"type": _CALL, "input": {}}, "input_json_delta", "partial_json"),
 }
 _REASONS = {"stop": "end_turn", TOOL_CALLS: "tool_use", "abort": "abort"}
+
+
+class MessageUsage(TypedDict):
+    """Counts of tokens; cached tokens are no part of the input."""
+
+    input_tokens: int
+    cache_creation_input_tokens: Count
+    cache_read_input_tokens: Count
+    output_tokens: Count
+
+
+class TextBlock(TypedDict):
+    """A text."""
+
+    type: Literal["text"]
+    text: str
+
+
+class ThinkingBlock(TypedDict):
+    """Reasoning."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: str
+
+
+class ToolUseBlock(TypedDict):
+    """A call of a tool."""
+
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: JsonObject
+
+
+class MessageObject(WeightSpans):
+    """Anthropic's message."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[TextBlock | ThinkingBlock | ToolUseBlock]
+    stop_reason: Literal[
+        "end_turn",
+        "max_tokens",
+        "stop_sequence",
+        "tool_use",
+        "model_context_window_exceeded",
+        "abort",
+    ]
+    stop_sequence: str | None
+    usage: MessageUsage
+    system_fingerprint: str
+    timings: TimingsAnswer
+    weight_version: str
+
+
+class MessageEvent(WeightSpans):
+    """An event of a streamed message, with the keys of its type."""
+
+    type: Literal[
+        "message_start",
+        "content_block_start",
+        "content_block_delta",
+        "content_block_stop",
+        "message_delta",
+        "message_stop",
+        "ping",
+        "error",
+    ]
+    message: NotRequired[JsonObject]
+    content_block: NotRequired[JsonObject]
+    delta: NotRequired[JsonObject]
+    rkserve: NotRequired[JsonObject]
+    error: NotRequired[JsonObject]
+    index: NotRequired[Count]
+    usage: NotRequired[MessageUsage]
+    system_fingerprint: NotRequired[str]
+    timings: NotRequired[TimingsAnswer]
+    weight_version: NotRequired[str]
+
+
+class TokenCountAnswer(TypedDict):
+    """The number of tokens of a conversation's prompt."""
+
+    input_tokens: Count
 
 
 class MessageAnswer(BaseAnswer):
@@ -133,7 +228,7 @@ class MessageAnswer(BaseAnswer):
         return {**self._seal(self.versions), **timings, **self._spans(0)}
 
     def _message(
-        self, content: list[JsonObject], reason: str | None, stop: str | None, usage: JsonObject
+        self, content: list[JsonObject], reason: str | None, stop: str | None, usage: MessageUsage
     ) -> JsonObject:
         return {
             "id": self.id,
@@ -192,7 +287,7 @@ def _piece(kind: str, block: int, text: str) -> JsonObject:
     return {"type": _PIECE, "index": block, "delta": {"type": of, name: text}}
 
 
-def _usage(counts: JsonObject) -> JsonObject:
+def _usage(counts: Mapping[str, Any]) -> MessageUsage:
     """Return Anthropic's usage, in which cached tokens are no part of the input."""
     cached = counts.get("prompt_tokens_details", {}).get("cached_tokens", 0)
     return {
@@ -203,7 +298,7 @@ def _usage(counts: JsonObject) -> JsonObject:
     }
 
 
-def tokens_counted(tokens: int) -> JsonObject:
+def tokens_counted(tokens: int) -> TokenCountAnswer:
     """Return the answer of /v1/messages/count_tokens."""
     return {"input_tokens": tokens}
 

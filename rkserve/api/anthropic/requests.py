@@ -1,4 +1,4 @@
-"""The reader of Anthropic's Messages API into chat calls.
+"""The bodies of Anthropic's Messages API: their models, and the chat calls that they become.
 
 A conversation gets the same form as OpenAI's, so that templates and prompt caches are shared.
 Supported blocks are in ``_BLOCKS``, unsupported parameters in ``_REFUSED``.
@@ -8,15 +8,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, SkipValidation
 
 from rkserve.api.common import unsupported
-from rkserve.api.common.calls import ChatCall, read_model, read_shared, read_stop
+from rkserve.api.common.calls import ChatCall
+from rkserve.api.common.parameters import (
+    AnyObject,
+    ModelName,
+    OpenModel,
+    OwnParameters,
+    ReasoningParameters,
+    SamplingParameters,
+    StepParameters,
+    StopSequences,
+)
 from rkserve.api.json.body import parse_object
 from rkserve.api.json.fields import Fields, Range, as_fields, missing, quoted, wrong_type
-from rkserve.api.json.limits import MAX_MESSAGES, MAX_STOP_SEQUENCES
-from rkserve.api.parsing.reasoning import EFFORTS, ReasoningOptions, read_wish
-from rkserve.api.parsing.sampling import Named, read_extras, schema_guide
+from rkserve.api.json.limits import MAX_MESSAGES, MAX_TOOLS
+from rkserve.api.parsing.reasoning import EFFORTS, ReasoningOptions
+from rkserve.api.parsing.sampling import Named, schema_guide
 from rkserve.api.parsing.tool_choice import NO_TOOLS, ToolOptions, read_definitions
 from rkserve.api.prompting.conversation import Message, check_prefill
 from rkserve.api.prompting.images import ImagePart, image_at, image_file, shown
@@ -34,39 +46,72 @@ _ATTRIBUTION = "x-anthropic-billing-header:"
 _MEDIA_TYPES = ("image/jpeg", "image/png", "image/gif", "image/webp")
 
 
+class AnthropicMessage(OpenModel):
+    """A message of a conversation."""
+
+    role: Literal["user", "assistant", "system"]
+    content: str | Annotated[list[AnyObject], Field(min_length=1)]
+
+
+class CountRequest(SamplingParameters, StepParameters, OwnParameters, ReasoningParameters):
+    """The body of POST /v1/messages/count_tokens."""
+
+    model: ModelName = Field(description="A model or an adapter.")
+    messages: SkipValidation[Annotated[list[AnthropicMessage], Field(min_length=1)]]
+    system: SkipValidation[str | Annotated[list[AnyObject], Field(min_length=1)] | None] = None
+    stop_sequences: StopSequences = ()
+    stream: bool = False
+    tools: SkipValidation[Annotated[list[AnyObject], Field(max_length=MAX_TOOLS)] | None] = Field(
+        None, description="Those of other types than `custom` are left out."
+    )
+    tool_choice: SkipValidation[AnyObject | None] = None
+    thinking: SkipValidation[AnyObject | None] = None
+    output_config: SkipValidation[AnyObject | None] = None
+    output_format: SkipValidation[AnyObject | None] = None
+    metadata: SkipValidation[AnyObject | None] = None
+
+
+class MessagesRequest(CountRequest):
+    """The body of POST /v1/messages."""
+
+    max_tokens: int = Field(ge=1)
+
+
 def parse_messages(body: bytes) -> ChatCall:
     """Read the body of POST /v1/messages. Raises ``RequestError``."""
-    fields = Fields(parse_object(body))
-    call = _conversation(fields)
-    max_tokens = fields.integer("max_tokens", _AT_LEAST_ONE)
-    if max_tokens is None:
-        raise missing("max_tokens")
-    return replace(call, max_tokens=max_tokens)
+    values = parse_object(body)
+    asked = MessagesRequest.read(values)
+    return replace(_conversation(asked, Fields(values)), max_tokens=asked.max_tokens)
 
 
 def parse_count(body: bytes) -> ChatCall:
     """Read the body of POST /v1/messages/count_tokens. Raises ``RequestError``."""
-    return _conversation(Fields(parse_object(body)))
+    values = parse_object(body)
+    return _conversation(CountRequest.read(values), Fields(values))
 
 
-def _conversation(fields: Fields) -> ChatCall:
-    model = read_model(fields)
+def _conversation(asked: CountRequest, fields: Fields) -> ChatCall:
     messages = (*_system(fields), *_messages(fields))
     if prefill := messages[-1]["role"] == "assistant":
         check_prefill(messages, "messages")
     unsupported.refuse(fields, _REFUSED)
-    shared = read_shared(fields)
-    shared["stop"] = read_stop(fields, "stop_sequences", MAX_STOP_SEQUENCES)
-    shared["session"] = _session(fields) or shared["session"]
+    own = asked.own()
+    # Anthropic's user ID; other types than text are ignored, as in Anthropic's API.
+    user = asked.metadata.get("user_id") if isinstance(asked.metadata, dict) else None
+    if isinstance(user, str) and user:
+        own["session"] = user
     return ChatCall(
-        model=model,
+        model=asked.model,
         max_tokens=None,
         messages=messages,
         prefill=prefill,
         tools=_tools(fields),
-        wish=_wish(fields),
-        steps=read_extras(fields, _format(fields)),
-        **shared,
+        wish=_wish(asked.reasoning_options(), fields),
+        steps=asked.steps(fields, guide=_format(fields)),
+        sampling=asked.sampling(),
+        stop=asked.stop_sequences,
+        stream=asked.stream,
+        **own,
     )
 
 
@@ -91,13 +136,6 @@ def _format(fields: Fields) -> Named | None:
     if form.get("schema") is None:
         raise missing(path)
     return path, schema_guide(form.get("schema"), path)
-
-
-def _session(fields: Fields) -> str | None:
-    """Return Anthropic's user ID; other types than text are ignored, as in Anthropic's API."""
-    metadata = fields.get("metadata")
-    user = metadata.get("user_id") if isinstance(metadata, dict) else None
-    return user if isinstance(user, str) and user else None
 
 
 def _empty(value: Any, _: Fields) -> bool:
@@ -130,6 +168,7 @@ def _is_harmless_edit(edit: Any) -> bool:
 
 # As in ``unsupported``: parameters that would change the answer, with values without effect.
 _REFUSED: dict[str, unsupported.Harmless] = {
+    **unsupported.SHARED,
     **unsupported.TOKENS,
     "mcp_servers": _empty,
     "context_management": _clears_nothing,
@@ -169,9 +208,8 @@ def _tools(fields: Fields) -> ToolOptions:
     )
 
 
-def _wish(fields: Fields) -> ReasoningOptions:
+def _wish(own: ReasoningOptions, fields: Fields) -> ReasoningOptions:
     """Read the reasoning options; without any there is no reasoning, as in Anthropic's API."""
-    own = read_wish(fields)
     config, thinking = fields.child("output_config"), fields.child("thinking")
     effort = None if config is None else config.choice("effort", *EFFORTS)
     kind = None if thinking is None else thinking.required_text("type")

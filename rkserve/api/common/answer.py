@@ -10,16 +10,75 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
+
+from typing_extensions import NotRequired, TypedDict
 
 from rkserve.api.common import output
 from rkserve.api.common.calls import ChatCall, CompletionCall
 from rkserve.api.common.logprobs import ChoiceTokens, SpecialTokens, TokenTexts
 from rkserve.api.json.body import JsonObject
+from rkserve.api.json.schemas import Count, Seconds
 from rkserve.api.parsing.answer_parser import PLAIN, AnswerParser, ParserOptions
 from rkserve.api.parsing.parts import Part
 from rkserve.core.messages import FIRST_LABEL, Delta, Finished, FinishReason, Paused, Timings
 from rkserve.core.run_params import Sampling
+
+FinishedBy = Literal["stop", "length", "tool_calls", "function_call", "abort"]
+
+
+class PromptDetails(TypedDict):
+    """Details about the tokens of prompts."""
+
+    cached_tokens: Count
+
+
+class CompletionDetails(TypedDict):
+    """Details about the tokens of answers."""
+
+    reasoning_tokens: Count
+
+
+class UsageAnswer(TypedDict):
+    """Counts of tokens."""
+
+    prompt_tokens: Count
+    completion_tokens: Count
+    total_tokens: Count
+    prompt_tokens_details: PromptDetails
+    completion_tokens_details: CompletionDetails
+
+
+class TimingsAnswer(TypedDict):
+    """Board time as measured, added up over choices."""
+
+    queue_ms: Seconds
+    prefill_ms: Seconds
+    prefill_tokens: Count
+    decode_ms: Seconds
+    decode_tokens: Count
+    tokens_per_s: float | None
+    cached: Count
+    paused_ms: NotRequired[Seconds]
+    batch: NotRequired[Count]
+    batch_wait_ms: NotRequired[Seconds]
+    encode_ms: NotRequired[Seconds]
+    continued: NotRequired[Count]
+    lost_ms: NotRequired[Seconds]
+
+
+class WeightSpan(TypedDict):
+    """The version of the weights behind some tokens of an answer."""
+
+    version: str
+    start: Count
+    end: Count
+
+
+class WeightSpans(TypedDict):
+    """The versions of an answer's tokens, where they were asked for."""
+
+    weight_versions: NotRequired[list[WeightSpan]]
 
 
 def fingerprint(model_id: str, release: str, adapter: str | None = None) -> str:
@@ -143,7 +202,7 @@ class BaseAnswer:
         whole = [{"version": self._version(index), "start": 0, "end": tokens}] if tokens else []
         return {"weight_versions": spans or whole}
 
-    def usage(self) -> JsonObject:
+    def usage(self) -> UsageAnswer:
         """Return the counts of the choices that have ended."""
         prompts: dict[int, list[Finished]] = {}
         for index, end in self._ends.items():
@@ -172,11 +231,11 @@ def pause_status(index: int, paused: Paused) -> JsonObject:
     }
 
 
-def timings_of(ends: list[Finished]) -> JsonObject:
+def timings_of(ends: list[Finished]) -> TimingsAnswer:
     """Return the measured board times, added up over choices."""
     measured = [end.timings for end in ends]
     decode_ms, decode_tokens = _total(measured, "decode_ms"), _total(measured, "decode_tokens")
-    told: JsonObject = {
+    told: TimingsAnswer = {
         "queue_ms": round(_total(measured, "queue_ms"), 3),
         "prefill_ms": round(_total(measured, "prefill_ms"), 3),
         "prefill_tokens": _total(measured, "prefill_tokens"),

@@ -1,4 +1,4 @@
-"""The reader of OpenAI's chat and completion bodies.
+"""OpenAI's chat and completion bodies: their models, and the calls that are read from them.
 
 Unsupported parameters are refused in ``unsupported``; decisions that depend on the model, its
 tokenizer or its context are made in ``plan``. Unknown keys are ignored.
@@ -8,51 +8,40 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, ConfigDict, Field, SkipValidation
 
 from rkserve.api.common import unsupported
-from rkserve.api.common.tensors import read_embeds, read_encoder
-from rkserve.api.json.body import parse_object
-from rkserve.api.json.fields import Fields, Range, missing, wrong_type
-from rkserve.api.json.limits import (
-    DEFAULT_COMPLETION_TOKENS,
-    MAX_CHOICES,
-    MAX_MIROSTAT_TAU,
-    MAX_MODEL_CHARS,
-    MAX_PAUSE_ON,
-    MAX_REPEAT_PENALTY,
-    MAX_SALT_CHARS,
-    MAX_STOP,
-    MAX_STOP_CHARS,
-    MAX_STOP_IDS,
-    MAX_TIMEOUT_S,
+from rkserve.api.common.parameters import (
+    AnyObject,
+    CompletionLogprobs,
+    ModelName,
+    Nonempty,
+    NonemptyIds,
+    OpenAIParameters,
+    OpenModel,
+    ReasoningParameters,
+    TokenId,
+    ToolChoice,
+    ToolName,
+    TopLogprobs,
 )
-from rkserve.api.parsing.reasoning import NO_WISH, ReasoningOptions, read_wish
-from rkserve.api.parsing.sampling import SamplingOptions, read_steps
+from rkserve.api.common.tensors import read_embeds, read_encoder
+from rkserve.api.json.body import JsonObject, parse_object
+from rkserve.api.json.fields import Fields, missing, wrong_type
+from rkserve.api.json.limits import DEFAULT_COMPLETION_TOKENS, MAX_CHOICES, MAX_TOOLS
+from rkserve.api.parsing.reasoning import NO_WISH, ReasoningOptions
+from rkserve.api.parsing.sampling import SamplingOptions
 from rkserve.api.parsing.tool_choice import NO_TOOLS, ToolOptions, read_tools
 from rkserve.api.prompting.conversation import Message, read_messages, read_prefill
 from rkserve.api.prompting.images import ImagePart, images_of
-from rkserve.core.block_hashes import salted
 from rkserve.core.errors import RequestError
 from rkserve.core.run_params import Embeds, EncoderStates
 
 TextOrIds = str | tuple[int, ...]
 
-_AT_LEAST_ONE = Range(1)
-_ADDITIVE = Range(-2, 2)
-_NUMBERS = {
-    "temperature": Range(0, 2),
-    "top_p": Range(0, 1, above=True),
-    "frequency_penalty": _ADDITIVE,
-    "presence_penalty": _ADDITIVE,
-    "mirostat_tau": Range(0, MAX_MIROSTAT_TAU, above=True),
-    "mirostat_eta": Range(0, 1, above=True),
-}
-_MIROSTAT = Range(0, 2)
-_REPEAT = Range(0, MAX_REPEAT_PENALTY, above=True)
-TOP_K_OFF = 0
 REQUEST_PREFIX = "gen-"  # of ids of answers in dialects whose clients name their requests
-TIMEOUT = Range(0, MAX_TIMEOUT_S, above=True)
 
 
 @dataclass(frozen=True)
@@ -173,12 +162,146 @@ class CompletionCall(GenerationCall):
         return self.tries > self.n
 
 
+class FunctionDefinition(OpenModel):
+    """A function that a model may call."""
+
+    name: ToolName
+    description: str | None = None
+    parameters: AnyObject | None = None
+    strict: bool = False
+
+
+class FunctionTool(OpenModel):
+    """A tool: a function of the client's."""
+
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+class ChatMessage(OpenModel):
+    """A message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | list[AnyObject] | None = Field(
+        None, description="A text, or parts: `text`, `refusal`, and of a user `image_url`."
+    )
+    name: str | None = None
+    tool_call_id: str | None = Field(
+        None, description="Without it a result answers the first open call."
+    )
+    tool_calls: list[AnyObject] | None = None
+    reasoning_content: str | None = None
+    prefix: bool = Field(
+        False, description="Of a final message of the assistant: the answer continues it."
+    )
+
+
+Messages = SkipValidation[Annotated[list[ChatMessage], Field(min_length=1)]]
+Tools = SkipValidation[Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS)] | None]
+_Functions = SkipValidation[Annotated[list[FunctionDefinition], Field(max_length=MAX_TOOLS)] | None]
+
+
+class TokenParameters(OpenModel):
+    """vLLM's keys about single tokens of an answer."""
+
+    return_token_ids: bool = Field(False, description="Token ids of prompt and answer.")
+    return_tokens_as_token_ids: bool = Field(
+        False, description="Log-probabilities name tokens by their ids."
+    )
+    skip_special_tokens: bool = Field(True, description="False shows special tokens in the text.")
+
+    def token_options(self) -> dict[str, Any]:
+        """Return the values by the names of ``GenerationCall``."""
+        return {
+            "token_ids": self.return_token_ids,
+            "tokens_as_ids": self.return_tokens_as_token_ids,
+            "special_tokens": not self.skip_special_tokens,
+        }
+
+
+def _switch(value: object) -> object:
+    # Trainers (PipelineRL) send completions' number here, which vLLM takes for the switch.
+    return bool(value) if type(value) is int and value in (0, 1) else value
+
+
+class ChatRequest(OpenAIParameters, TokenParameters, ReasoningParameters):
+    """The body of POST /v1/chat/completions."""
+
+    model: ModelName = Field(description="A model or an adapter.")
+    messages: Messages
+    max_completion_tokens: int | None = Field(None, ge=1)
+    max_tokens: int | None = Field(None, ge=1, description="The deprecated name.")
+    logprobs: Annotated[bool, BeforeValidator(_switch)] = False
+    top_logprobs: TopLogprobs | None = None
+    tools: Tools = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: SkipValidation[bool | None] = None
+    functions: _Functions = Field(None, description="Deprecated.")
+    function_call: SkipValidation[Literal["none", "auto"] | AnyObject | None] = Field(
+        None, description="Deprecated."
+    )
+    continue_final_message: SkipValidation[bool] = Field(
+        False, description="The answer continues the final message, which is the assistant's."
+    )
+    add_generation_prompt: SkipValidation[bool | None] = Field(
+        None, description="False with `continue_final_message` only."
+    )
+
+    def top(self) -> int | None:
+        """Return the number of likeliest tokens to list. Raises ``RequestError``."""
+        if self.logprobs:
+            return self.top_logprobs or 0
+        if self.top_logprobs:
+            raise RequestError(
+                "Invalid 'top_logprobs': it needs 'logprobs' to be true.", "top_logprobs"
+            )
+        return None
+
+
+class EncoderOutput(OpenModel):
+    """An encoder's output."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    k_cache: str = Field(description="`[layers, tokens, KV heads, head size]`.")
+    v_cache: str = Field(description="`[layers, KV heads, head size, tokens]`.")
+    mask: Annotated[list[float], Field(min_length=1)] = Field(
+        description="One number for each token."
+    )
+    positions: Annotated[list[TokenId], Field(min_length=1)] = Field(
+        description="One for each token."
+    )
+
+
+class CompletionRequest(OpenAIParameters, TokenParameters):
+    """The body of POST /v1/completions."""
+
+    model: ModelName = Field(description="A model or an adapter.")
+    prompt: SkipValidation[
+        str
+        | list[int]
+        | Annotated[list[Nonempty | NonemptyIds], Field(min_length=1, max_length=MAX_CHOICES)]
+        | None
+    ] = Field(None, description="Demanded, and not empty, unless there are `prompt_embeds`.")
+    prompt_embeds: SkipValidation[str | list[str] | None] = Field(
+        None, description="In place of `prompt`: base64 of safetensors, or of a NumPy array."
+    )
+    cross_attention: SkipValidation[EncoderOutput | None] = Field(
+        None,
+        description="An encoder's output, for encoder-decoder models; caches as `prompt_embeds`.",
+    )
+    max_tokens: int | None = Field(None, ge=0, description="0 only with `echo`.")
+    logprobs: CompletionLogprobs = None
+    echo: bool = False
+    best_of: int | None = Field(None, ge=1, le=MAX_CHOICES)
+
+
 def parse_chat(body: bytes) -> ChatCall:
     """Read the body of POST /v1/chat/completions. Raises ``RequestError``, as ``read_chat``."""
-    return read_chat(Fields(parse_object(body)))
+    return read_chat(parse_object(body))
 
 
-def read_chat(fields: Fields) -> ChatCall:
+def read_chat(values: JsonObject) -> ChatCall:
     """Read a chat completion call.
 
     ``max_completion_tokens`` wins over the deprecated ``max_tokens`` where both are given.
@@ -186,23 +309,22 @@ def read_chat(fields: Fields) -> ChatCall:
     Raises:
         RequestError: with the ``param`` at fault.
     """
-    model = read_model(fields)
+    asked, fields = ChatRequest.read(values), Fields(values)
     messages = read_messages(fields)
     prefill = read_prefill(fields, messages)
     unsupported.refuse(fields, unsupported.CHAT)
-    older = fields.integer("max_tokens", _AT_LEAST_ONE)
-    newer = fields.integer("max_completion_tokens", _AT_LEAST_ONE)
+    newer = asked.max_completion_tokens
     return ChatCall(
-        model=model,
-        max_tokens=older if newer is None else newer,
+        model=asked.model,
+        max_tokens=asked.max_tokens if newer is None else newer,
         messages=messages,
         prefill=prefill,
         tools=read_tools(fields),
-        wish=read_wish(fields),
-        n=read_choices(fields, prompts=1),
-        steps=read_steps(fields, chat=True),
-        **read_shared(fields),
-        **read_token_wishes(fields),
+        wish=asked.reasoning_options(),
+        n=asked.n,
+        steps=asked.steps(fields, asked.top()),
+        **asked.shared(),
+        **asked.token_options(),
     )
 
 
@@ -212,160 +334,46 @@ def parse_completion(body: bytes) -> CompletionCall:
     Raises:
         RequestError: with the ``param`` at fault.
     """
-    fields = Fields(parse_object(body))
-    model = read_model(fields)
-    prompts = _prompts(fields)
+    values = parse_object(body)
+    asked, fields = CompletionRequest.read(values), Fields(values)
+    prompts = _prompts(fields, asked.n)
     unsupported.refuse(fields, unsupported.COMPLETION)
-    steps, echo = read_steps(fields, chat=False), fields.flag("echo")
-    asked = fields.integer("max_tokens", Range(0) if echo else _AT_LEAST_ONE)
-    n = read_choices(fields, prompts=len(prompts))
+    if asked.max_tokens == 0 and not asked.echo:
+        raise RequestError(
+            "Invalid 'max_tokens': below minimum value. Expected a value >= 1 without 'echo', but "
+            "got 0.",
+            "max_tokens",
+        )
+    check_choices(asked.n, len(prompts), "n")
     return CompletionCall(
-        model=model,
-        max_tokens=DEFAULT_COMPLETION_TOKENS if asked is None else asked,
+        model=asked.model,
+        max_tokens=DEFAULT_COMPLETION_TOKENS if asked.max_tokens is None else asked.max_tokens,
         prompts=prompts,
-        n=n,
-        echo=echo,
-        best_of=_best_of(fields, n, len(prompts)),
+        n=asked.n,
+        echo=asked.echo,
+        best_of=_best_of(asked, len(prompts)),
         encoder=read_encoder(fields),
-        steps=steps,
-        **read_shared(fields),
-        **read_token_wishes(fields),
+        steps=asked.steps(fields, asked.logprobs),
+        **asked.shared(),
+        **asked.token_options(),
     )
 
 
-def _best_of(fields: Fields, n: int, prompts: int) -> int | None:
-    """Read ``best_of``, the number of answers of which the best are returned; None: all."""
-    best_of = fields.integer("best_of", _AT_LEAST_ONE)
+def _best_of(asked: CompletionRequest, prompts: int) -> int | None:
+    """Return the number of answers of which the best are returned; None: all."""
+    best_of, n = asked.best_of, asked.n
     if best_of is None or best_of == n:
         return None
     if best_of < n:
         raise RequestError(f"Invalid 'best_of': {best_of} is less than 'n' ({n}).", "best_of")
-    if fields.flag("stream"):
+    if asked.stream:
         raise RequestError(
             "Invalid 'best_of': which answers are the best is known at their end, so it cannot be "
             "more than 'n' in a stream.",
             "best_of",
         )
-    _hold_to_choices(best_of, prompts, "best_of")
+    check_choices(best_of, prompts, "best_of")
     return best_of
-
-
-def read_model(fields: Fields) -> str:
-    """Read the required name of a model. Raises ``RequestError``."""
-    model = read_maybe_model(fields)
-    if model is None:
-        raise missing("model")
-    return model
-
-
-def read_maybe_model(fields: Fields) -> str | None:
-    """Read the optional name of a model.
-
-    Raises:
-        RequestError: the name is empty or too long.
-    """
-    if fields.get("model") is None:
-        return None
-    model = fields.required_text("model")
-    if len(model) > MAX_MODEL_CHARS:
-        raise RequestError(
-            f"Invalid 'model': a name has at most {MAX_MODEL_CHARS} characters.", "model"
-        )
-    return model
-
-
-def read_shared(fields: Fields) -> dict[str, Any]:
-    """Read the parameters that chat and completion calls share, except model and length.
-
-    Other dialects use it for rkserve's own keys, which have the same names in all of them.
-    """
-    unsupported.refuse(fields, unsupported.SHARED)
-    stream = fields.flag("stream")
-    pause_on = _pause_on(fields)
-    native_pause = fields.maybe_flag("native_pause")
-    return {
-        "sampling": read_sampling(fields),
-        "strict_sampling": fields.flag("strict_sampling"),
-        "stop": read_stop(fields, "stop", MAX_STOP),
-        "stop_ids": read_stop_ids(fields),
-        "include_stop": fields.flag("include_stop_str_in_output"),
-        "pause_on": pause_on,
-        # A function call in mid-stream must not cost a prefill each time.
-        "native_pause": bool(pause_on) if native_pause is None else native_pause,
-        "use_cache": fields.cache_name("use_cache"),
-        "salt": _salt(fields),
-        "stream": stream,
-        "include_usage": _include_usage(fields, stream),
-        "return_weight_versions": fields.flag("return_weight_versions"),
-        "keep_version": fields.flag("keep_version"),
-        **read_standing(fields),
-    }
-
-
-def read_token_wishes(fields: Fields) -> dict[str, Any]:
-    """Read vLLM's keys about single tokens of an answer."""
-    return {
-        "token_ids": fields.flag("return_token_ids"),
-        "tokens_as_ids": fields.flag("return_tokens_as_token_ids"),
-        "special_tokens": fields.maybe_flag("skip_special_tokens") is False,
-    }
-
-
-def read_stop_ids(fields: Fields) -> tuple[int, ...]:
-    """Read vLLM's ``stop_token_ids``: token ids that end an answer."""
-    name = "stop_token_ids"
-    found = fields.integers(name, Range(0)) or ()
-    if len(found) > MAX_STOP_IDS:
-        path = fields.path(name)
-        raise RequestError(
-            f"Invalid '{path}': array too long. Expected at most {MAX_STOP_IDS} token ids, but got "
-            f"{len(found)}.",
-            path,
-        )
-    return tuple(dict.fromkeys(found))
-
-
-def read_standing(fields: Fields) -> dict[str, Any]:
-    """Read the scheduling parameters: session, priority, time limit."""
-    return {
-        "session": _session_key(fields),
-        "priority": fields.integer("priority"),
-        "timeout_s": fields.number("timeout", TIMEOUT),
-    }
-
-
-def _salt(fields: Fields) -> str:
-    """Read vLLM's ``cache_salt``, and return its digest: the salt itself is not passed on."""
-    given = fields.text("cache_salt")
-    if given is None:
-        return ""
-    if not given or len(given) > MAX_SALT_CHARS:
-        raise RequestError(
-            f"Invalid 'cache_salt': it has 1 to {MAX_SALT_CHARS} characters.", "cache_salt"
-        )
-    return salted(given)
-
-
-def _session_key(fields: Fields) -> str | None:
-    """Return OpenAI's ``prompt_cache_key``, else ``user``.
-
-    Values that are not strings are ignored, as before these keys were used.
-    """
-    given = (fields.get(name) for name in ("prompt_cache_key", "user"))
-    return next((value for value in given if isinstance(value, str) and value), None)
-
-
-def read_request_id(fields: Fields, name: str) -> str | None:
-    """Read a client's own name of its request. Raises ``RequestError``."""
-    if fields.get(name) is None:
-        return None
-    given = fields.required_text(name)
-    if len(given) > MAX_MODEL_CHARS:
-        path = fields.path(name)
-        raise RequestError(
-            f"Invalid '{path}': an id has at most {MAX_MODEL_CHARS} characters.", path
-        )
-    return given
 
 
 def named_answer(request_id: str) -> str:
@@ -377,102 +385,8 @@ def named_answer(request_id: str) -> str:
     return f"{REQUEST_PREFIX}{digest[:32]}"
 
 
-def read_sampling(fields: Fields) -> dict[str, Any]:
-    """Read the sampling values that a client set itself."""
-    asked = {name: fields.number(name, within) for name, within in _NUMBERS.items()}
-    top_k = fields.integer("top_k", Range(-1))
-    asked["top_k"] = TOP_K_OFF if top_k == -1 else top_k
-    asked["repeat_penalty"] = _repeat_penalty(fields)
-    asked["mirostat"] = fields.integer("mirostat", _MIROSTAT)
-    return {name: value for name, value in asked.items() if value is not None}
-
-
-def _repeat_penalty(fields: Fields) -> float | None:
-    """Read the penalty by RKLLM's or vLLM's name."""
-    own = fields.number("repeat_penalty", _REPEAT)
-    alias = fields.number("repetition_penalty", _REPEAT)
-    if own is not None and alias is not None and own != alias:
-        raise RequestError(
-            "'repeat_penalty' and 'repetition_penalty' are two names of one value, but differ.",
-            "repetition_penalty",
-        )
-    return alias if own is None else own
-
-
-def read_stop(fields: Fields, name: str, most: int) -> tuple[str, ...]:
-    """Read stop strings: one, or up to ``most``."""
-    value, path = fields.get(name), fields.path(name)
-    if value is None:
-        return ()
-    if not isinstance(value, str | list):
-        raise wrong_type(path, "a string or an array of strings", value)
-    one = isinstance(value, str)
-    stops = [value] if one else value
-    if len(stops) > most:
-        raise RequestError(
-            f"Invalid '{path}': array too long. Expected at most {most} strings, "
-            f"but got {len(stops)}.",
-            path,
-        )
-    return tuple(_watched(s, path if one else f"{path}[{i}]") for i, s in enumerate(stops))
-
-
-def _watched(value: object, path: str) -> str:
-    """Check a string with which every token of the answer is compared."""
-    if not isinstance(value, str):
-        raise wrong_type(path, "a string", value)
-    if not 1 <= len(value) <= MAX_STOP_CHARS:
-        raise RequestError(
-            f"Invalid '{path}': it may have 1 to {MAX_STOP_CHARS} characters, but has "
-            f"{len(value)}.",
-            path,
-        )
-    return value
-
-
-def _pause_on(fields: Fields) -> tuple[str | int, ...]:
-    if fields.get("pause_on") is None:
-        return ()
-    found = fields.items("pause_on")
-    if len(found) > MAX_PAUSE_ON:
-        raise RequestError(
-            f"Invalid 'pause_on': array too long. Expected at most {MAX_PAUSE_ON} strings and "
-            f"token ids, but got {len(found)}.",
-            "pause_on",
-        )
-    return tuple(_pause_entry(value, f"pause_on[{index}]") for index, value in enumerate(found))
-
-
-def _pause_entry(value: object, path: str) -> str | int:
-    # Whether an id is one of the vocabulary depends on the model, and so does a negative one.
-    if isinstance(value, int) and not isinstance(value, bool):
-        return value
-    if not isinstance(value, str):
-        raise wrong_type(path, "a string or a token id", value)
-    return _watched(value, path)
-
-
-def _include_usage(fields: Fields, stream: bool) -> bool:
-    options = fields.child("stream_options")
-    if options is None:
-        return False
-    if not stream:
-        raise RequestError(
-            "The 'stream_options' parameter is only allowed when 'stream' is enabled.",
-            "stream_options",
-        )
-    return options.flag("include_usage")
-
-
-def read_choices(fields: Fields, prompts: int) -> int:
-    """Read ``n``, the number of answers to each prompt. Raises ``RequestError``."""
-    n = fields.integer("n", Range(1, MAX_CHOICES))
-    n = 1 if n is None else n
-    _hold_to_choices(n, prompts, "n")
-    return n
-
-
-def _hold_to_choices(each: int, prompts: int, name: str) -> None:
+def check_choices(each: int, prompts: int, name: str) -> None:
+    """Check the number of answers of a request. Raises ``RequestError``."""
     if each * prompts > MAX_CHOICES:
         raise RequestError(
             f"{prompts} prompts with {name}={each} make {each * prompts} answers, but one request "
@@ -481,7 +395,7 @@ def _hold_to_choices(each: int, prompts: int, name: str) -> None:
         )
 
 
-def _prompts(fields: Fields) -> tuple[TextOrIds | Embeds, ...]:
+def _prompts(fields: Fields, n: int) -> tuple[TextOrIds | Embeds, ...]:
     """Read one prompt or a list: strings, lists of token IDs, or vLLM's ``prompt_embeds``."""
     value, embeds = fields.get("prompt"), fields.get("prompt_embeds")
     if embeds is not None:
@@ -496,7 +410,7 @@ def _prompts(fields: Fields) -> tuple[TextOrIds | Embeds, ...]:
     if isinstance(first, str | list):
         # Counted before they are read, so that a list of a million prompts costs nothing.
         if len(value) > MAX_CHOICES:
-            read_choices(fields, prompts=len(value))
+            check_choices(n, len(value), "n")
         return tuple(read_prompt(one, f"prompt[{index}]") for index, one in enumerate(value))
     return (read_prompt(value, "prompt"),)
 

@@ -10,6 +10,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
+from typing_extensions import TypedDict
+
 from rkserve.api.json.body import JsonObject
 from rkserve.core.messages import Delta, TokenOrigin
 from rkserve.core.run_params import Scored
@@ -17,6 +19,36 @@ from rkserve.models.vocabulary import Vocabulary
 
 Ids = tuple[int, ...]
 Chosen = tuple[int, Scored | None]  # an ID, and its log-probability
+
+
+class TokenLogprob(TypedDict):
+    """A token with its log-probability."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class ChosenLogprob(TokenLogprob):
+    """A token of an answer, and the likeliest ones in its place."""
+
+    top_logprobs: list[TokenLogprob]
+
+
+class ChatLogprobs(TypedDict):
+    """Log-probabilities in the form of chats."""
+
+    content: list[ChosenLogprob]
+    refusal: None
+
+
+class CompletionLogprobLists(TypedDict):
+    """Log-probabilities in the form of completions."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
 
 
 @dataclass(frozen=True)

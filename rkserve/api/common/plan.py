@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from rkserve.api.common.calls import TOP_K_OFF, ChatCall, CompletionCall
+from rkserve.api.common.calls import ChatCall, CompletionCall
+from rkserve.api.common.parameters import TOP_K_OFF
 from rkserve.api.common.renderer import Prompt, PromptHeader, Renderer
 from rkserve.api.common.version_policy import ResolvedModel
 from rkserve.api.json.limits import TEXT_MODE_MAX_TOP_K

@@ -89,6 +89,7 @@ TOKENS: dict[str, Harmless] = {
 }
 
 CHAT: dict[str, Harmless] = {
+    **SHARED,
     "modalities": _only(["text"]),
     "audio": _never,
     "web_search_options": _never,
@@ -103,6 +104,7 @@ CHAT: dict[str, Harmless] = {
 }
 
 COMPLETION: dict[str, Harmless] = {
+    **SHARED,
     "suffix": _empty,
     "add_special_tokens": _only(True),
 }

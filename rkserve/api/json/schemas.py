@@ -10,7 +10,6 @@ OpenAPI document is made of both.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from enum import Enum
 from functools import cache
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -21,7 +20,6 @@ from pydantic import (
     GetJsonSchemaHandler,
     TypeAdapter,
     ValidationError,
-    WithJsonSchema,
 )
 from pydantic_core import CoreSchema
 
@@ -33,13 +31,6 @@ M = TypeVar("M", bound="RequestModel")
 Count = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(ge=0)]
 REF = "#/components/schemas/"
-
-
-def one_of(words: type[Enum] | tuple[str, ...]) -> WithJsonSchema:
-    """Return the annotation of a string that is one of a few; of an enum, those are its values."""
-    listed = words if isinstance(words, tuple) else [one.value for one in words]
-    return WithJsonSchema({"type": "string", "enum": [*listed]})
-
 
 _TYPES = {
     "string_type": "a string",
@@ -93,10 +84,10 @@ class RequestModel(BaseModel):
         """Add ``null``, which is absent, to keys that may be left out."""
         made = handler(core_schema)
         schema = handler.resolve_ref_schema(made)
-        required = schema.get("required", ())
-        for key, value in schema.get("properties", {}).items():
-            if key not in required:
-                schema["properties"][key] = nullable(value)
+        required, found = schema.get("required", ()), schema.get("properties", {})
+        schema["properties"] = {key: found[key] for key in required} | {
+            key: nullable(value) for key, value in found.items() if key not in required
+        }
         schema.setdefault("additionalProperties", True)
         return made
 
@@ -118,10 +109,10 @@ def request_error(exc: ValidationError) -> RequestError:
     limits: Mapping[str, Any] = first.get("ctx", {})
     if kind == "missing":
         return missing(path)
-    if kind in _TYPES:
+    if kind in _TYPES or kind == "wrong_type":  # the latter is a validator's of our own
         if kind == "float_type" and isinstance(value, int) and not isinstance(value, bool):
             return RequestError(f"Invalid '{path}': too large for a number.", path)
-        return wrong_type(path, _TYPES[kind], value)
+        return wrong_type(path, _TYPES.get(kind) or limits["expected"], value)
     if kind in ("enum", "literal_error"):
         if not isinstance(value, str):
             return wrong_type(path, "a string", value)
@@ -141,6 +132,11 @@ def _complaint(kind: str, value: object, limits: Mapping[str, Any], message: str
     if kind == "string_too_long" and isinstance(value, str):
         limit = limits["max_length"]
         return f"string too long. Expected at most {limit} characters, but got {len(value)}"
+    if kind == "too_short":
+        return "empty array"
+    if kind == "too_long" and isinstance(value, list):
+        limit = limits["max_length"]
+        return f"array too long. Expected at most {limit} items, but got {len(value)}"
     return message
 
 

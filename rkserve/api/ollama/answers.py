@@ -5,6 +5,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
+from typing import Literal
+
+from typing_extensions import NotRequired, TypedDict
 
 from rkserve.api.common import output
 from rkserve.api.common.answer import (
@@ -17,6 +20,7 @@ from rkserve.api.common.answer import (
 )
 from rkserve.api.common.output import error_object
 from rkserve.api.json.body import JsonObject
+from rkserve.api.json.schemas import Count
 from rkserve.api.ollama.requests import LoadRequest, parse_chat, parse_generate
 from rkserve.api.parsing.parts import Part, ReasoningPart, Retraction, TextPart
 from rkserve.api.parsing.tool_choice import as_object
@@ -29,6 +33,56 @@ HEADERS = {
 }
 _WORDS, _THOUGHTS = "words", "thoughts"
 _NS_PER_MS = 1_000_000
+
+
+class _Line(TypedDict):
+    model: str
+    created_at: str
+    done: bool
+    done_reason: NotRequired[str]
+    total_duration: NotRequired[Count]
+    load_duration: NotRequired[Count]
+    prompt_eval_count: NotRequired[Count]
+    prompt_eval_duration: NotRequired[Count]
+    eval_count: NotRequired[Count]
+    eval_duration: NotRequired[Count]
+    rkserve: NotRequired[JsonObject]
+
+
+class OllamaFunction(TypedDict):
+    """A call of a function; its arguments are an object."""
+
+    name: str
+    arguments: JsonObject
+
+
+class OllamaCall(TypedDict):
+    """A call of a tool."""
+
+    id: str
+    function: OllamaFunction
+
+
+class OllamaMessage(TypedDict):
+    """The message of an answer."""
+
+    role: Literal["assistant"]
+    content: str
+    thinking: NotRequired[str]
+    tool_calls: NotRequired[list[OllamaCall]]
+
+
+class OllamaChatAnswer(_Line):
+    """The answer to a conversation, or a line of it; the last one has the counts."""
+
+    message: OllamaMessage
+
+
+class OllamaGenerateAnswer(_Line):
+    """The answer to a prompt, or a line of it; the last one has the counts."""
+
+    response: str
+    thinking: NotRequired[str]
 
 
 class _Lines(BaseAnswer, ABC):
@@ -109,7 +163,7 @@ class _Lines(BaseAnswer, ABC):
 
     def _last(self, said: JsonObject) -> JsonObject:
         end, counts = self._ends[0], self.usage()
-        told = timings_of([end])
+        told: JsonObject = {**timings_of([end])}
         own = {"id": self.id, **self._seal(self.versions), "timings": told, **self._spans(0)}
         waited = (
             "queue_ms",

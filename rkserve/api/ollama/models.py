@@ -9,18 +9,24 @@ import json
 from array import array
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import Annotated
 
+from pydantic import Field, SkipValidation
+from typing_extensions import NotRequired, TypedDict
+
+from rkserve.api.common.parameters import ModelName, Nonempty, OpenModel
 from rkserve.api.json.body import JsonObject, parse_object
-from rkserve.api.json.fields import Fields, Range
-from rkserve.api.json.limits import MAX_DIMENSIONS
+from rkserve.api.json.fields import Fields, missing
+from rkserve.api.json.limits import MAX_DIMENSIONS, MAX_INPUTS
+from rkserve.api.json.schemas import Count
 from rkserve.api.ollama.answers import timestamp
-from rkserve.api.ollama.requests import LoadRequest, asked_model
+from rkserve.api.ollama.requests import LoadRequest, without_tag
 from rkserve.api.openai.embeddings import (
     EmbeddingCall,
     EmbeddingDialect,
+    VectorRequest,
     check_count,
     read_text,
-    read_wanted,
     written,
 )
 from rkserve.core.board_report import BoardReport, BoardState
@@ -52,12 +58,89 @@ class FolderFacts:
     vision: bool = False
 
 
-def tags(entries: Iterable[JsonObject], facts: Mapping[str, FolderFacts]) -> JsonObject:
+class ModelDetails(TypedDict):
+    """Facts from the name or the folder of a model."""
+
+    parent_model: str
+    format: str
+    family: str
+    parameter_size: str
+    quantization_level: str
+    families: list[str]
+
+
+class OllamaTag(TypedDict):
+    """A model or an adapter."""
+
+    name: str
+    model: str
+    modified_at: str
+    digest: str
+    size: Count
+    details: ModelDetails
+
+
+class RunningTag(OllamaTag):
+    """A model that a board has loaded."""
+
+    expires_at: str
+    size_vram: Count
+    context_length: Count
+
+
+class OllamaTagsAnswer(TypedDict):
+    """The models and adapters."""
+
+    models: list[OllamaTag]
+
+
+class OllamaShowAnswer(TypedDict):
+    """One model."""
+
+    modelfile: str
+    parameters: str
+    template: str
+    modified_at: str
+    details: ModelDetails
+    model_info: JsonObject
+    capabilities: list[str]
+
+
+class OllamaRunningAnswer(TypedDict):
+    """The models that are loaded."""
+
+    models: list[RunningTag]
+
+
+class OllamaVersionAnswer(TypedDict):
+    """The release of this API, and rkserve's."""
+
+    version: str
+    rkserve: str
+
+
+class OllamaEmbedAnswer(TypedDict):
+    """A vector for each text."""
+
+    model: str
+    embeddings: list[list[float]]
+    total_duration: Count
+    load_duration: Count
+    prompt_eval_count: NotRequired[Count]
+
+
+class OllamaEmbeddingsAnswer(TypedDict):
+    """The vector of a text."""
+
+    embedding: list[float]
+
+
+def tags(entries: Iterable[JsonObject], facts: Mapping[str, FolderFacts]) -> OllamaTagsAnswer:
     """Return the answer of GET /api/tags: OpenAI's entries, with facts from the folders."""
     return {"models": [_tag(entry, facts) for entry in entries]}
 
 
-def show(entry: JsonObject, facts: FolderFacts) -> JsonObject:
+def show(entry: JsonObject, facts: FolderFacts) -> OllamaShowAnswer:
     """Return the answer of POST /api/show."""
     return {
         "modelfile": "",
@@ -75,24 +158,26 @@ def show(entry: JsonObject, facts: FolderFacts) -> JsonObject:
 
 def running(
     entries: Iterable[JsonObject], facts: Mapping[str, FolderFacts], reports: Iterable[BoardReport]
-) -> JsonObject:
+) -> OllamaRunningAnswer:
     """Return the answer of GET /api/ps: the base models that a board has loaded."""
     ready = [one for one in reports if one.state is BoardState.READY]
-    found = []
+    found: list[RunningTag] = []
     for entry in entries:
         boards = [one for one in ready if one.model == entry["id"]]
         if boards and "parent" not in entry:
             memory = round(max(one.memory_mb for one in boards) * _MEBIBYTE)
-            more = {
-                "expires_at": _NEVER,
-                "size_vram": memory,
-                "context_length": entry["rkserve"]["context_length"],
-            }
-            found.append({**_tag(entry, facts), **more})
+            found.append(
+                {
+                    **_tag(entry, facts),
+                    "expires_at": _NEVER,
+                    "size_vram": memory,
+                    "context_length": entry["rkserve"]["context_length"],
+                }
+            )
     return {"models": found}
 
 
-def version(own: str) -> JsonObject:
+def version(own: str) -> OllamaVersionAnswer:
     """Return the answer of GET /api/version; ``own`` is rkserve's."""
     return {"version": API_RELEASE, "rkserve": own}
 
@@ -104,12 +189,14 @@ def base_of(entry: JsonObject) -> str:
 
 def parse_show(body: bytes) -> str:
     """Return the model of POST /api/show. Raises ``RequestError``."""
-    fields = Fields(parse_object(body))
-    older = "model" if fields.get("model") is not None else "name"
-    return asked_model(fields, older if fields.get(older) is not None else "model")
+    asked = OllamaShowRequest.read(parse_object(body))
+    name = asked.model or asked.name
+    if name is None:
+        raise missing("model")
+    return without_tag(name)
 
 
-def _tag(entry: JsonObject, facts: Mapping[str, FolderFacts]) -> JsonObject:
+def _tag(entry: JsonObject, facts: Mapping[str, FolderFacts]) -> OllamaTag:
     of = facts.get(base_of(entry), FolderFacts())
     adapter = entry["rkserve"] if "parent" in entry else None
     return {
@@ -122,7 +209,7 @@ def _tag(entry: JsonObject, facts: Mapping[str, FolderFacts]) -> JsonObject:
     }
 
 
-def _details(entry: JsonObject) -> JsonObject:
+def _details(entry: JsonObject) -> ModelDetails:
     return {
         "parent_model": entry.get("parent", ""),
         "format": FORMAT,
@@ -149,26 +236,49 @@ def _parameters(sampling: Sampling | None) -> str:
 _NS_PER_S = 1e9
 
 
+class OllamaEmbedRequest(VectorRequest):
+    """The body of POST /api/embed."""
+
+    input: SkipValidation[str | Annotated[list[Nonempty], Field(max_length=MAX_INPUTS)] | None] = (
+        None
+    )
+    truncate: bool = True
+    dimensions: int | None = Field(None, ge=1, le=MAX_DIMENSIONS)
+    keep_alive: SkipValidation[str | float | None] = None
+
+
+class OllamaEmbeddingsRequest(VectorRequest):
+    """The body of POST /api/embeddings."""
+
+    prompt: SkipValidation[str | None] = None
+    keep_alive: SkipValidation[str | float | None] = None
+
+
+class OllamaShowRequest(OpenModel):
+    """The body of POST /api/show. `name` is the older name of `model`."""
+
+    model: ModelName | None = None
+    name: ModelName | None = None
+
+
 def parse_embed(body: bytes) -> EmbeddingCall:
     """Read the body of POST /api/embed: a text, or a list of them. Raises ``RequestError``."""
-    fields = Fields(parse_object(body))
-    call = _call(fields, "input")
-    return replace(
-        call,
-        cut=fields.maybe_flag("truncate") is not False,
-        dimensions=fields.integer("dimensions", Range(1, MAX_DIMENSIONS)),
-    )
+    values = parse_object(body)
+    asked = OllamaEmbedRequest.read(values)
+    call = _call(asked, Fields(values), "input")
+    return replace(call, cut=asked.truncate, dimensions=asked.dimensions)
 
 
 def parse_embed_one(body: bytes) -> EmbeddingCall:
     """Read the body of POST /api/embeddings: one text. Raises ``RequestError``."""
-    fields = Fields(parse_object(body))
+    values = parse_object(body)
+    asked, fields = OllamaEmbeddingsRequest.read(values), Fields(values)
     fields.required_text("prompt")
-    return replace(_call(fields, "prompt"), cut=True)
+    return replace(_call(asked, fields, "prompt"), cut=True)
 
 
-def _call(fields: Fields, name: str) -> EmbeddingCall:
-    wanted = replace(read_wanted(fields), model=asked_model(fields))
+def _call(asked: VectorRequest, fields: Fields, name: str) -> EmbeddingCall:
+    wanted = replace(asked.options(), model=without_tag(asked.model))
     value = fields.get(name)
     if isinstance(value, str):
         return EmbeddingCall(wanted, (_text(value, name),), (name,))
@@ -205,7 +315,7 @@ def _embedded_one(
     return b'{"embedding":%b}' % written(vector)
 
 
-def nothing(asked: LoadRequest, what: str) -> JsonObject:
+def nothing(asked: LoadRequest, what: str) -> OllamaEmbedAnswer | OllamaEmbeddingsAnswer:
     """Return the answer to a call without a text: the model is ready."""
     if what == "prompt":
         return {"embedding": []}

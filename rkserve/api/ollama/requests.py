@@ -1,4 +1,4 @@
-"""The reader of Ollama's chat and generate calls.
+"""Ollama's chat and generate bodies: their models, and the calls that are read from them.
 
 Unsupported parameters that would change the answer are in ``_REFUSED`` and ``_OPTIONS_REFUSED``.
 """
@@ -7,36 +7,100 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, SkipValidation
 
 from rkserve.api.common import unsupported
 from rkserve.api.common.answer import AnyCall
-from rkserve.api.common.calls import (
-    ChatCall,
-    CompletionCall,
-    read_model,
-    read_prompt,
-    read_sampling,
-    read_shared,
-    read_stop,
+from rkserve.api.common.calls import ChatCall, CompletionCall, read_prompt
+from rkserve.api.common.parameters import (
+    AnyObject,
+    DrawParameters,
+    Effort,
+    ModelName,
+    OpenModel,
+    OwnParameters,
+    ReasoningParameters,
+    SamplingParameters,
+    StopSequences,
 )
 from rkserve.api.json.body import parse_object
 from rkserve.api.json.fields import Fields, as_fields, missing, wrong_type
-from rkserve.api.json.limits import MAX_MESSAGES, MAX_STOP_SEQUENCES
-from rkserve.api.parsing.reasoning import EFFORTS, ReasoningOptions, read_wish
-from rkserve.api.parsing.sampling import (
-    JSON_OBJECT,
-    Named,
-    SamplingOptions,
-    read_draws,
-    schema_guide,
-)
+from rkserve.api.json.limits import MAX_MESSAGES, MAX_TOOLS
+from rkserve.api.parsing.reasoning import EFFORTS, ReasoningOptions
+from rkserve.api.parsing.sampling import JSON_OBJECT, Named, schema_guide
 from rkserve.api.parsing.tool_choice import read_tools
 from rkserve.api.prompting.conversation import Message, PendingToolCalls
 from rkserve.api.prompting.images import ImagePart, image_file, shown
 from rkserve.core.errors import RequestError, UnsupportedParameter
 
 _TAG = ":latest"  # the tag that Ollama's clients append to names without one
+
+
+class OllamaOptions(SamplingParameters, DrawParameters):
+    """Sampling values in Ollama's form."""
+
+    num_predict: int | None = None
+    stop: StopSequences = ()
+
+
+class OllamaRequest(OwnParameters, ReasoningParameters):
+    """Keys of both /api/chat and /api/generate."""
+
+    model: ModelName = Field(description="A model or an adapter.")
+    stream: bool = True
+    options: OllamaOptions = Field(default_factory=OllamaOptions)
+    format: SkipValidation[Literal["", "json"] | AnyObject | None] = None
+    think: SkipValidation[bool | Effort | None] = None
+    keep_alive: SkipValidation[str | float | None] = Field(
+        None, description="Only 0 has a meaning: it is refused."
+    )
+
+    def call(self, fields: Fields) -> dict[str, Any]:
+        """Return the values by the names of ``GenerationCall``; ``fields`` is the body."""
+        options = self.options
+        unsupported.refuse(fields.child("options") or Fields({}), _OPTIONS_REFUSED)
+        limit, draws = options.num_predict, options.draws()
+        # As in Ollama, a negative seed means none; clients send it as the default.
+        seed = None if draws.seed is not None and draws.seed < 0 else draws.seed
+        return {
+            "model": without_tag(self.model),
+            "steps": replace(draws, seed=seed, guide=_format(fields)),
+            "max_tokens": limit if limit is not None and limit > 0 else None,
+            "sampling": options.sampling(),
+            "stop": options.stop,
+            "stream": self.stream,
+            **self.own(),
+        }
+
+    def thinking(self, fields: Fields) -> ReasoningOptions:
+        """Return the reasoning options of ``think`` or rkserve's own keys."""
+        own, think = self.reasoning_options(), self.think
+        if think is None:
+            return own
+        if isinstance(think, bool):
+            return replace(own, enabled=think)
+        return replace(own, enabled=True, effort=fields.choice("think", *EFFORTS))
+
+
+class OllamaChatRequest(OllamaRequest):
+    """The body of POST /api/chat."""
+
+    messages: SkipValidation[list[AnyObject] | None] = Field(
+        None, description="None: the model is loaded, if it sleeps."
+    )
+    tools: SkipValidation[Annotated[list[AnyObject], Field(max_length=MAX_TOOLS)] | None] = None
+
+
+class OllamaGenerateRequest(OllamaRequest):
+    """The body of POST /api/generate."""
+
+    prompt: SkipValidation[str | None] = Field(
+        None, description="None: the model is loaded, if it sleeps."
+    )
+    system: str | None = None
+    raw: bool = False
 
 
 @dataclass(frozen=True)
@@ -48,18 +112,17 @@ class LoadRequest:
 
 def parse_chat(body: bytes) -> ChatCall:
     """Read the body of POST /api/chat. Raises ``RequestError``."""
-    fields = Fields(parse_object(body))
-    model = asked_model(fields)
+    values = parse_object(body)
+    asked, fields = OllamaChatRequest.read(values), Fields(values)
     messages = tuple(_messages(fields))
     unsupported.refuse(fields, _REFUSED)
     last = messages[-1]
     return ChatCall(
-        model=model,
         messages=messages,
         prefill=last["role"] == "assistant" and not last.get("tool_calls"),
         tools=read_tools(fields),
-        wish=_wish(fields),
-        **_shared(fields),
+        wish=asked.thinking(fields),
+        **asked.call(fields),
     )
 
 
@@ -69,14 +132,13 @@ def parse_generate(body: bytes) -> AnyCall:
     Raises:
         RequestError: with the ``param`` at fault.
     """
-    fields = Fields(parse_object(body))
-    model = asked_model(fields)
+    values = parse_object(body)
+    asked, fields = OllamaGenerateRequest.read(values), Fields(values)
     prompt = fields.required_text("prompt")
     unsupported.refuse(fields, _REFUSED)
-    system = fields.text("system")
     images = _images(fields)
-    if fields.flag("raw"):
-        if system:
+    if asked.raw:
+        if asked.system:
             raise RequestError("A 'raw' prompt is taken as it is, without 'system'.", "system")
         if images:
             raise UnsupportedParameter(
@@ -84,23 +146,11 @@ def parse_generate(body: bytes) -> AnyCall:
                 "and none in a 'raw' one.",
                 "images",
             )
-        prompts = (read_prompt(prompt, "prompt"),)
-        return CompletionCall(model=model, prompts=prompts, **_shared(fields))
+        return CompletionCall(prompts=(read_prompt(prompt, "prompt"),), **asked.call(fields))
     messages: list[Message] = [{"role": "user", "content": shown([*images, prompt])}]
-    if system:
-        messages.insert(0, {"role": "system", "content": system})
-    return ChatCall(model=model, messages=tuple(messages), wish=_wish(fields), **_shared(fields))
-
-
-def _wish(fields: Fields) -> ReasoningOptions:
-    """Read the reasoning options from ``think`` or rkserve's own keys."""
-    own, think = read_wish(fields), fields.get("think")
-    if think is None:
-        return own
-    if isinstance(think, bool):
-        return replace(own, enabled=think)
-    effort = fields.choice("think", *EFFORTS)
-    return replace(own, enabled=True, effort=effort)
+    if asked.system:
+        messages.insert(0, {"role": "system", "content": asked.system})
+    return ChatCall(messages=tuple(messages), wish=asked.thinking(fields), **asked.call(fields))
 
 
 def parse_load(body: bytes, what: str) -> LoadRequest | None:
@@ -109,48 +159,28 @@ def parse_load(body: bytes, what: str) -> LoadRequest | None:
     Raises:
         RequestError: also for an unload, which only the operator may request.
     """
-    fields = Fields(parse_object(body))
-    if fields.get(what) not in (None, "", []):
+    values = parse_object(body)
+    if values.get(what) not in (None, "", []):
         return None
-    model = asked_model(fields)
-    if fields.get("keep_alive") in (0, "0", "0s") and fields.get("keep_alive") is not False:
+    model, keep_alive = ModelRequest.read(values).model, values.get("keep_alive")
+    if keep_alive in (0, "0", "0s") and keep_alive is not False:
         raise UnsupportedParameter(
             "Unsupported parameter: a model is not unloaded by 'keep_alive', but by the operator: "
             "POST /v1/models/unload.",
             "keep_alive",
         )
-    return LoadRequest(model)
+    return LoadRequest(without_tag(model))
 
 
-def asked_model(fields: Fields, name: str = "model") -> str:
-    """Read the name of a model in Ollama's form."""
-    asked = read_model(fields) if name == "model" else fields.required_text(name)
-    return asked.removesuffix(_TAG) or asked
+class ModelRequest(OpenModel):
+    """A body that names a model."""
+
+    model: ModelName = Field(description="A model or an adapter.")
 
 
-def _shared(fields: Fields) -> dict[str, Any]:
-    """Read the parameters of both chat and generate: Ollama's options and rkserve's own keys."""
-    shared = read_shared(fields)
-    options = fields.child("options") or Fields({}, "options")
-    unsupported.refuse(options, _OPTIONS_REFUSED)
-    stream = fields.maybe_flag("stream")
-    limit = options.integer("num_predict")
-    return {
-        **shared,
-        "steps": _steps(fields, options),
-        "max_tokens": limit if limit is not None and limit > 0 else None,
-        "sampling": read_sampling(options),
-        "stop": read_stop(options, "stop", MAX_STOP_SEQUENCES),
-        "stream": True if stream is None else stream,
-    }
-
-
-def _steps(fields: Fields, options: Fields) -> SamplingOptions:
-    """Read the sampling options and the format of the answer."""
-    steps = read_draws(options)
-    # As in Ollama, a negative seed means none; clients send it as the default.
-    seed = None if steps.seed is not None and steps.seed < 0 else steps.seed
-    return replace(steps, seed=seed, guide=_format(fields))
+def without_tag(name: str) -> str:
+    """Return the name of a model in Ollama's form."""
+    return name.removesuffix(_TAG) or name
 
 
 def _format(fields: Fields) -> Named | None:
@@ -176,6 +206,7 @@ def _empty(value: Any, _: Fields) -> bool:
 
 # As in ``unsupported``: parameters that would change the answer, with values without effect.
 _REFUSED: dict[str, unsupported.Harmless] = {
+    **unsupported.SHARED,
     **unsupported.TOKENS,
     "suffix": _empty,
     "template": _empty,

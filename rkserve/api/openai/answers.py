@@ -8,14 +8,35 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
+
+from typing_extensions import NotRequired, TypedDict
 
 from rkserve.api.common import output
-from rkserve.api.common.answer import AnswerOrigin, BaseAnswer, Dialect, pause_status, timings_of
+from rkserve.api.common.answer import (
+    AnswerOrigin,
+    BaseAnswer,
+    Dialect,
+    FinishedBy,
+    TimingsAnswer,
+    UsageAnswer,
+    WeightSpans,
+    pause_status,
+    timings_of,
+)
 from rkserve.api.common.calls import ChatCall, CompletionCall, parse_chat, parse_completion
-from rkserve.api.common.logprobs import Chosen, CompletionLog, TokenTexts, chat_logprobs, of_prompt
+from rkserve.api.common.logprobs import (
+    ChatLogprobs,
+    Chosen,
+    CompletionLog,
+    CompletionLogprobLists,
+    TokenTexts,
+    chat_logprobs,
+    of_prompt,
+)
 from rkserve.api.common.output import error_event
 from rkserve.api.json.body import JsonObject
+from rkserve.api.json.schemas import Count
 from rkserve.api.parsing.answer_parser import TOOL_CALLS
 from rkserve.api.parsing.parts import (
     Part,
@@ -27,6 +48,133 @@ from rkserve.api.parsing.parts import (
 )
 from rkserve.core.messages import Delta, Finished, Paused
 from rkserve.core.run_params import Scored
+
+
+class _Head(TypedDict):
+    id: str
+    created: int
+    model: str
+    system_fingerprint: str
+
+
+class _Whole(_Head):
+    timings: TimingsAnswer
+    weight_version: str
+    usage: UsageAnswer
+
+
+class _Chunk(_Head):
+    usage: NotRequired[UsageAnswer | None]
+    rkserve: NotRequired[JsonObject]
+    prompt_token_ids: NotRequired[list[int]]
+    timings: NotRequired[TimingsAnswer]
+    weight_version: NotRequired[str]
+    error: NotRequired[JsonObject]
+
+
+class _Choice(WeightSpans):
+    index: Count
+    token_ids: NotRequired[list[int]]
+
+
+class CalledFunction(TypedDict):
+    """A call of a function; its arguments are JSON text."""
+
+    name: str
+    arguments: str
+
+
+class CalledTool(TypedDict):
+    """A call of a tool."""
+
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
+class AssistantMessage(TypedDict):
+    """The message of an answer."""
+
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None
+    reasoning_content: NotRequired[str]
+    function_call: NotRequired[CalledFunction]
+    tool_calls: NotRequired[list[CalledTool]]
+
+
+class ChatChoice(_Choice):
+    """One of the answers to a conversation."""
+
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishedBy
+
+
+class ChatCompletion(_Whole):
+    """The answer to a conversation."""
+
+    object: Literal["chat.completion"]
+    choices: list[ChatChoice]
+    prompt_token_ids: NotRequired[list[int]]
+
+
+class MessageDelta(TypedDict):
+    """More of a message."""
+
+    role: NotRequired[Literal["assistant"]]
+    content: NotRequired[str]
+    refusal: NotRequired[None]
+    reasoning_content: NotRequired[str]
+    function_call: NotRequired[JsonObject]
+    tool_calls: NotRequired[list[JsonObject]]
+
+
+class ChatChunkChoice(_Choice):
+    """More of one of the answers."""
+
+    delta: MessageDelta
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishedBy | None
+
+
+class ChatChunk(_Chunk):
+    """An event of a streamed chat. The tests hold it to what the frames below are made of."""
+
+    object: Literal["chat.completion.chunk"]
+    choices: list[ChatChunkChoice]
+
+
+class TextChoice(_Choice):
+    """One of the answers to the prompts."""
+
+    text: str
+    logprobs: CompletionLogprobLists | None
+    finish_reason: FinishedBy
+    prompt_token_ids: NotRequired[list[int]]
+
+
+class TextChunkChoice(_Choice):
+    """More of one of the answers."""
+
+    text: str
+    logprobs: CompletionLogprobLists | None
+    finish_reason: FinishedBy | None
+    prompt_token_ids: NotRequired[list[int]]
+
+
+class Completion(_Whole):
+    """The answer to prompts."""
+
+    object: Literal["text_completion"]
+    choices: list[TextChoice]
+
+
+class CompletionChunk(_Chunk):
+    """An event of a streamed completion."""
+
+    object: Literal["text_completion"]
+    choices: list[TextChunkChoice]
 
 
 class _Answer(BaseAnswer, ABC):

@@ -9,14 +9,20 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from operator import mul
+from typing import Annotated, Literal
+
+from pydantic import Field, SkipValidation
+from typing_extensions import TypedDict
 
 from rkserve.api.common import unsupported
-from rkserve.api.common.calls import TextOrIds, read_model, read_prompt, read_standing
+from rkserve.api.common.calls import TextOrIds, read_prompt
+from rkserve.api.common.parameters import ModelName, Nonempty, NonemptyIds, Scheduling
 from rkserve.api.common.renderer import Prompt, Renderer
 from rkserve.api.common.version_policy import ResolvedModel
 from rkserve.api.json.body import parse_object
-from rkserve.api.json.fields import Fields, Range, missing, wrong_type
+from rkserve.api.json.fields import Fields, wrong_type
 from rkserve.api.json.limits import MAX_DIMENSIONS, MAX_INPUTS
+from rkserve.api.json.schemas import Count
 from rkserve.core.errors import ContextOverflow, InputTooLong, RequestError, UnsupportedParameter
 from rkserve.core.messages import EmbedRequest
 from rkserve.core.run_params import Pooling
@@ -85,23 +91,100 @@ class EmbeddingChunk:
     request: EmbedRequest
 
 
+class PromptUsage(TypedDict):
+    """The number of tokens of all texts."""
+
+    prompt_tokens: Count
+    total_tokens: Count
+
+
+class TextUsage(PromptUsage):
+    """The number of tokens of all texts; none is generated."""
+
+    completion_tokens: Literal[0]
+
+
+class EmbeddingVector(TypedDict):
+    """The vector of a text; in base64, where that was asked for."""
+
+    object: Literal["embedding"]
+    index: Count
+    embedding: list[float] | str
+
+
+class EmbeddingsAnswer(TypedDict):
+    """A vector for each text."""
+
+    object: Literal["list"]
+    data: list[EmbeddingVector]
+    model: str
+    usage: PromptUsage
+
+
+class PooledText(TypedDict):
+    """A row for each token of a text."""
+
+    index: Count
+    object: Literal["pooling"]
+    data: list[list[float]] | str
+
+
+class PooledAnswer(TypedDict):
+    """The hidden states of texts."""
+
+    id: str
+    object: Literal["list"]
+    created: Count
+    model: str
+    data: list[PooledText]
+    usage: TextUsage
+
+
+_Texts = SkipValidation[
+    Nonempty
+    | NonemptyIds
+    | Annotated[list[Nonempty | NonemptyIds], Field(min_length=1, max_length=MAX_INPUTS)]
+]
+
+
+class VectorRequest(Scheduling):
+    """Parameters of every embedding call."""
+
+    model: ModelName = Field(description="A model or an adapter.")
+
+    def options(self) -> VectorOptions:
+        """Return the parameters."""
+        return VectorOptions(model=self.model, **self.scheduling())
+
+
+class EmbeddingsRequest(VectorRequest):
+    """The body of POST /v1/embeddings."""
+
+    input: _Texts
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: int | None = Field(None, ge=1, le=MAX_DIMENSIONS)
+
+
+class PoolingRequest(VectorRequest):
+    """The body of POST /pooling."""
+
+    input: _Texts
+    encoding_format: Literal["float", "base64"] = "float"
+    task: SkipValidation[Literal["token_embed"] | None] = None
+
+
 def parse_embeddings(body: bytes) -> EmbeddingCall:
     """Read the body of POST /v1/embeddings.
 
     Raises:
         RequestError: with the ``param`` at fault.
     """
-    fields = Fields(parse_object(body))
-    wanted = read_wanted(fields)
+    values = parse_object(body)
+    asked, fields = EmbeddingsRequest.read(values), Fields(values)
     inputs, paths = _inputs(fields)
     unsupported.refuse(fields, _REFUSED)
-    return EmbeddingCall(
-        wanted,
-        inputs,
-        paths,
-        as_base64=fields.choice("encoding_format", "float", BASE64) == BASE64,
-        dimensions=fields.integer("dimensions", Range(1, MAX_DIMENSIONS)),
-    )
+    as_base64 = asked.encoding_format == BASE64
+    return EmbeddingCall(asked.options(), inputs, paths, as_base64, asked.dimensions)
 
 
 def parse_pooling(body: bytes) -> PoolingCall:
@@ -110,28 +193,16 @@ def parse_pooling(body: bytes) -> PoolingCall:
     Raises:
         RequestError: with the ``param`` at fault.
     """
-    fields = Fields(parse_object(body))
-    wanted = read_wanted(fields)
+    values = parse_object(body)
+    asked, fields = PoolingRequest.read(values), Fields(values)
     inputs, paths = _inputs(fields)
     unsupported.refuse(fields, _REFUSED | _NOT_POOLED)
-    return PoolingCall(
-        wanted,
-        inputs,
-        paths,
-        as_base64=fields.choice("encoding_format", "float", BASE64) == BASE64,
-    )
-
-
-def read_wanted(fields: Fields) -> VectorOptions:
-    """Read the parameters of every embedding call."""
-    return VectorOptions(model=read_model(fields), **read_standing(fields))
+    return PoolingCall(asked.options(), inputs, paths, asked.encoding_format == BASE64)
 
 
 def _inputs(fields: Fields) -> tuple[tuple[TextOrIds, ...], tuple[str, ...]]:
     """Read one text or a list, each a string or a list of token IDs."""
     value = fields.get("input")
-    if value is None:
-        raise missing("input")
     if isinstance(value, str):
         return (read_text(value, "input"),), ("input",)
     if not isinstance(value, list):

@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from datetime import datetime, timezone
+from typing import Literal
+
+from typing_extensions import NotRequired, TypedDict
 
 from rkserve.api.json.body import JsonObject
+from rkserve.api.json.schemas import Count
 from rkserve.core.board_report import BoardReport, BoardState
 from rkserve.core.desired_state import AdapterVersion, AdapterVersions, Desired, SleepLevel
 from rkserve.core.errors.base import without_folders
@@ -14,6 +18,68 @@ from rkserve.models.adapters import Adapter
 from rkserve.models.settings import EmbeddingSettings, VisionSettings
 
 OWNER = "rkserve"
+
+
+class ListedBoard(TypedDict):
+    """A board of a model."""
+
+    id: str
+    state: str
+    reason: str
+    release: str
+    platform: str
+    library: str
+    node: str
+
+
+class VisionFacts(TypedDict):
+    """Facts about the images that a model takes."""
+
+    image_tokens: Count
+
+
+class ModelFacts(TypedDict):
+    """rkserve's own facts about a model, or about an adapter and its version."""
+
+    context_length: Count
+    state: NotRequired[Literal["ready", "loading", "paused", "asleep", "failed"]]
+    embedding: NotRequired[JsonObject | None]
+    vision: NotRequired[VisionFacts | None]
+    boards: NotRequired[list[ListedBoard]]
+    adapter: NotRequired[str]
+    scale: NotRequired[float | None]
+    version: NotRequired[str | None]
+    digest: NotRequired[str | None]
+    bytes: NotRequired[Count]
+    broken: NotRequired[str | None]
+    candidate: NotRequired[str | None]
+    weight: NotRequired[float | None]
+    versions: NotRequired[list[JsonObject]]
+
+
+class ModelAnswer(TypedDict):
+    """OpenAI's model with Anthropic's keys beside them. An adapter has a `parent`."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    type: Literal["model"]
+    display_name: str
+    created_at: str
+    lifecycle: Literal["active"]
+    rkserve: ModelFacts
+    parent: NotRequired[str]
+
+
+class ModelsAnswer(TypedDict):
+    """OpenAI's list of models, which is all of Anthropic's pages, too."""
+
+    object: Literal["list"]
+    data: list[ModelAnswer]
+    has_more: Literal[False]
+    first_id: str | None
+    last_id: str | None
 
 
 def model_entry(

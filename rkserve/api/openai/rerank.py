@@ -13,13 +13,20 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import mul
+from typing import Annotated, Literal
+
+from pydantic import Field, SkipValidation
+from typing_extensions import NotRequired, TypedDict
 
 from rkserve.api.common import unsupported
+from rkserve.api.common.parameters import Nonempty, OpenModel
 from rkserve.api.common.renderer import PromptHeader, Renderer
 from rkserve.api.common.version_policy import ResolvedModel
-from rkserve.api.json.body import JsonObject, parse_object
-from rkserve.api.json.fields import Fields, Range, missing, wrong_type
-from rkserve.api.openai.embeddings import VectorOptions, check_count, read_wanted
+from rkserve.api.json.body import parse_object
+from rkserve.api.json.fields import Fields, missing, wrong_type
+from rkserve.api.json.limits import MAX_INPUTS
+from rkserve.api.json.schemas import Count
+from rkserve.api.openai.embeddings import TextUsage, VectorOptions, VectorRequest, check_count
 from rkserve.api.parsing.reasoning import ReasoningOptions
 from rkserve.core.errors import ContextOverflow, InputTooLong, RequestError, UnsupportedParameter
 from rkserve.core.messages import Delta, GenerateRequest
@@ -67,22 +74,94 @@ class ScoreCall:
     pairs: list[tuple[RankedText, RankedText]]
 
 
+class DocumentText(TypedDict):
+    """The text of a document."""
+
+    text: str
+
+
+class RankedDocument(TypedDict):
+    """A document with its score."""
+
+    index: Count
+    relevance_score: float
+    document: NotRequired[DocumentText]
+
+
+class RankingAnswer(TypedDict):
+    """Documents, the most relevant one first."""
+
+    id: str
+    object: Literal["list"]
+    model: str
+    results: list[RankedDocument]
+    usage: TextUsage
+
+
+class PairScore(TypedDict):
+    """The similarity of the texts of a pair."""
+
+    index: Count
+    object: Literal["score"]
+    score: Annotated[float, Field(ge=-1, le=1)]
+
+
+class ScoresAnswer(TypedDict):
+    """A score for each pair, in their order."""
+
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[PairScore]
+    usage: TextUsage
+
+
+class TextObject(OpenModel):
+    """A text in an object."""
+
+    text: Nonempty
+
+
+_OneText = Nonempty | TextObject
+_TextList = Annotated[list[_OneText], Field(min_length=1, max_length=MAX_INPUTS)]
+_OneOrMore = SkipValidation[_OneText | _TextList | None]
+
+
+class RerankRequest(VectorRequest):
+    """The body of POST /v1/rerank."""
+
+    query: SkipValidation[_OneText]
+    documents: SkipValidation[_TextList]
+    top_n: int | None = Field(None, ge=1)
+    return_documents: bool = True
+
+
+class ScoreRequest(VectorRequest):
+    """One text with many, or pairs: `text_1` and `text_2`, or their other names."""
+
+    text_1: _OneOrMore = None
+    queries: _OneOrMore = None
+    data_1: _OneOrMore = None
+    text_2: _OneOrMore = None
+    documents: _OneOrMore = None
+    data_2: _OneOrMore = None
+
+
 def parse_rerank(body: bytes) -> RankCall:
     """Read the body of POST /v1/rerank.
 
     Raises:
         RequestError: with the ``param`` at fault.
     """
-    fields = Fields(parse_object(body))
-    wanted = read_wanted(fields)
+    values = parse_object(body)
+    asked, fields = RerankRequest.read(values), Fields(values)
     query = _text(fields.get("query"), "query", query=True)
     found = fields.items("documents")
     check_count(len(found), "documents")
     documents = tuple(_text(one, f"documents[{at}]") for at, one in enumerate(found))
     unsupported.refuse(fields, _REFUSED)
-    returned = fields.maybe_flag("return_documents")
-    top_n = fields.integer("top_n", Range(1))
-    return RankCall(wanted, query, documents, top_n, returned is not False)
+    return RankCall(asked.options(), query, documents, asked.top_n, asked.return_documents)
 
 
 def parse_score(body: bytes) -> ScoreCall:
@@ -91,8 +170,8 @@ def parse_score(body: bytes) -> ScoreCall:
     Raises:
         RequestError: with the ``param`` at fault.
     """
-    fields = Fields(parse_object(body))
-    wanted = read_wanted(fields)
+    values = parse_object(body)
+    wanted, fields = ScoreRequest.read(values).options(), Fields(values)
     first, second = _texts(fields, _FIRST, query=True), _texts(fields, _SECOND)
     unsupported.refuse(fields, _REFUSED)
     if len(first) == 1:
@@ -138,7 +217,9 @@ def similarity(one: array[float], other: array[float]) -> float:
     return max(-1.0, min(1.0, cosine))
 
 
-def rank_answer(call: RankCall, call_id: str, scores: Sequence[float], tokens: int) -> JsonObject:
+def rank_answer(
+    call: RankCall, call_id: str, scores: Sequence[float], tokens: int
+) -> RankingAnswer:
     """Return the answer of POST /v1/rerank: the most relevant document first."""
     order = sorted(range(len(scores)), key=lambda at: (-scores[at], at))[: call.top_n]
     return {
@@ -149,10 +230,10 @@ def rank_answer(call: RankCall, call_id: str, scores: Sequence[float], tokens: i
             {
                 "index": at,
                 "relevance_score": scores[at],
-                **(
-                    {"document": {"text": call.documents[at].text}} if call.return_documents else {}
-                ),
+                "document": {"text": call.documents[at].text},
             }
+            if call.return_documents
+            else {"index": at, "relevance_score": scores[at]}
             for at in order
         ],
         "usage": _usage(tokens),
@@ -161,7 +242,7 @@ def rank_answer(call: RankCall, call_id: str, scores: Sequence[float], tokens: i
 
 def score_answer(
     call: ScoreCall, call_id: str, created: int, scores: Sequence[float], tokens: int
-) -> JsonObject:
+) -> ScoresAnswer:
     """Return the answer of POST /score, in the order of the pairs."""
     return {
         "id": call_id,
@@ -176,7 +257,7 @@ def score_answer(
     }
 
 
-def _usage(tokens: int) -> JsonObject:
+def _usage(tokens: int) -> TextUsage:
     return {"prompt_tokens": tokens, "total_tokens": tokens, "completion_tokens": 0}
 
 

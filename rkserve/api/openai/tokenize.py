@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
+
+from pydantic import Field, SkipValidation
+from typing_extensions import TypedDict
 
 from rkserve.api.common import unsupported
-from rkserve.api.common.calls import read_maybe_model
+from rkserve.api.common.calls import ChatMessage, Tools
+from rkserve.api.common.parameters import AnyObject, ModelName, OpenModel
 from rkserve.api.json.body import JsonObject, parse_object
-from rkserve.api.json.fields import Fields, missing, wrong_type
+from rkserve.api.json.fields import Fields, missing
+from rkserve.api.json.schemas import Count, RequestModel, read_model
 from rkserve.api.parsing.tool_choice import NO_TOOLS, ToolOptions, read_tools
 from rkserve.api.prompting.conversation import Message, read_messages, read_prefill
 from rkserve.core.errors import RequestError, UnsupportedParameter
@@ -47,36 +53,86 @@ class DetokenizeCall:
     ids: tuple[int, ...]
 
 
+class TokensAnswer(TypedDict):
+    """The token ids of a text or a conversation."""
+
+    count: Count
+    max_model_len: Count
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class DetokenizedAnswer(TypedDict):
+    """The text of token ids."""
+
+    prompt: str
+
+
+class TokenizerInfoAnswer(TypedDict):
+    """Keys of a model's tokenizer_config.json, as in force."""
+
+    tokenizer_class: str
+    model_max_length: Count
+    add_bos_token: bool
+    add_eos_token: bool
+    chat_template: str | None
+    vocab_size: Count
+    bos_token: str | None
+    eos_token: str | None
+    unk_token: str | None
+    pad_token: str | None
+
+
+class TokenizeRequest(OpenModel):
+    """Either `prompt` or `messages`. `model` may be left out where only one generates."""
+
+    model: ModelName | None = None
+    prompt: str | None = None
+    messages: SkipValidation[Annotated[list[ChatMessage], Field(min_length=1)] | None] = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    return_token_strs: bool = False
+    tools: Tools = None
+    chat_template_kwargs: SkipValidation[AnyObject | None] = None
+
+
+class DetokenizeRequest(OpenModel):
+    """Token ids to turn into text."""
+
+    tokens: list[int]
+    model: ModelName | None = None
+
+
 def parse_tokenize(body: bytes) -> TokenizeCall:
     """Read the body of POST /tokenize.
 
     Raises:
         RequestError: with the ``param`` at fault.
     """
-    fields = Fields(parse_object(body))
-    model, strings = read_maybe_model(fields), fields.flag("return_token_strs")
-    special = fields.maybe_flag("add_special_tokens")
-    text = fields.text("prompt")
-    if fields.get("messages") is None:
+    values = parse_object(body)
+    asked, fields = TokenizeRequest.read(values), Fields(values)
+    model, strings, text = asked.model, asked.return_token_strs, asked.prompt
+    if asked.messages is None:
         if text is None:
             raise missing("prompt")
-        return TokenizeCall(model, text, special=special is not False, strings=strings)
+        special = asked.add_special_tokens is not False
+        return TokenizeCall(model, text, special=special, strings=strings)
     if text is not None:
         raise RequestError("Send either 'prompt' or 'messages', not both.", "messages")
-    if special:
+    if asked.add_special_tokens:
         raise UnsupportedParameter(
             "Unsupported parameter: a conversation gets the special tokens that its chat template "
             "writes, and no others.",
             "add_special_tokens",
         )
     unsupported.refuse(fields, _CONVERSATION)
-    answer = fields.maybe_flag("add_generation_prompt") is not False
     messages = read_messages(fields)
     return TokenizeCall(
         model,
         messages=messages,
         prefill=read_prefill(fields, messages),
-        answer=answer,
+        answer=asked.add_generation_prompt,
         tools=read_tools(fields),
         strings=strings,
     )
@@ -88,13 +144,14 @@ def parse_detokenize(body: bytes) -> DetokenizeCall:
     Raises:
         RequestError: with the ``param`` at fault.
     """
-    fields = Fields(parse_object(body))
-    model, ids = read_maybe_model(fields), fields.get("tokens")
-    if ids is None:
-        raise missing("tokens")
-    if not isinstance(ids, list):
-        raise wrong_type("tokens", "an array of integers", ids)
-    return DetokenizeCall(model, fields.integers("tokens") or ())
+    asked = DetokenizeRequest.read(parse_object(body))
+    return DetokenizeCall(asked.model, tuple(asked.tokens))
+
+
+class TokenizerQuery(RequestModel):
+    """The query of GET /tokenizer_info."""
+
+    model: ModelName | None = Field(None, description="Needed where several models generate text.")
 
 
 def parse_info(query: Sequence[tuple[str, str]]) -> str | None:
@@ -103,9 +160,7 @@ def parse_info(query: Sequence[tuple[str, str]]) -> str | None:
     Raises:
         RequestError: with the ``param`` at fault.
     """
-    fields = Fields(dict(query))
-    fields.only(("model",))
-    return read_maybe_model(fields)
+    return read_model(TokenizerQuery, dict(query)).model
 
 
 def tokenizer_info(given: JsonObject, in_force: JsonObject, context_length: int) -> JsonObject:
@@ -125,7 +180,7 @@ def tokenizer_info(given: JsonObject, in_force: JsonObject, context_length: int)
 
 def tokenized(
     ids: tuple[int, ...], max_model_len: int, strings: list[str] | None, count: int
-) -> JsonObject:
+) -> TokensAnswer:
     """Return the answer of POST /tokenize. ``count`` includes the tokens of images."""
     return {
         "count": count,
@@ -135,6 +190,6 @@ def tokenized(
     }
 
 
-def detokenized(text: str) -> JsonObject:
+def detokenized(text: str) -> DetokenizedAnswer:
     """Return the answer of POST /detokenize."""
     return {"prompt": text}

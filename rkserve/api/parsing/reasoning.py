@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from rkserve.api.json.body import JsonObject
-from rkserve.api.json.fields import Fields, Range, quoted
+from rkserve.api.json.fields import quoted
 from rkserve.api.parsing.parts import Part, ReasoningPart, TextPart, overlap
 from rkserve.core.errors import RequestError
 from rkserve.core.messages import Thinking
@@ -47,20 +47,18 @@ class ReasoningOptions:
 NO_WISH = ReasoningOptions()
 
 
-def read_wish(body: Fields) -> ReasoningOptions:
-    """Read ``enable_thinking``, ``reasoning_effort``, ``max_reasoning_tokens`` and
-    ``chat_template_kwargs``. What is said by name goes before what the last one says.
+def read_wish(
+    variables: JsonObject, enabled: bool | None, effort: str | None, most: int | None
+) -> ReasoningOptions:
+    """Return the options of the keys ``chat_template_kwargs``, ``enable_thinking``,
+    ``reasoning_effort`` and ``max_reasoning_tokens``. The first one yields to the others.
 
     Raises ``RequestError``.
     """
-    kwargs = body.child("chat_template_kwargs")
-    variables: JsonObject = {} if kwargs is None else body.get("chat_template_kwargs")
     for name in variables:
         if name in RESERVED:
             path = f"chat_template_kwargs.{name}"
             raise RequestError(f"Invalid '{path}': rkserve itself sets {quoted(name)}.", path)
-    enabled = body.maybe_flag("enable_thinking")
-    effort = body.choice("reasoning_effort", *EFFORTS)
     if enabled is None and effort is not None:
         enabled = effort not in _OFF
     if effort is not None:
@@ -71,7 +69,7 @@ def read_wish(body: Fields) -> ReasoningOptions:
     return ReasoningOptions(
         enabled=said if isinstance(said, bool) else None,
         effort=effort,
-        max_tokens=body.integer("max_reasoning_tokens", Range(0, MOST_TOKENS)),
+        max_tokens=most,
         variables=variables,
     )
 

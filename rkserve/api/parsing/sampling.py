@@ -12,16 +12,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rkserve.api.json.fields import Fields, Range, as_fields, missing, quoted, wrong_type
-from rkserve.api.json.limits import MAX_GUIDE_CHOICES, MAX_LOGIT_BIAS, MAX_TOP_LOGPROBS
+from rkserve.api.json.fields import Fields, as_fields, missing, quoted, wrong_type
+from rkserve.api.json.limits import MAX_GUIDE_CHOICES, MAX_LOGIT_BIAS
 from rkserve.core.errors import RequestError, UnsupportedParameter
 from rkserve.core.run_params import NEVER_ENDS, Guide, GuideKind, Sampling, Stepwise
 
-_SEED = Range(-(2**63), 2**64 - 1)
-_SHARE = Range(0, 1)
-_TOP = Range(0, MAX_TOP_LOGPROBS)
 _MAX_BIAS = 100
-_LEAST = Range(0, NEVER_ENDS)
 
 
 @dataclass(frozen=True)
@@ -106,75 +102,15 @@ class SamplingOptions:
         )
 
 
-def read_steps(fields: Fields, *, chat: bool) -> SamplingOptions:
-    """Read the keys of a call. Raises ``RequestError`` with the ``param`` at fault."""
-    top = _of_chat(fields) if chat else _of_completion(fields)
-    return replace(read_extras(fields), top_logprobs=top)
-
-
-def read_draws(fields: Fields) -> SamplingOptions:
-    """Read seed, ``min_p`` and bias. Raises ``RequestError``."""
-    return SamplingOptions(
-        seed=fields.integer("seed", _SEED),
-        min_p=fields.number("min_p", _SHARE) or 0.0,
-        logit_bias=_logit_bias(fields),
-    )
-
-
-def read_extras(fields: Fields, guide: Named | None = None) -> SamplingOptions:
-    """Read these keys for dialects with other keys for log-probabilities.
-
-    ``guide`` is the grammar from the dialect's own keys. Raises ``RequestError``.
-    """
-    own = read_guide(fields)
-    if own is not None and guide is not None:
-        raise RequestError(
-            f"Only one of '{guide[0]}' and '{own[0]}' can say what the answer follows.", own[0]
-        )
-    return replace(
-        read_draws(fields),
-        guide=guide or own,
-        ignore_eos=fields.flag("ignore_eos"),
-        min_tokens=fields.integer("min_tokens", _LEAST) or 0,
-    )
-
-
-def read_top(fields: Fields, name: str = "top_logprobs") -> int | None:
-    """Read the number of likeliest tokens to list. Raises ``RequestError``."""
-    return fields.integer(name, _TOP)
-
-
 def check_ids(steps: SamplingOptions, check: Callable[[int, str], None]) -> None:
     """Call ``check`` on every token ID."""
     for token_id, _ in steps.logit_bias:
         check(token_id, f"logit_bias.{token_id}")
 
 
-def _of_chat(fields: Fields) -> int | None:
-    top = fields.integer("top_logprobs", _TOP)
-    # Trainers (PipelineRL) send completions' number here, which vLLM takes for the switch.
-    given = fields.get("logprobs")
-    if type(given) is int and given in (0, 1):
-        given = bool(given)
-    elif given is not None:
-        given = fields.flag("logprobs")
-    if given:
-        return top or 0
-    if top:
-        raise RequestError(
-            "Invalid 'top_logprobs': it needs 'logprobs' to be true.", "top_logprobs"
-        )
-    return None
-
-
-def _of_completion(fields: Fields) -> int | None:
-    # A client of chats may send its switch here, too: off is off.
-    return None if fields.get("logprobs") is False else fields.integer("logprobs", _TOP)
-
-
-def _logit_bias(fields: Fields) -> tuple[tuple[int, float], ...]:
-    value = fields.get("logit_bias")
-    if value is None or value in ([], ""):
+def read_logit_bias(value: object) -> tuple[tuple[int, float], ...]:
+    """Read ``logit_bias``: an object of token ids and numbers. Raises ``RequestError``."""
+    if value in ([], ""):
         return ()
     if not isinstance(value, dict):
         raise wrong_type("logit_bias", "an object of token ids and numbers", value)

@@ -10,20 +10,26 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
+
+from typing_extensions import NotRequired, TypedDict
 
 from rkserve.api.common import output
 from rkserve.api.common.answer import (
     AnswerOrigin,
     AnyCall,
     BaseAnswer,
+    CompletionDetails,
     Dialect,
+    TimingsAnswer,
+    WeightSpans,
     pause_status,
     timings_of,
 )
 from rkserve.api.common.logprobs import chat_logprobs
 from rkserve.api.common.output import error_object
 from rkserve.api.json.body import JsonObject
+from rkserve.api.json.schemas import Count
 from rkserve.api.parsing.parts import (
     Part,
     ReasoningPart,
@@ -84,6 +90,89 @@ class _Item:
         if self.kind == _CALL:
             return {**head, "arguments": self.text if begun else ""}
         return {**head, "content": [self.part(self.text)] if begun else []}
+
+
+class CachedInput(TypedDict):
+    """Details about the tokens of the input."""
+
+    cached_tokens: Count
+    cache_write_tokens: Count
+
+
+class ResponseUsage(TypedDict):
+    """Counts of tokens."""
+
+    input_tokens: Count
+    input_tokens_details: CachedInput
+    output_tokens: Count
+    output_tokens_details: CompletionDetails
+    total_tokens: Count
+
+
+class IncompleteDetails(TypedDict):
+    """The reason for an incomplete response."""
+
+    reason: str
+
+
+class ResponseObject(WeightSpans):
+    """OpenAI's response."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    completed_at: int | None
+    status: Literal["in_progress", "completed", "incomplete", "cancelled", "failed"]
+    background: Literal[False]
+    error: JsonObject | None
+    incomplete_details: IncompleteDetails | None
+    model: str
+    output: list[JsonObject]
+    truncation: Literal["disabled"]
+    usage: ResponseUsage | None
+    instructions: str | None
+    max_output_tokens: int | None
+    metadata: dict[str, str]
+    temperature: float
+    top_p: float
+    presence_penalty: float
+    frequency_penalty: float
+    service_tier: Literal["default"]
+    safety_identifier: str | None
+    prompt_cache_key: str | None
+    parallel_tool_calls: bool
+    max_tool_calls: int | None
+    tool_choice: str | JsonObject
+    tools: list[JsonObject]
+    reasoning: JsonObject
+    text: JsonObject
+    top_logprobs: Count
+    previous_response_id: str | None
+    store: bool
+    system_fingerprint: NotRequired[str]
+    timings: NotRequired[TimingsAnswer]
+    weight_version: NotRequired[str]
+
+
+class ResponseEvent(TypedDict):
+    """An event of a streamed response, with the keys of its type."""
+
+    type: str
+    sequence_number: Count
+    response: NotRequired[ResponseObject]
+    rkserve: NotRequired[Any]
+    item: NotRequired[Any]
+    part: NotRequired[Any]
+    item_id: NotRequired[Any]
+    output_index: NotRequired[Any]
+    content_index: NotRequired[Any]
+    delta: NotRequired[Any]
+    logprobs: NotRequired[Any]
+    text: NotRequired[Any]
+    arguments: NotRequired[Any]
+    code: NotRequired[Any]
+    message: NotRequired[Any]
+    param: NotRequired[Any]
 
 
 class ResponseAnswer(BaseAnswer):

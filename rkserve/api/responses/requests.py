@@ -1,4 +1,4 @@
-"""The reader of OpenAI's Responses API into chat calls.
+"""The bodies of OpenAI's Responses API: their model, and the chat calls that they become.
 
 Earlier turns come with the request or from stored responses: a call names those that it needs, and
 ``remembered`` inserts them. Unsupported parameters are in ``_REFUSED``.
@@ -8,20 +8,31 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, SkipValidation
 
 from rkserve.api.common import unsupported
-from rkserve.api.common.calls import ChatCall, read_model, read_shared
+from rkserve.api.common.calls import ChatCall
+from rkserve.api.common.parameters import (
+    AnyObject,
+    Effort,
+    ModelName,
+    OpenModel,
+    OwnParameters,
+    ReasoningParameters,
+    SamplingParameters,
+    StepParameters,
+    ToolChoice,
+    TopLogprobs,
+)
 from rkserve.api.json.body import JsonObject, JsonText, parse_object
-from rkserve.api.json.fields import Fields, Range, as_fields, missing, quoted, wrong_type
-from rkserve.api.json.limits import MAX_MESSAGES, MAX_REFERENCES
-from rkserve.api.parsing.reasoning import EFFORTS, ReasoningOptions, read_wish
+from rkserve.api.json.fields import Fields, as_fields, missing, quoted, wrong_type
+from rkserve.api.json.limits import MAX_MESSAGES, MAX_REFERENCES, MAX_TOOLS
 from rkserve.api.parsing.sampling import (
     JSON_OBJECT,
     Named,
     SamplingOptions,
-    read_extras,
-    read_top,
     schema_guide,
 )
 from rkserve.api.parsing.tool_choice import (
@@ -58,46 +69,86 @@ class ResponseCall(ChatCall):
     store: bool | None = None
 
 
+class ReasoningEffort(OpenModel):
+    """OpenAI's options of reasoning."""
+
+    effort: Effort | None = None
+
+
+class TextOptions(OpenModel):
+    """The form of the text; the rest ("verbosity") is a hint."""
+
+    format: SkipValidation[AnyObject | None] = None
+
+
+class ResponseRequest(SamplingParameters, StepParameters, OwnParameters, ReasoningParameters):
+    """The body of POST /v1/responses."""
+
+    model: ModelName = Field(description="A model or an adapter.")
+    input: SkipValidation[str | Annotated[list[AnyObject], Field(min_length=1)]]
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    store: bool | None = None
+    max_output_tokens: int | None = Field(None, ge=1)
+    stream: bool = False
+    tools: SkipValidation[Annotated[list[AnyObject], Field(max_length=MAX_TOOLS)] | None] = Field(
+        None, description="Those of other types than `function` are left out."
+    )
+    max_tool_calls: int | None = Field(None, ge=1)
+    safety_identifier: str | None = None
+    service_tier: SkipValidation[str | None] = Field(None, description="There is one: `default`.")
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool = True
+    reasoning: ReasoningEffort = Field(default_factory=ReasoningEffort)
+    text: TextOptions = Field(default_factory=TextOptions)
+    include: SkipValidation[list[str] | None] = None
+    top_logprobs: TopLogprobs | None = None
+    metadata: dict[str, str] = Field({})
+    truncation: SkipValidation[Literal["disabled"] | None] = None
+    background: SkipValidation[Literal[False] | None] = None
+
+
 def parse_response(body: bytes) -> ResponseCall:
     """Read the body of POST /v1/responses. Raises ``RequestError``."""
-    fields = Fields(parse_object(body))
-    model = read_model(fields)
-    instructions, items = fields.text("instructions"), _items(fields)
-    messages = conversation(instructions, (), items)
+    values = parse_object(body)
+    asked, fields = ResponseRequest.read(values), Fields(values)
+    items = _items(fields)
+    messages = conversation(asked.instructions, (), items)
     unsupported.refuse(fields, _REFUSED)
-    shared = read_shared(fields)
-    tools, offer = _tools(fields)
-    limit = fields.integer("max_output_tokens", Range(1))
-    steps, form = _steps(fields)
-    effort = None if (reasoning := fields.child("reasoning")) is None else _effort(reasoning)
+    tools, offer = _tools(asked, fields)
+    steps, form = _steps(asked, fields)
+    previous, effort = asked.previous_response_id or None, asked.reasoning.effort
+    key = asked.prompt_cache_key
     echo = {
-        "instructions": instructions,
-        "max_output_tokens": limit,
-        "metadata": _metadata(fields),
-        "safety_identifier": fields.text("safety_identifier"),
-        "prompt_cache_key": _cache_key(fields),
+        "instructions": asked.instructions,
+        "max_output_tokens": asked.max_output_tokens,
+        "metadata": asked.metadata,
+        "safety_identifier": asked.safety_identifier,
+        "prompt_cache_key": key if isinstance(key, str) else None,
         **offer,
         "reasoning": {"effort": effort, "summary": None},
         "text": {"format": form},
         "top_logprobs": steps.top_logprobs or 0,
-        "previous_response_id": (previous := fields.text("previous_response_id") or None),
+        "previous_response_id": previous,
         "store": False,
     }
     return ResponseCall(
-        model=model,
-        max_tokens=limit,
+        model=asked.model,
+        max_tokens=asked.max_output_tokens,
         messages=messages,
         prefill=_prefill(items),
         tools=tools,
-        wish=_wish(fields, effort),
+        wish=asked.reasoning_options(effort),
         echo=echo,
         items=tuple(items),
-        instructions=instructions,
+        instructions=asked.instructions,
         previous=previous,
         references=_references(items),
-        store=fields.maybe_flag("store"),
+        store=asked.store,
         steps=steps,
-        **shared,
+        sampling=asked.sampling(),
+        stream=asked.stream,
+        **asked.own(),
     )
 
 
@@ -135,6 +186,7 @@ def _off(value: Any, _: Fields) -> bool:
 
 # As in ``unsupported``: parameters that would change the answer.
 _REFUSED: dict[str, unsupported.Harmless] = {
+    **unsupported.SHARED,
     **unsupported.TOKENS,
     "conversation": _never,
     "prompt": _never,
@@ -143,16 +195,16 @@ _REFUSED: dict[str, unsupported.Harmless] = {
 }
 
 
-def _steps(fields: Fields) -> tuple[SamplingOptions, JsonObject]:
-    """Read the sampling options and the text format, and their echo."""
-    text = fields.child("text")  # the rest of it ("verbosity") is a hint
+def _steps(asked: ResponseRequest, fields: Fields) -> tuple[SamplingOptions, JsonObject]:
+    """Return the sampling options and the text format, and their echo."""
+    text = fields.child("text")
     form = None if text is None else text.child("format")
     guide, told = (None, {"type": "text"}) if form is None else _format(form)
     included = fields.get("include") not in (None, []) and _LOGPROBS in fields.items("include")
-    top = read_top(fields)
+    top = asked.top_logprobs
     # OpenAI requires both keys; the number is sufficient, and 0 is its default.
     wanted = (top or 0) if included or top else None
-    return replace(read_extras(fields, guide), top_logprobs=wanted), told
+    return asked.steps(fields, wanted, guide), told
 
 
 def _format(form: Fields) -> tuple[Named | None, JsonObject]:
@@ -175,37 +227,13 @@ def _format(form: Fields) -> tuple[Named | None, JsonObject]:
     return (path, schema_guide(schema, path)), {**told, "description": form.text("description")}
 
 
-def _metadata(fields: Fields) -> JsonObject:
-    found = fields.get("metadata") or {}
-    if not isinstance(found, dict) or any(not isinstance(one, str) for one in found.values()):
-        raise RequestError("Invalid 'metadata': an object of strings is expected.", "metadata")
-    return found
-
-
-def _cache_key(fields: Fields) -> str | None:
-    found = fields.get("prompt_cache_key")
-    return found if isinstance(found, str) else None  # as for sessions, other types are ignored
-
-
-def _effort(reasoning: Fields) -> str | None:
-    return reasoning.choice("effort", *EFFORTS)
-
-
-def _wish(fields: Fields, effort: str | None) -> ReasoningOptions:
-    """Read the reasoning options from ``reasoning`` or rkserve's own keys."""
-    names = ("enable_thinking", "reasoning_effort", "max_reasoning_tokens", "chat_template_kwargs")
-    own = {name: fields.get(name) for name in names}
-    return read_wish(Fields({**own, "reasoning_effort": effort or own["reasoning_effort"]}))
-
-
 # -- tools ----------------------------------------------------------------------------------------
 
 
-def _tools(fields: Fields) -> tuple[ToolOptions, JsonObject]:
+def _tools(asked: ResponseRequest, fields: Fields) -> tuple[ToolOptions, JsonObject]:
     """Return the tools of a call, and their echo."""
     offer = read_definitions(fields, "function", "parameters")
-    parallel = fields.maybe_flag("parallel_tool_calls") is not False
-    most = fields.integer("max_tool_calls", Range(1))
+    parallel, most = asked.parallel_tool_calls, asked.max_tool_calls
     told = {
         "parallel_tool_calls": parallel,
         "max_tool_calls": most,

@@ -9,10 +9,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
+
+from pydantic import Field
+from typing_extensions import TypedDict
 
 from rkserve.api.json.body import JsonObject
 from rkserve.api.json.fields import Fields, Range, quoted
+from rkserve.api.json.schemas import RequestModel
 from rkserve.api.responses.answers import PREFIX
 from rkserve.core.errors import ItemNotFound, RequestError
 
@@ -40,6 +44,40 @@ class StoredResponse:
     def said(self) -> list[JsonObject]:
         """The items that the response adds to a conversation."""
         return [*self.items, *self.response["output"]]
+
+
+class ResponseItems(TypedDict):
+    """The items of a stored response's input."""
+
+    object: Literal["list"]
+    data: list[JsonObject]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class ResponseDeleted(TypedDict):
+    """A stored response that is gone."""
+
+    id: str
+    object: Literal["response"]
+    deleted: Literal[True]
+
+
+class LookupQuery(RequestModel):
+    """The query of GET /v1/responses/{response_id}."""
+
+    stream: Literal["false", "0", ""] = Field(
+        "false", description="Only `false`: what is over cannot be streamed again."
+    )
+
+
+class ItemsQuery(RequestModel):
+    """The query of a list of items."""
+
+    after: str | None = Field(None, description="The id of an item: the list begins behind it.")
+    limit: int = Field(_LIMIT, ge=1, le=_MOST, description="How many; 20 unless it is said.")
+    order: Literal["asc", "desc"] = Field("desc", description="`desc` unless it is said.")
 
 
 def is_response_id(text: str) -> bool:
@@ -77,7 +115,7 @@ def _listed(item: JsonObject, place: str) -> JsonObject:
     return told
 
 
-def deleted(response_id: str) -> JsonObject:
+def deleted(response_id: str) -> ResponseDeleted:
     """Return the answer of a DELETE."""
     return {"id": response_id, "object": "response", "deleted": True}
 
@@ -97,7 +135,7 @@ class ListPage:
     limit: int = _LIMIT
     latest_first: bool = True
 
-    def of(self, items: Sequence[JsonObject]) -> JsonObject:
+    def of(self, items: Sequence[JsonObject]) -> ResponseItems:
         """Return that part. Raises ``RequestError``: there is no item ``after``."""
         listed = list(reversed(items)) if self.latest_first else list(items)
         if self.after is not None:

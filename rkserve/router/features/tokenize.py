@@ -15,7 +15,9 @@ from rkserve.api.common.renderer import Prompt, PromptHeader, Renderer
 from rkserve.api.json.body import JsonObject
 from rkserve.api.ollama.models import FolderFacts
 from rkserve.api.openai.tokenize import (
+    DetokenizedAnswer,
     TokenizeCall,
+    TokensAnswer,
     detokenized,
     parse_detokenize,
     parse_info,
@@ -150,7 +152,7 @@ class Tokenization:
         return models.only if asked is None else (await models.resolve(asked)).model
 
 
-def _tokenize(served: ServedModel, call: TokenizeCall) -> JsonObject:
+def _tokenize(served: ServedModel, call: TokenizeCall) -> TokensAnswer:
     renderer, length = served.renderer, served.folder.settings.context_length
     count = None
     if call.text is not None:
@@ -173,5 +175,5 @@ def _tokenize(served: ServedModel, call: TokenizeCall) -> JsonObject:
     return tokenized(ids, length, strings, len(ids) if count is None else count)
 
 
-def _written(answer: JsonObject) -> bytes:
+def _written(answer: TokensAnswer | DetokenizedAnswer) -> bytes:
     return json.dumps(answer, ensure_ascii=False, separators=(",", ":")).encode()

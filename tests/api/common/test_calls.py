@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rkserve.api.common.calls import (
-    TOP_K_OFF,
     ChatCall,
     CompletionCall,
     parse_chat,
     parse_completion,
 )
+from rkserve.api.common.parameters import TOP_K_OFF
 from rkserve.api.common.unsupported import CHAT, COMPLETION, SHARED
 from rkserve.api.json.body import parse_object
 from rkserve.api.json.limits import MAX_CHOICES, MAX_PAUSE_ON, MAX_STOP_CHARS

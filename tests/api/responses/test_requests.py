@@ -305,7 +305,7 @@ def test_only_tools_that_are_allowed_are_offered(mode: str, forced: bool) -> Non
             id="a tool that there is not",
         ),
         pytest.param({"reasoning": {"effort": "much"}}, "reasoning.effort", id="a strange effort"),
-        pytest.param({"metadata": {"a": 1}}, "metadata", id="metadata in numbers"),
+        pytest.param({"metadata": {"a": 1}}, "metadata.a", id="metadata in numbers"),
     ],
 )
 def test_what_is_wrong_or_cannot_be_done_is_named(keys: dict[str, Any], param: str) -> None:

@@ -1,6 +1,7 @@
 """Ways to lose boards in the kill run, and the cluster's state between them.
 
-A working board is chosen, lost in one of four ways, and watched until the loss has happened.
+It finds a board that works, ends it in one of four ways, and makes sure that it was hit. What
+clients see of it is not known here.
 """
 
 from __future__ import annotations

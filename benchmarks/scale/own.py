@@ -1,4 +1,4 @@
-"""rkserve's Router in the simulation: its real policy, index and queue."""
+"""rkserve's Router on paper: its real policy, index and queue, together as in ``modelqueue``."""
 
 from __future__ import annotations
 
