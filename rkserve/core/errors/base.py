@@ -18,12 +18,17 @@ class RkserveError(Exception):
     kind: ClassVar[str] = "server_error"
     code: ClassVar[str | None] = None
 
+    # The message, with the names of attributes in braces; None is the first argument.
+    sentence: ClassVar[str | None] = None
+
     param: str | None = None
     retry_after_s: int | None = None
 
     @property
     def message(self) -> str:
         """The sentence for the user."""
+        if self.sentence is not None:
+            return self.sentence.format_map(vars(self))
         return str(self.args[0]) if self.args else type(self).__name__
 
     def __str__(self) -> str:

@@ -14,15 +14,11 @@ class HookFailed(RkserveError):
     """
 
     code = "hook_failed"
+    sentence = "The intervention hook {hook} failed: {reason}."
 
     def __init__(self, hook: str, reason: str, detail: str = "") -> None:
         super().__init__(hook, reason, detail)
         self.hook, self.reason, self.detail = hook, reason, detail
-
-    @property
-    def message(self) -> str:
-        """The sentence for the user."""
-        return f"The intervention hook {self.hook} failed: {self.reason}."
 
 
 class PauseExpired(RkserveError):
@@ -30,15 +26,11 @@ class PauseExpired(RkserveError):
 
     http_status = 504
     code = "pause_expired"
+    sentence = "The generation was paused for {paused_s:.0f} s and nobody resumed it."
 
     def __init__(self, paused_s: float) -> None:
         super().__init__(paused_s)
         self.paused_s = paused_s
-
-    @property
-    def message(self) -> str:
-        """The sentence for the user."""
-        return f"The generation was paused for {self.paused_s:.0f} s and nobody resumed it."
 
 
 class TooManyPaused(RkserveError):
@@ -47,18 +39,14 @@ class TooManyPaused(RkserveError):
     http_status = 429
     kind = "rate_limit_error"
     code = "too_many_paused"
+    sentence = (
+        "Board {board_id} keeps at most {limit} paused generations, and has so many "
+        "now. Resume or abort one of them first."
+    )
 
     def __init__(self, board_id: str, limit: int) -> None:
         super().__init__(board_id, limit)
         self.board_id, self.limit = board_id, limit
-
-    @property
-    def message(self) -> str:
-        """The sentence for the user."""
-        return (
-            f"Board {self.board_id} keeps at most {self.limit} paused generations, and has so many "
-            "now. Resume or abort one of them first."
-        )
 
 
 class QueueFull(RkserveError):
@@ -67,18 +55,14 @@ class QueueFull(RkserveError):
     http_status = 429
     kind = "rate_limit_error"
     code = "queue_full"
+    sentence = (
+        "All boards are busy and {queued} requests are waiting, which is the limit. "
+        "Try again in {retry_after_s} s."
+    )
 
     def __init__(self, queued: int, retry_after_s: int) -> None:
         super().__init__(queued, retry_after_s)
         self.queued, self.retry_after_s = queued, retry_after_s
-
-    @property
-    def message(self) -> str:
-        """The sentence for the user."""
-        return (
-            f"All boards are busy and {self.queued} requests are waiting, which is the limit. "
-            f"Try again in {self.retry_after_s} s."
-        )
 
 
 class QueueTimeout(RkserveError):
@@ -87,15 +71,11 @@ class QueueTimeout(RkserveError):
     http_status = 503
     kind = "overloaded_error"
     code = "queue_timeout"
+    sentence = "The request waited {waited_s:.0f} s for a board and was given up."
 
     def __init__(self, waited_s: float, retry_after_s: int) -> None:
         super().__init__(waited_s, retry_after_s)
         self.waited_s, self.retry_after_s = waited_s, retry_after_s
-
-    @property
-    def message(self) -> str:
-        """The sentence for the user."""
-        return f"The request waited {self.waited_s:.0f} s for a board and was given up."
 
 
 class DeadlineUnreachable(RkserveError):
@@ -128,15 +108,11 @@ class DeadlineExceeded(RkserveError):
 
     http_status = 504
     code = "deadline_exceeded"
+    sentence = "The answer was not ready within {timeout_s:g} s, and was stopped."
 
     def __init__(self, timeout_s: float) -> None:
         super().__init__(timeout_s)
         self.timeout_s = timeout_s
-
-    @property
-    def message(self) -> str:
-        """The sentence for the user."""
-        return f"The answer was not ready within {self.timeout_s:g} s, and was stopped."
 
 
 class BoardTimeExceeded(RkserveError):
@@ -144,18 +120,14 @@ class BoardTimeExceeded(RkserveError):
 
     http_status = 504
     code = "board_time_exceeded"
+    sentence = (
+        "The request had a board for {limit_s:g} s, pauses on it included, which is the "
+        "limit (router.max_board_s), and was stopped."
+    )
 
     def __init__(self, limit_s: float) -> None:
         super().__init__(limit_s)
         self.limit_s = limit_s
-
-    @property
-    def message(self) -> str:
-        """The sentence for the user."""
-        return (
-            f"The request had a board for {self.limit_s:g} s, pauses on it included, which is the "
-            "limit (router.max_board_s), and was stopped."
-        )
 
 
 class NoBoard(RkserveError):
@@ -324,14 +296,11 @@ class CallFailed(NativeError):
 class NothingComputed(NativeError):
     """The library reported success for hidden states or logits, and delivered none."""
 
+    sentence = "the library delivered nothing of {what}: {why}"
+
     def __init__(self, what: str, why: str) -> None:
         super().__init__(what, why)
         self.what, self.why = what, why
-
-    @property
-    def message(self) -> str:
-        """The sentence for the user."""
-        return f"the library delivered nothing of {self.what}: {self.why}"
 
 
 class StepsRefused(NativeError):

@@ -12,15 +12,11 @@ class OperationNotFound(RequestError):
 
     http_status = 404
     code = "operation_not_found"
+    sentence = "There is no operation '{operation}'; GET /v1/operations lists them."
 
     def __init__(self, operation: str) -> None:
         RkserveError.__init__(self, operation)
         self.operation = operation
-
-    @property
-    def message(self) -> str:
-        """The sentence for the user."""
-        return f"There is no operation '{self.operation}'; GET /v1/operations lists them."
 
 
 class AdapterExists(RequestError):
@@ -76,15 +72,11 @@ class EnginePaused(RkserveError):
     http_status = 503
     kind = "server_error"
     code = "engine_paused"
+    sentence = "Paused: {what}. New requests are not taken until it is resumed."
 
     def __init__(self, what: str, retry_after_s: int = 5) -> None:
         super().__init__(what, retry_after_s)
         self.what, self.retry_after_s = what, retry_after_s
-
-    @property
-    def message(self) -> str:
-        """The sentence for the user."""
-        return f"Paused: {self.what}. New requests are not taken until it is resumed."
 
 
 class CallAborted(RkserveError):
@@ -94,24 +86,17 @@ class CallAborted(RkserveError):
     kind = "server_error"
     code = "aborted"
     retry_after_s = 5  # the duration of the pause is unknown
+    sentence = "Aborted: {what} was paused, and what ran there was ended with that."
 
     def __init__(self, what: str) -> None:
         super().__init__(what)
         self.what = what
 
-    @property
-    def message(self) -> str:
-        """The sentence for the user."""
-        return f"Aborted: {self.what} was paused, and what ran there was ended with that."
-
 
 class EngineAsleep(EnginePaused):
     """The requested part sleeps in a mode that accepts no new requests, and no request wakes it."""
 
-    @property
-    def message(self) -> str:
-        """The sentence for the user."""
-        return f"Asleep: {self.what}. New requests are not taken until it is woken up."
+    sentence = "Asleep: {what}. New requests are not taken until it is woken up."
 
 
 class VersionUnavailable(RkserveError):
@@ -119,15 +104,11 @@ class VersionUnavailable(RkserveError):
 
     http_status = 503
     code = "version_unavailable"
+    sentence = "No board serves what x-version-policy '{policy}' asks for: {why}."
 
     def __init__(self, policy: str, why: str, retry_after_s: int = 1) -> None:
         super().__init__(policy, why, retry_after_s)
         self.policy, self.why, self.retry_after_s = policy, why, retry_after_s
-
-    @property
-    def message(self) -> str:
-        """The sentence for the user."""
-        return f"No board serves what x-version-policy '{self.policy}' asks for: {self.why}."
 
 
 class CoordinatorAway(RkserveError):

@@ -29,28 +29,21 @@ class ModelNotFound(RequestError):
 
     http_status = 404
     code = "model_not_found"
+    sentence = "The model '{model}' does not exist. GET /v1/models lists those that do."
 
     def __init__(self, model: str) -> None:
         RkserveError.__init__(self, model)
         self.model = model
         self.param = "model"
 
-    @property
-    def message(self) -> str:
-        """The sentence for the user."""
-        return f"The model '{self.model}' does not exist. GET /v1/models lists those that do."
-
 
 class AdapterNotFound(ModelNotFound):
     """No such adapter, or no such version of it; OpenAI has one code for this and for models."""
 
-    @property
-    def message(self) -> str:
-        """The sentence for the user."""
-        return (
-            f"The adapter '{self.model}' does not exist. GET /v1/models and GET /v1/lora_adapters "
-            "list those that do."
-        )
+    sentence = (
+        "The adapter '{model}' does not exist. GET /v1/models and GET /v1/lora_adapters "
+        "list those that do."
+    )
 
 
 class RouteNotFound(RequestError):
@@ -126,17 +119,17 @@ class ContextOverflow(RequestError):
         self.param, self.at_least = param, at_least
 
     @property
-    def size(self) -> str:
-        """The length of the prompt in tokens, if known exactly, or a lower bound."""
-        return f"at least {self.prompt_tokens}" if self.at_least else f"{self.prompt_tokens}"
-
-    @property
     def message(self) -> str:
         """The sentence for the user."""
         return (
             f"This model's maximum context length is {self.context_len} tokens, of which at least "
             f"one must be left for the answer; the prompt has {self.size} tokens."
         )
+
+    @property
+    def size(self) -> str:
+        """The length of the prompt in tokens, if known exactly, or a lower bound."""
+        return f"at least {self.prompt_tokens}" if self.at_least else f"{self.prompt_tokens}"
 
 
 class InputTooLong(RequestError):
@@ -228,18 +221,14 @@ class GenerationNotFound(RequestError):
 
     http_status = 404
     code = "generation_not_found"
+    sentence = (
+        "There is no generation '{generation}': it does not exist, or it has ended. "
+        "GET /v1/generations lists those that run."
+    )
 
     def __init__(self, generation: str) -> None:
         RkserveError.__init__(self, generation)
         self.generation = generation
-
-    @property
-    def message(self) -> str:
-        """The sentence for the user."""
-        return (
-            f"There is no generation '{self.generation}': it does not exist, or it has ended. "
-            "GET /v1/generations lists those that run."
-        )
 
 
 class ResponseNotFound(RequestError):
@@ -306,15 +295,11 @@ class BoardNotFound(RequestError):
 
     http_status = 404
     code = "board_not_found"
+    sentence = "There is no board '{board}'. GET /v1/boards lists those that there are."
 
     def __init__(self, board: str, param: str = "board") -> None:
         RkserveError.__init__(self, board, param)
         self.board, self.param = board, param
-
-    @property
-    def message(self) -> str:
-        """The sentence for the user."""
-        return f"There is no board '{self.board}'. GET /v1/boards lists those that there are."
 
 
 class StateConflict(RequestError):
@@ -370,12 +355,8 @@ class RateLimited(RkserveError):
     http_status = 429
     kind = "rate_limit_error"
     code = "rate_limit_exceeded"
+    sentence = "Rate limit of this key: {what}. Try again in {retry_after_s} s."
 
     def __init__(self, what: str, retry_after_s: int) -> None:
         super().__init__(what, retry_after_s)
         self.what, self.retry_after_s = what, retry_after_s
-
-    @property
-    def message(self) -> str:
-        """The sentence for the user."""
-        return f"Rate limit of this key: {self.what}. Try again in {self.retry_after_s} s."
