@@ -163,7 +163,10 @@ class Coordinator:
         be.
         """
         desired, ended = recover(self._state.desired, self._state.unsettled(), self._now_s())
-        lines = [_recovered(self._now_s(), one) for one in ended]
+        lines = [
+            replace(AuditEntry.of(one, self._now_s(), "recovery"), outcome=one.state.value)
+            for one in ended
+        ]
         if ended or desired != self._state.desired:
             # A full disk does not matter: a successor would come to the same result.
             self._state.derive(desired, *ended, audit=lines)
@@ -505,16 +508,3 @@ def _without(desired: Desired, operation: ControlOperation) -> Desired:
         of = asked.model
         undo.append(lambda now: weight_changes.undo(now, of))
     return state_changes.as_one(desired, *undo)
-
-
-def _recovered(now_s: float, one: ControlOperation) -> AuditEntry:
-    return AuditEntry(
-        at_s=now_s,
-        who="recovery",
-        kind=one.kind.value,
-        params=one.params,
-        outcome=one.state.value,
-        status=one.status,
-        operation=one.id,
-        epoch=one.epoch,
-    )

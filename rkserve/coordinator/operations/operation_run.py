@@ -212,7 +212,9 @@ class OperationRun:
         if desired is not None and desired != self._context.state.desired:
             ended = replace(ended, epoch=desired.epoch)
         try:
-            self._context.state.write(desired, ended, audit=[self._audit(ended)])
+            self._context.state.write(
+                desired, ended, audit=[AuditEntry.of(ended, self._context.now_s(), ended.who)]
+            )
         except LedgerFailed:
             self.unwritten = (state, error)
             raise
@@ -237,18 +239,6 @@ class OperationRun:
     def outcome(self) -> OperationOutcome:
         """The answer now."""
         return OperationOutcome(self.operation.status, self.operation, self.applied, self.emitted)
-
-    def _audit(self, ended: ControlOperation) -> AuditEntry:
-        return AuditEntry(
-            at_s=self._context.now_s(),
-            who=ended.who,
-            kind=ended.kind.value,
-            params=ended.params,
-            outcome=ended.state.value if ended.error is None else ended.error.code,
-            status=ended.status,
-            operation=ended.id,
-            epoch=ended.epoch,
-        )
 
 
 # Its last argument is the operation's action, of the class of its kind.

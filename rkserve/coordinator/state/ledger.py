@@ -81,6 +81,14 @@ class AuditEntry:
     operation: str | None = None
     epoch: int = 0
 
+    @classmethod
+    def of(cls, ended: ControlOperation, at_s: float, who: str) -> AuditEntry:
+        """Return the entry of an ended operation."""
+        outcome = ended.state.value if ended.error is None else ended.error.code
+        return cls(
+            at_s, who, ended.kind.value, ended.params, outcome, ended.status, ended.id, ended.epoch
+        )
+
 
 class Ledger:
     """The one open ledger of a folder. Use it from one event loop; long reads may run in any
