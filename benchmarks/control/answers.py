@@ -1,7 +1,6 @@
 """Answers and control calls as clients of a cluster under load see them. Pure.
 
-It reads answers with the versions that they are stamped with, and the answers of control calls. It
-judges nothing; see ``control_checks``.
+Answers carry the versions that they are stamped with; ``checks`` judges them.
 """
 
 from __future__ import annotations

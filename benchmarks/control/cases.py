@@ -1,7 +1,6 @@
-"""The cases of the control benchmark: what is done to a cluster under load, and what is found.
+"""The cases of the control benchmark: pauses, switches, staging and rounds under load.
 
-It knows when to deploy, what the controller's plan is and when to look at processes. It computes
-nothing; see ``control_figures``, ``control_checks`` and ``growth``.
+Nothing is computed here; see ``figures``, ``checks`` and ``growth``.
 """
 
 from __future__ import annotations

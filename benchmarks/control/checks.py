@@ -1,7 +1,7 @@
 """Checks of answers under control: whole, of one version, stamped, never stale. Pure.
 
-It holds each answer to what its version says of its prompt when nobody interrupts it, and the
-version to when the answer began. It knows nothing of how the answers came about.
+Each answer is compared with the uninterrupted answer of its version to the same prompt, and its
+version with the time at which the answer began.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The state after a fault, compared with the state that it must have. Pure.
 
-A fault is tried over and over; each trial says whether its moment was hit, when the cluster was
-whole again by itself, and what came of answers and operations meanwhile. It knows the form of
-rkserve's answers about itself, and nothing of how a fault is made.
+Each fault is tried several times. A trial records whether its moment was hit, when the cluster had
+recovered by itself, and the answers and operations meanwhile.
 """
 
 from __future__ import annotations

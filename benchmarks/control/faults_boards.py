@@ -1,8 +1,7 @@
-"""Faults of boards and their disks: what dies, lacks room, or comes late, at which moment of what.
+"""Faults of boards and their disks: kills, full disks and late starts at moments of operations.
 
-Each returns what it did as ``Done``; whether the cluster gets over it is found out by its caller.
-It knows the moments by what operations and boards say of themselves. To make sure of a moment that
-is short, it has a board stand still for as long.
+Each returns its effects as ``Done``; its caller checks that the cluster recovers. The moments are
+read from operations and boards. For a short moment, a board is stopped (SIGSTOP) at it.
 """
 
 from __future__ import annotations

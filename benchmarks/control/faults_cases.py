@@ -1,8 +1,7 @@
-"""Trying faults on a cluster of its own: what surrounds each, and what is looked at afterwards.
+"""Trials of faults on a cluster of their own, and the checks after each.
 
-Every trial begins with a cluster that is whole and ends with one that must be so again by itself,
-while clients ask all the time. It knows neither what the faults are nor how they are judged; see
-``control_faults_made`` and ``control_faults``.
+Every trial begins with a cluster that is whole and ends with one that must have recovered by
+itself, while clients ask all the time. ``faults_list`` has the faults, ``faults`` the judgement.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from benchmarks.control.faults import (
     summed,
 )
 from benchmarks.control.faults_boards import CHUNK_BYTES
-from benchmarks.control.faults_made import FAULTS, Fault
+from benchmarks.control.faults_list import FAULTS, Fault
 from benchmarks.control.faults_site import ADAPTERS, Scene, Site, wait_for
 from benchmarks.control.load import ask_once, streams
 from benchmarks.harness.processes import BenchCrew, chat_body

@@ -1,7 +1,6 @@
 """The cluster under faults: its routes, its processes, its disks and its ledger.
 
-It can look, call, kill, freeze, fill a disk and spoil a file. When to do which, and what must come
-of it, is not known here.
+These are the means: calls, kills, stops, a full disk, a damaged file. The faults use them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Clients that ask without a pause, and a controller beside them, in one process with one clock.
 
-The controller plays a plan: after a wait it makes a call, one after the other. It knows HTTP and
-the plan's form, and not what the calls do; what came of it is read in ``control_answers``.
+The controller plays a plan: after a wait it makes a call, one after the other. Its results are
+read in ``answers``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Runs the cases of the control benchmark, each with its line of progress, and sums them up."""
+"""Run the cases of the control benchmark, each with its line of progress, and sum them up."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from benchmarks.control.cases import (
 from benchmarks.control.checks import Checked, Era, check, eras
 from benchmarks.control.faults import FaultFigures, fault_verdicts, summed
 from benchmarks.control.faults_cases import FaultBench, chosen
-from benchmarks.control.faults_made import Fault
+from benchmarks.control.faults_list import Fault
 from benchmarks.control.figures import (
     ATOMIC,
     ROLLING,

@@ -1,6 +1,6 @@
 """The client process of the benchmarks: load, hang-ups and pauses, one connection per client.
 
-Nothing is parsed while it measures; see ``rkserve.bench.connection``.
+Nothing is parsed during a measurement; see ``rkserve.bench.connection``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Growth of processes over many equal rounds: memory, files and threads.
 
-It reads /proc under a root that is passed in, and says whether there is more of it in the end.
+They are read from /proc under a root that is passed in.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ SLACK_S = 5.0  # a child answers a little after its clients gave up
 CLIENT, CONTROLLER, BINDING = (
     "benchmarks.harness.client",
     "benchmarks.control.load",
-    "benchmarks.harness.alone",
+    "benchmarks.harness.binding",
 )
 
 

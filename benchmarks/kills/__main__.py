@@ -22,8 +22,8 @@ from benchmarks.control.load import Streams, ask_once
 from benchmarks.harness import command
 from benchmarks.harness.command import REPORTS, ProgressLine, add_outputs
 from benchmarks.harness.processes import chat_body
-from benchmarks.kills.made import Ground, Victim, strike, ways
 from benchmarks.kills.report import KillFigures, KillRun, Phase, Truth, judge, render
+from benchmarks.kills.victims import Ground, Victim, strike, ways
 from rkserve.bench.child import BenchFailed, CommandProcess, Json
 from rkserve.bench.systems import MODEL
 from rkserve.bench.tables import machine

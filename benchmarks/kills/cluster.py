@@ -1,7 +1,7 @@
-"""A Ray cluster of the kill run's own, of several nodes with a board each; ended with its stdin.
+"""A Ray cluster for the kill run, of several nodes with a board each; it ends with its stdin.
 
-A node of it can be cut off as by a power failure, and another one joined. It starts and stops only
-what it has started itself.
+A node can be cut off as by a power failure, and another one joined. Only processes that were
+started here are stopped here.
 """
 
 from __future__ import annotations

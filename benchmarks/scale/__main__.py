@@ -1,4 +1,4 @@
-"""``python -m benchmarks.scale``: simulate clusters and write what came out, in Markdown."""
+"""``python -m benchmarks.scale``: simulate clusters and write the report."""
 
 from __future__ import annotations
 

@@ -1,14 +1,14 @@
-"""One board on paper: what a run takes, and what it leaves in the KV cache and on the disk. Pure.
+"""One simulated board: the times of a run, and the KV cache and files after it. Pure.
 
-The rules are those of ``board.opening`` and ``board.caching`` for a board that runs one generation
-at a time; the clock is the formula of the simulator's profiles.
+The rules are those of ``board.run.start`` and ``board.run.prompt_caching`` for a board that runs
+one generation at a time; the clock is the formula of the simulator's profiles.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from benchmarks.scale.talk import Context
+from benchmarks.scale.conversations import Context
 from rkserve.core.block_hashes import (
     BLOCK,
     FILES,

@@ -11,12 +11,12 @@ from dataclasses import dataclass, field, replace
 from random import Random
 
 from benchmarks.scale.board import Disk, PaperBoard
-from benchmarks.scale.others import RayPrefix, TwoChoices
-from benchmarks.scale.own import MODEL, OwnRouter
+from benchmarks.scale.conversations import Shape
+from benchmarks.scale.other_routers import RayPrefix, TwoChoices
+from benchmarks.scale.own_router import MODEL, OwnRouter
 from benchmarks.scale.rollout import Converged, Rolling
 from benchmarks.scale.router import Router, Spent
-from benchmarks.scale.talk import Shape
-from benchmarks.scale.world import Seen, World
+from benchmarks.scale.simulation import Seen, World
 from rkserve.control.calls import Strategy
 from rkserve.core.block_hashes import BlockHashes, CachedPrefixes, FilePrefix, pack, seed_of
 from rkserve.fleet.load import ModelBoards, RoutingStatus

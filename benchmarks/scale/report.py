@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 
 from benchmarks.scale.cases import Grown, Outcome, Results
-from benchmarks.scale.talk import Shape
+from benchmarks.scale.conversations import Shape
 from rkserve.bench.tables import figure, percent, table
 
 LIMIT_US = 200.0

@@ -1,4 +1,4 @@
-"""A rollout on paper: the real course of ``control.rollout``, over boards that die and join."""
+"""A simulated rollout: the real ``control.rollout`` over boards that die and join."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from benchmarks.scale.board import PaperBoard
-from benchmarks.scale.talk import Context, Talk
+from benchmarks.scale.conversations import Context, Talk
 from rkserve.core.errors import RkserveError
 from rkserve.router.queue.admission import QueueTerms
 from rkserve.router.queue.reservation import AnswerTiming

@@ -1,7 +1,6 @@
-"""Cases (a) to (d): what is done with how many boards, and what is found.
+"""Cases (a) to (d): runs of the binding, answers through the cluster, hang-ups and loads.
 
-It knows when to deploy, when to read the processes and for how long. It computes nothing; see
-``figures``. Cases (e) to (g), about one board, are in ``oneboard``.
+Nothing is computed here; see ``summary``. Cases (e) to (g), about one board, are in ``oneboard``.
 """
 
 from __future__ import annotations

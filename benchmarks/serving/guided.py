@@ -1,6 +1,6 @@
-"""Case (i), answers that follow a grammar: steps, optimistic runs, and what masks take.
+"""Case (i), answers that follow a grammar: steps, optimistic runs, and the cost of masks.
 
-It asks the binding alone, without board and cluster, which pass on what comes of it as any tokens.
+The binding alone is asked, without board and cluster, which pass its tokens on like any others.
 """
 
 from __future__ import annotations

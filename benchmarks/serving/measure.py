@@ -1,4 +1,4 @@
-"""Runs the cases that were asked for, each with its line of progress, and gathers the results."""
+"""Run the chosen cases, each with its line of progress, and gather the results."""
 
 from __future__ import annotations
 

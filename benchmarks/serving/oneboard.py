@@ -1,6 +1,6 @@
-"""Cases (e) to (g), about one board: what is done with it, and what is found.
+"""Cases (e) to (g), about one board: parked conversations, pauses and batches.
 
-It computes nothing; see ``parked``, ``interrupted`` and ``batches``.
+Nothing is computed here; see ``oneboard_figures``.
 """
 
 from __future__ import annotations

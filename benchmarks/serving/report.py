@@ -1,4 +1,4 @@
-"""The report as Markdown: what was measured, on what, and what it reaches. Pure.
+"""The report as Markdown: measurements, machine and targets. Pure.
 
 It contains no date, no host name and no path, so that two reports differ in figures only.
 """

@@ -1,4 +1,4 @@
-"""From what was measured to the figures that are reported, and whether they reach the targets."""
+"""The reported figures of the measurements, and their targets. Pure."""
 
 from __future__ import annotations
 

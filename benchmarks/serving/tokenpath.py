@@ -1,8 +1,7 @@
 """Case (h), the token path: the same loads over every way that tokens can take through a cluster.
 
-It knows what turns a way on, when to deploy and what to send. Each way has a Ray of its own, one
-after the other: HAProxy is switched on for a whole Ray. It computes nothing; see
-``tokenpath_figures``.
+Each way has a Ray of its own, one after the other: HAProxy is switched on for a whole Ray. Nothing
+is computed here; see ``tokenpath_figures``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Figures of the token path: what a token costs, what is added to TTFT, who holds up whom. Pure."""
+"""Figures of the token path: CPU time per token, added TTFT, and delays by long prompts. Pure."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ _PARTS: tuple[tuple[str, str], ...] = (
     ("benchmarks.harness.client", "client"),
     ("benchmarks.control.load", "client"),
     ("rkserve.bench.cluster", "driver"),
-    ("benchmarks.harness.alone", "binding alone"),
+    ("benchmarks.harness.binding", "binding alone"),
     (":Board-", "board replica"),
     (":Router", "router"),
     (":Coordinator", "coordinator"),

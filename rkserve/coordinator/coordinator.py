@@ -129,9 +129,9 @@ class Coordinator:
             outside.routers,
         )
         self._garbage_collector = GarbageCollector(self._context, outside.store)
-        self._settling = LateResults(self._state, self._roster, outside.now_s)
-        self._rebasing = WeightOperations(outside.store, self._roster)
-        require_fit = self._rebasing.require_fit
+        self._late_results = LateResults(self._state, self._roster, outside.now_s)
+        self._weights = WeightOperations(outside.store, self._roster)
+        require_fit = self._weights.require_fit
         versions = AdapterOperations(
             self._context, outside.store, self._garbage_collector, require_fit
         )
@@ -140,13 +140,15 @@ class Coordinator:
             **HANDLERS,
             **self._sleeping.handlers,
             **handlers(versions),
-            **self._rebasing.handlers,
+            **self._weights.handlers,
         }
         self.caches = PromptCacheKeeper(
             self._context, outside.ledger, outside.system_prompts, outside.cache_times
         )
         self._idling = IdleModels(self._context, outside.policies, self.perform)
-        self._courses: dict[str, tuple[OperationRun, asyncio.Task[None]]] = {}  # by idempotency key
+        self._keyed_runs: dict[
+            str, tuple[OperationRun, asyncio.Task[None]]
+        ] = {}  # by idempotency key
         self._going_on: set[asyncio.Task[None]] = set()
         self._loops: list[asyncio.Task[None]] = []
 
@@ -173,7 +175,7 @@ class Coordinator:
         for one in ended:
             log.warning("operation %s (%s) is %s now", one.id, one.kind.value, one.state.value)
         for one in self._state.partial():
-            self._settling.add(one)
+            self._late_results.add(one)
         self._garbage_collector.remember(await asyncio.to_thread(self._state.stagings))
         await self._round()
         self._reconciler.announce()
@@ -220,7 +222,7 @@ class Coordinator:
         """Collect reports, bring back boards that do not follow, and record those that have."""
         await self._roster.refresh()
         self._reconciler.look()
-        self._settling.look()
+        self._late_results.look()
         self._idling.look()
         self.caches.look()
         self._metrics.epoch.set(self._state.desired.epoch)
@@ -279,7 +281,7 @@ class Coordinator:
         """Return the answer to an earlier call with the same key."""
         if call.key is None:
             return None
-        known = self._courses.get(call.key)
+        known = self._keyed_runs.get(call.key)
         if known is not None:
             run, task = known
             _check_repeat(call, run.operation)
@@ -317,14 +319,14 @@ class Coordinator:
         task = asyncio.get_running_loop().create_task(self._carry_out(run))
         self._going_on.add(task)
         if call.key is not None:
-            self._courses[call.key] = (run, task)
+            self._keyed_runs[call.key] = (run, task)
         task.add_done_callback(lambda done: self._ended(call, done))
         return run, task
 
     def _ended(self, call: OperationRequest, task: asyncio.Task[None]) -> None:
         self._going_on.discard(task)
         if call.key is not None:
-            self._courses.pop(call.key, None)
+            self._keyed_runs.pop(call.key, None)
         if not task.cancelled():
             task.exception()  # the caller has the error; asyncio must not log it as never retrieved
 
@@ -336,8 +338,8 @@ class Coordinator:
         """
         operation = run.operation
         state_changes.expect(self._state.desired, run.call.expected_epoch)
-        await self._rebasing.prepare(self._state.desired, operation.action)
-        await self._turn(run)
+        await self._weights.prepare(self._state.desired, operation.action)
+        await self._exclude(run)
         if operation.kind not in _FREEING:  # boards must be released in every case
             self._roster.require_known()
         try:
@@ -345,13 +347,13 @@ class Coordinator:
         except RkserveError as exc:
             if not run.begun:
                 raise
-            await self._take_back(run, ControlError.of(exc))
+            await self._undo_failed(run, ControlError.of(exc))
         except Exception as exc:
             log.exception("operation %s (%s) failed", operation.id, operation.kind.value)
             if not run.begun:
                 raise
             said = f"{type(exc).__name__}: {exc}"
-            await self._take_back(run, ControlError(500, "internal_error", said))
+            await self._undo_failed(run, ControlError(500, "internal_error", said))
         ended = run.operation
         log.info(
             "%s %s by %s is %s at epoch %d: %d of %d boards",
@@ -363,10 +365,10 @@ class Coordinator:
             ended.succeeded,
             len(ended.results),
         )
-        self._settling.add(ended)
+        self._late_results.add(ended)
         self._garbage_collector.remember([ended])
 
-    async def _turn(self, run: OperationRun) -> None:
+    async def _exclude(self, run: OperationRun) -> None:
         """Refuse a call that a running operation excludes; a wake-up by a request waits instead.
 
         Raises:
@@ -381,7 +383,7 @@ class Coordinator:
                 raise OperationConflict(why)
             await asyncio.sleep(TURN_S)
 
-    async def _take_back(self, run: OperationRun, error: ControlError) -> None:
+    async def _undo_failed(self, run: OperationRun, error: ControlError) -> None:
         """End a failed operation: no pause and no candidate of it remains.
 
         If only its end could not be stored, or its change is in effect already, it ends with that
@@ -459,18 +461,18 @@ class Coordinator:
         """Return the artifact of a name; see ``WeightOperations.find``."""
         self._context.check(Scope(models=(model,)))
         desired = self._state.desired
-        return await asyncio.to_thread(self._rebasing.find, desired, model, artifact)
+        return await asyncio.to_thread(self._weights.find, desired, model, artifact)
 
     def learn(self, models: Iterable[str]) -> None:
         """Compute the digests of the models' own files, which it reads; call it in a thread."""
         for model in models:
-            self._rebasing.learn(model)
+            self._weights.learn(model)
 
-    async def require_base(self, claim: DeclaredArtifact) -> None:
+    async def require_base(self, declared: DeclaredArtifact) -> None:
         """Raise ``ArtifactRefused`` for an artifact that was trained on other base weights."""
-        if claim.base_digest is not None:
-            await asyncio.to_thread(self._rebasing.learn, claim.model)
-            self._rebasing.require_base(self._state.desired, claim.model, claim.base_digest)
+        if declared.base_digest is not None:
+            await asyncio.to_thread(self._weights.learn, declared.model)
+            self._weights.require_base(self._state.desired, declared.model, declared.base_digest)
 
     def metrics(self) -> bytes:
         """Return the metrics in Prometheus' text format."""

@@ -93,7 +93,7 @@ def open_private(path: Path, flags: int) -> int:
             raise UnsafeFolder(f"{path} is a symbolic link; remove it") from exc
         raise
     try:
-        _claim_file(path, descriptor)
+        _check_file(path, descriptor)
     except BaseException:
         os.close(descriptor)
         raise
@@ -112,7 +112,7 @@ def write_private(path: Path, text: str) -> None:
         file.write(text)
 
 
-def _claim_file(path: Path, descriptor: int) -> None:
+def _check_file(path: Path, descriptor: int) -> None:
     found = os.fstat(descriptor)
     if not stat.S_ISREG(found.st_mode):
         raise UnsafeFolder(f"{path} is no regular file; remove it")

@@ -195,6 +195,7 @@ def described(
     body: type[RequestModel] | None = None,
     asked: type[RequestModel] | None = None,
     file: bool = False,
+    may_be_empty: bool = False,
     headers: tuple[EndpointParameter, ...] = (),
     example: Example | None = None,
     says: str = "",
@@ -204,7 +205,8 @@ def described(
     The summary is the first paragraph of the handler's docstring, unless it is given. ``errors``
     lack those statuses that follow from ``access`` and from the presence of a body. ``paths`` has
     the meanings of the parameters of the path. ``asked`` are parameters that may be in the query or
-    in a body that may be left out; with ``file`` the body may be a file instead.
+    in a body that may be left out, as one with ``may_be_empty``; with ``file`` the body may be a
+    file instead.
     """
     parameters = [
         *headers,
@@ -225,7 +227,10 @@ def described(
         answers,
         tuple(sorted({*errors, *_OF_ACCESS[access], *(_BODY if taken else ())})),
         tuple(parameters),
-        RequestBody({JSON: taken, **({OCTETS: bytes} if file else {})}, body is not None)
+        RequestBody(
+            {JSON: taken, **({OCTETS: bytes} if file else {})},
+            not (may_be_empty or asked),
+        )
         if taken
         else None,
         example or Example(),

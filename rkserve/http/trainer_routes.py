@@ -17,12 +17,42 @@ from fastapi.responses import JSONResponse, Response
 from typing_extensions import TypedDict
 
 from rkserve import __version__
-from rkserve.api.admin.pause import FlushBody, parse_abort_one
-from rkserve.api.admin.query import ControlRequest, ParameterKind
+from rkserve.api.admin.cluster_status import ServerLoadAnswer, WorldSizeAnswer
+from rkserve.api.admin.lora import (
+    AdapterMessageDone,
+    AdapterSuccessAnswer,
+    LoadAdapterBody,
+    UnloadAdapterBody,
+)
+from rkserve.api.admin.operations import AbortDone, SleepDone, SuccessDone, WakeDone
+from rkserve.api.admin.pause import AbortOneBody, FlushBody, parse_abort_one
+from rkserve.api.admin.query import (
+    ControlRequest,
+    ModelQuery,
+    NoParameters,
+    QueryOrBody,
+    WorldSizeQuery,
+)
+from rkserve.api.admin.sleep import SleepBody, WakeBody
+from rkserve.api.admin.weights import DiskDone, WeightDirBody, WeightVersionAnswer
+from rkserve.api.common.output import ErrorAnswer
 from rkserve.api.json.body import parse_object
 from rkserve.api.json.fields import Fields
+from rkserve.api.json.schemas import RequestModel
 from rkserve.core.errors import NoBoard, RequestError, UnsupportedParameter
-from rkserve.http.endpoints import SERVICE, Access, EndpointAnswer, described, told
+from rkserve.http.endpoints import (
+    CHANGE,
+    KEY,
+    PLAIN,
+    PUSHED_ADAPTER,
+    SERVICE,
+    SIM,
+    Access,
+    EndpointAnswer,
+    Example,
+    described,
+    told,
+)
 from rkserve.router.admin.adapters import Adapters
 from rkserve.router.admin.operations import OK, AdminAnswer, Operations, SleepControl
 from rkserve.router.admin.weights import WeightsControl
@@ -128,17 +158,18 @@ class Trainers:
         """Return the weight version of a model, in SGLang's form."""
         made = await self._operations.weights(asked)
         assert isinstance(made.body, dict)
-        return AdminAnswer(OK, {name: made.body[name] for name in ("weight_version", "model")})
+        label, model = made.body["weight_version"], made.body["model"]
+        return AdminAnswer(OK, WeightVersionAnswer(weight_version=label, model=model))
 
     async def world_size(self, asked: ControlRequest) -> AdminAnswer:
         """Return the number of boards, in vLLM's form."""
-        asked.fields({"include_dp": ParameterKind.FLAG})
-        return AdminAnswer(OK, {"world_size": len(self._service.fleet.reports())})
+        asked.read(WorldSizeQuery)
+        return AdminAnswer(OK, WorldSizeAnswer(world_size=len(self._service.fleet.reports())))
 
     async def load(self, asked: ControlRequest) -> AdminAnswer:
         """Return the number of requests in flight at this Router, in vLLM's form."""
-        asked.fields({})
-        return AdminAnswer(OK, {"server_load": self._service.in_flight})
+        asked.read(NoParameters)
+        return AdminAnswer(OK, ServerLoadAnswer(server_load=self._service.in_flight))
 
 
 def add_trainers(
@@ -149,27 +180,162 @@ def add_trainers(
     look: Callable[[Request, Change], Awaitable[Response]],
 ) -> None:
     """Add the routes; ``change`` admits operators, ``look`` clients."""
-    changes: dict[str, tuple[Change, tuple[str, ...]]] = {
-        "/flush_cache": (trainers.flush_cache, ("GET", "POST")),
-        "/release_memory_occupation": (trainers.release, ("POST",)),
-        "/resume_memory_occupation": (trainers.occupy, ("POST",)),
-        "/abort_request": (trainers.abort, ("POST",)),
-        "/load_lora_adapter": (trainers.load_adapter, ("POST",)),
-        "/unload_lora_adapter": (trainers.unload_adapter, ("POST",)),
-        "/update_weights": (trainers.update_weights, ("POST",)),
-        **dict.fromkeys(REFUSED, (trainers.refuse, ("POST",))),
+    both = ("GET", "POST")
+    one, tags = Example({"rid": "chatcmpl-1"}), Example({"tags": ["weights", "kv_cache"]})
+    changes: dict[str, tuple[Change, dict[str, Any], tuple[str, ...]]] = {
+        "/flush_cache": (
+            trainers.flush_cache,
+            _change("Drop KV caches, in SGLang's words.", SuccessDone, FlushBody, tag="Cluster"),
+            both,
+        ),
+        "/release_memory_occupation": (
+            trainers.release,
+            _change("Unload models, in SGLang's words.", SleepDone, SleepBody, tags),
+            POST,
+        ),
+        "/resume_memory_occupation": (
+            trainers.occupy,
+            _change("Load models again, in SGLang's words.", WakeDone, WakeBody, tags),
+            POST,
+        ),
+        "/abort_request": (
+            trainers.abort,
+            _change("End a request, in SGLang's words.", AbortDone, AbortOneBody, one),
+            POST,
+        ),
+        "/load_lora_adapter": (
+            trainers.load_adapter,
+            adapter_call(
+                _SUCCESS, LoadAdapterBody, "Take and serve an adapter, as SGLang answers it."
+            ),
+            POST,
+        ),
+        "/unload_lora_adapter": (
+            trainers.unload_adapter,
+            adapter_call(
+                _SUCCESS, UnloadAdapterBody, "Serve an adapter no more, as SGLang answers it."
+            ),
+            POST,
+        ),
+        "/update_weights": (
+            trainers.update_weights,
+            described(
+                "Trainers",
+                Access.OPERATOR,
+                *changed(DiskDone, "The weights are served."),
+                summary="Load base weights from the head's disk, as prime-rl and vLLM ask for "
+                "them.",
+                errors=CHANGE,
+                headers=(KEY,),
+                body=WeightDirBody,
+                may_be_empty=True,
+                example=Example(
+                    {"model": SIM, "weight_dir": "/srv/models/other.rkllm"}, needs=HEADS_FILE
+                ),
+            ),
+            POST,
+        ),
+        **dict.fromkeys(REFUSED, (trainers.refuse, _REFUSED, POST)),
     }
-    for path, (made, methods) in changes.items():
-        app.add_api_route(path, _route(change, made), methods=list(methods))
-    looks: dict[str, Change] = {
-        "/get_weight_version": trainers.weight_version,
-        "/weight_version": trainers.weight_version,
-        "/get_world_size": trainers.world_size,
-        "/load": trainers.load,
+    for path, (made, description, methods) in changes.items():
+        app.add_api_route(path, _route(change, made), methods=list(methods), **description)
+    version = _look("Say which weights a model has.", WeightVersionAnswer, ModelQuery)
+    looks: dict[str, tuple[Change, dict[str, Any]]] = {
+        "/get_weight_version": (trainers.weight_version, version),
+        "/weight_version": (trainers.weight_version, version),
+        "/get_world_size": (
+            trainers.world_size,
+            _look("Say how many boards there are.", WorldSizeAnswer, WorldSizeQuery),
+        ),
+        "/load": (
+            trainers.load,
+            _look("Say how many requests this Router answers.", ServerLoadAnswer),
+        ),
     }
-    for path, shown in looks.items():
-        app.add_api_route(path, _route(look, shown), methods=["GET"])
+    for path, (shown, description) in looks.items():
+        app.add_api_route(path, _route(look, shown), methods=["GET"], **description)
     _add_health(app, service)
+
+
+def changed(done: type, says: str = "It is done.") -> tuple[EndpointAnswer, ...]:
+    """Return the answers of a change: done, and with ``async`` begun."""
+    goes_on = "It goes on: `/v1/operations` tells how."
+    return (told(done, says), told(done, goes_on, 202))
+
+
+def _change(
+    summary: str,
+    done: type,
+    asked: type[QueryOrBody],
+    example: Example | None = None,
+    tag: str = "Trainers",
+) -> dict[str, Any]:
+    return described(
+        tag,
+        Access.OPERATOR,
+        *changed(done),
+        summary=summary,
+        errors=CHANGE,
+        headers=(KEY,),
+        asked=asked,
+        example=example,
+    )
+
+
+def adapter_call(
+    done: EndpointAnswer, asked: type[QueryOrBody], summary: str = ""
+) -> dict[str, Any]:
+    """Return the description of a call that loads or unloads an adapter.
+
+    It is SGLang's, with a summary, or vLLM's.
+    """
+    file = {"lora_path": "/srv/adapters/calm.rkllm", "base_model_name": SIM}
+    example = (
+        Example({"lora_name": "calm", **file}, needs=HEADS_FILE)
+        if asked is LoadAdapterBody
+        else Example({"lora_name": "tone"}, needs=PUSHED_ADAPTER)
+    )
+    return described(
+        "Trainers" if summary else "Adapters",
+        Access.OPERATOR,
+        done,
+        told(AdapterMessageDone, "It goes on.", 202),
+        summary=summary,
+        errors=CHANGE,
+        headers=(KEY,),
+        asked=asked,
+        example=example,
+    )
+
+
+def _look(summary: str, answer: type, query: type[RequestModel] | None = None) -> dict[str, Any]:
+    return described(
+        "Trainers",
+        Access.CLIENT,
+        told(answer, summary),
+        summary=summary,
+        errors=(400, 404),
+        query=query,
+    )
+
+
+POST = ("POST",)
+HEADS_FILE = "that file on the head node, in a folder of `coordinator.allowed_paths`"
+SENTENCE = EndpointAnswer(
+    OK,
+    "A sentence, as vLLM says it.",
+    {PLAIN: str},
+    {"x-operation-id": "The operation.", "x-epoch": "The epoch of the cluster."},
+)
+_SUCCESS = told(AdapterSuccessAnswer, "It is done.")
+_REFUSED = described(
+    "Trainers",
+    Access.OPERATOR,
+    told(ErrorAnswer, "Weights come as files.", 400),
+    summary="Refuse weights that are no file, and say what to use instead.",
+    errors=(408, 413, 415),
+    example=Example({}, status=400, needs="nothing: it answers 400 and says what to use instead"),
+)
 
 
 class VersionAnswer(TypedDict):

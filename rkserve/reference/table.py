@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from rkserve.reference import cluster, failures, generations, weights
+from rkserve.reference import failures, generations
 from rkserve.reference.endpoints import Endpoint
 from rkserve.reference.shapes import Schema
 
-_PARTS = (generations, cluster, weights)
-_NAMED = (failures, *_PARTS)
+_PARTS = (generations,)
+_NAMED = (failures, generations)
 
 SCHEMAS: dict[str, Schema] = {
     name: schema for part in _NAMED for name, schema in part.SCHEMAS.items()

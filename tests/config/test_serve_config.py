@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +11,9 @@ from pydantic import BaseModel, ValidationError
 
 from rkserve.config.board_group import (
     BoardGroupConfig,
-    PatienceConfig,
-    PromptCacheConfig,
-    SimulatedConfig,
 )
-from rkserve.config.explain import explain
-from rkserve.config.router import RouterConfig
 from rkserve.config.serve_config import (
     PROJECT,
-    CoordinatorConfig,
     RkserveConfig,
     engine_environ,
     parse_config,
@@ -28,24 +21,7 @@ from rkserve.config.serve_config import (
 )
 from rkserve.core.errors import ConfigError
 from rkserve.models.folder import open_model_folder
-from rkserve.models.settings import FolderSettings, SamplingDefaults
-
-SETTINGS: tuple[type[BaseModel], ...] = (
-    RkserveConfig,
-    RouterConfig,
-    CoordinatorConfig,
-    BoardGroupConfig,
-    PatienceConfig,
-    PromptCacheConfig,
-    SimulatedConfig,
-    FolderSettings,
-    SamplingDefaults,
-)
-
-
-def args(**changes: Any) -> dict[str, Any]:
-    """Arguments with one group of simulated boards; changes go into the group."""
-    return {"boards": [{"name": "sim", "model": "models/sim-chat", "simulated": {}, **changes}]}
+from tests.support.values.config_args import SETTINGS, args
 
 
 def shipped(name: str) -> RkserveConfig:
@@ -78,242 +54,6 @@ def test_the_configuration_for_real_boards_takes_a_whole_npu_each() -> None:
     assert group.simulated is None
     assert group.library == Path("/usr/lib/librkllmrt.so")
     assert group.rknpu == 1
-
-
-REAL = {"model": "m", "library": "/usr/lib/librkllmrt.so"}
-
-
-def wrong(given: Any) -> str:
-    """Return what is said about wrong settings, without what is said about all of them."""
-    with pytest.raises(ConfigError) as caught:
-        parse_config(given)
-    said = str(caught.value)
-    begin, end = "serve_config.yaml, args: ", " docs/reference/configuration.md lists all keys."
-    assert said.startswith(begin)
-    assert said.endswith(end)
-    return said.removeprefix(begin).removesuffix(end)
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        pytest.param(
-            {},
-            "boards: this key is missing; it must be a list with at least one entry, each entry a "
-            "block of keys.",
-            id="nothing",
-        ),
-        pytest.param(
-            {"boards": []},
-            "boards: must be a list with at least one entry, each entry a block of keys, not an "
-            "empty list.",
-            id="no boards",
-        ),
-        pytest.param([1], "must be a block of keys, not a list.", id="a list"),
-        pytest.param(None, "must be a block of keys, not null.", id="null"),
-        pytest.param(
-            {**args(), "router": None},
-            "router: must be a block of keys, not null.",
-            id="a block that was left empty",
-        ),
-        pytest.param(
-            {"boards": ["sim"]},
-            "boards[0]: must be a block of keys, not 'sim'.",
-            id="text as group",
-        ),
-        pytest.param(
-            {**args(), "bords": 1},
-            "bords: unknown key 'bords'; did you mean 'boards'?",
-            id="a typo",
-        ),
-        pytest.param(
-            args(simulated={"relase": "1.3.0"}),
-            "boards[0].simulated.relase: unknown key 'relase'; did you mean 'release'?",
-            id="a typo further down",
-        ),
-        pytest.param(
-            {**args(), "router": {"port": 8000}},
-            "router.port: unknown key 'port'; did you mean 'report_s'?",
-            id="an unknown key that is a bit like one",
-        ),
-        pytest.param(
-            {**args(), "x": 1},
-            "x: unknown key 'x'; the keys here are boards, router, coordinator, channel, "
-            "state_dir.",
-            id="an unknown key like none",
-        ),
-        pytest.param(
-            dict([*args().items(), (7, 1)]),
-            "7: unknown key '7'; the keys here are boards, router, coordinator, channel, "
-            "state_dir.",
-            id="a number as key",
-        ),
-        pytest.param(
-            args(name="my boards"),
-            "boards[0].name: use up to 32 letters, digits and '-', beginning with a letter; not "
-            "'my boards'.",
-            id="a bad name",
-        ),
-        pytest.param(args(name=None), "boards[0].name: must be text, not null.", id="no name"),
-        pytest.param(args(model=3), "boards[0].model: must be a path, not 3.", id="no path"),
-        pytest.param(
-            args(queue_limit=-1),
-            "boards[0].queue_limit: must be a whole number from 0 to 10000, not -1.",
-            id="a negative queue",
-        ),
-        pytest.param(
-            args(queue_limit=1.5),
-            "boards[0].queue_limit: must be a whole number from 0 to 10000, not 1.5.",
-            id="half a request",
-        ),
-        pytest.param(
-            args(crash_limit=0),
-            "boards[0].crash_limit: must be a whole number of at least 1, not 0.",
-            id="no crash",
-        ),
-        pytest.param(
-            args(rknpu=2),
-            "boards[0].rknpu: must be a number above 0, up to 1, not 2.",
-            id="two NPUs",
-        ),
-        pytest.param(
-            {**args(), "router": {"ping_s": 0}},
-            "router.ping_s: must be a number above 0, not 0.",
-            id="no pause",
-        ),
-        pytest.param(
-            args(queue_timeout_s=float("inf")),
-            "boards[0].queue_timeout_s: must be a number above 0, not inf.",
-            id="for ever",
-        ),
-        pytest.param(
-            args(load_timeout_s="x" * 100),
-            f"boards[0].load_timeout_s: must be a number above 0, not '{'x' * 40}...'.",
-            id="long nonsense",
-        ),
-        pytest.param(
-            args(simulated={"load_s": [1]}),
-            "boards[0].simulated.load_s: must be a number from 0 to 600, not a list.",
-            id="a list for an optional number",
-        ),
-        pytest.param(
-            args(simulated={"strict": "maybe"}),
-            "boards[0].simulated.strict: must be true or false, not 'maybe'.",
-            id="neither true nor false",
-        ),
-        pytest.param(
-            args(simulated={"release": "1.2.4"}),
-            "boards[0].simulated.release: must be 1.2.3 or 1.3.0, not '1.2.4'.",
-            id="a release that is not simulated",
-        ),
-        pytest.param(
-            args(simulated={"release": 1.3}),
-            "boards[0].simulated.release: must be 1.2.3 or 1.3.0, not 1.3.",
-            id="a release that YAML reads as a number",
-        ),
-        pytest.param(
-            args(pin_cpus=[0, -4]),
-            "boards[0].pin_cpus[1]: must be a whole number of at least 0, not -4.",
-            id="a negative core to pin to",
-        ),
-        pytest.param(
-            args(library_cpus=[-1]),
-            "boards[0].library_cpus[0]: must be a whole number of at least 0, not -1.",
-            id="a negative core for the library",
-        ),
-        pytest.param(
-            args(library_cpus="4-7"),
-            "boards[0].library_cpus: must be a list, each entry a whole number of at least 0, not "
-            "'4-7'.",
-            id="a range of cores",
-        ),
-        pytest.param(
-            args(**REAL),
-            "boards[0]: set exactly one of 'library' (real boards) and 'simulated'.",
-            id="both kinds of board",
-        ),
-        pytest.param(
-            args(simulated=None),
-            "boards[0]: set exactly one of 'library' (real boards) and 'simulated'.",
-            id="neither kind of board",
-        ),
-        pytest.param(
-            {"boards": args()["boards"] * 2},
-            "group names must differ; used twice: sim.",
-            id="a name twice",
-        ),
-        pytest.param(
-            {"boards": [{**REAL, "name": "a"}, {**REAL, "name": "b", "rknpu": 0.5}]},
-            "the shares 'rknpu' of the groups with a library add up to 1.5 (a: 1, b: 0.5), but "
-            "every one of these groups gets a replica on every board; give them 1 at most "
-            "together, 0.5 each for example.",
-            id="more shares than an NPU has",
-        ),
-        pytest.param(
-            {
-                "boards": [
-                    {**REAL, "name": name, "rknpu": 0.3, "base_domain_id": number}
-                    for name, number in (("a", 1), ("b", 0), ("c", 1))
-                ]
-            },
-            "the groups a and c have the same base_domain_id 1, but they meet on every board, and "
-            "each model needs a domain of its own; give each group another number from 0 to 15.",
-            id="two models in a domain",
-        ),
-    ],
-)
-def test_an_error_says_what_is_wrong_and_what_would_be_right(given: Any, said: str) -> None:
-    assert wrong(given) == said
-
-
-def test_every_wrong_key_is_named_at_once_and_once() -> None:
-    group = {"name": "sim", "modle": "m", "simulated": {}, "queue_limit": "many"}
-    assert wrong({"boards": [args()["boards"][0], group], "router": {"ping_s": -1}}) == (
-        "boards[1].model: this key is missing; it must be a path. "
-        "boards[1].queue_limit: must be a whole number from 0 to 10000, not 'many'. "
-        "boards[1].modle: unknown key 'modle'; did you mean 'model'? "
-        "router.ping_s: must be a number above 0, not -1."
-    )
-
-
-# What pydantic says to programmers.
-JARGON = re.compile(
-    r"Input|instance of|dictionary|tuple|Value error|validation|pydantic|<class", re.I
-)
-
-
-@pytest.mark.parametrize("settings", SETTINGS, ids=lambda model: model.__name__)
-@pytest.mark.parametrize("given", [None, [], [[]], {}, {"x": 1}, object(), "x", -1e9, b""])
-def test_no_wrong_value_of_any_key_is_answered_in_jargon(
-    settings: type[BaseModel], given: Any
-) -> None:
-    said = ""
-    for name in settings.model_fields:
-        try:
-            settings.model_validate({name: given})
-        except ValidationError as exc:
-            said += explain(exc, settings)
-    assert not JARGON.search(said), said
-    assert said
-
-
-@pytest.mark.parametrize(
-    "groups",
-    [
-        pytest.param([{"rknpu": 1 / 3}] * 3, id="three thirds"),
-        pytest.param([{"rknpu": 0.1}] * 10, id="ten tenths"),
-        pytest.param([{}, {"library": None, "simulated": {}}], id="simulated boards need no NPU"),
-        pytest.param(
-            [{}, {"library": None, "simulated": {}, "base_domain_id": 0}], id="nor a domain"
-        ),
-    ],
-)
-def test_groups_that_fit_on_one_board_may_share_it(groups: list[dict[str, Any]]) -> None:
-    boards = [
-        {**REAL, "name": f"g{number}", "base_domain_id": number, **group}
-        for number, group in enumerate(groups)
-    ]
-    assert len(parse_config({"boards": boards}).boards) == len(groups)
 
 
 def test_parsed_settings_pass_through() -> None:
@@ -411,53 +151,6 @@ def test_operators_may_raise_the_library_s_log_level(monkeypatch: pytest.MonkeyP
     assert engine_environ(group, "sim-0")["RKLLM_LOG_LEVEL"] == "0"
     monkeypatch.setenv("RKLLM_LOG_LEVEL", "2")
     assert engine_environ(group, "sim-0")["RKLLM_LOG_LEVEL"] == "2"
-
-
-def real(**changes: Any) -> dict[str, Any]:
-    """One group of real boards."""
-    return {"name": "npu", "model": "m", "library": "/usr/lib/librkllmrt.so", **changes}
-
-
-def test_instances_become_groups_with_their_own_domain_cores_and_share() -> None:
-    group = real(instances=2, base_domain_id=1, instance_cpus=[[4, 5], [6, 7]])
-    deployed = parse_config({"boards": [group]}).deployed
-    assert [one.name for one in deployed] == ["npu-i0", "npu-i1"]
-    assert [one.base_domain_id for one in deployed] == [1, 2]
-    assert [one.library_cpus for one in deployed] == [(4, 5), (6, 7)]
-    assert [one.rknpu for one in deployed] == [0.5, 0.5]
-    assert all(one.instances == 1 for one in deployed)
-
-
-def test_a_group_of_one_instance_is_deployed_as_it_stands() -> None:
-    (group,) = parse_config({"boards": [real()]}).deployed
-    assert group.name == "npu"
-    assert group.rknpu == 1.0
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        pytest.param(
-            {"instances": 2, "instance_cpus": [[4]]}, "1 lists for 2 instances", id="lists missing"
-        ),
-        pytest.param(
-            {"instances": 3, "base_domain_id": 14}, "more than the 16 domains", id="no domain left"
-        ),
-        pytest.param({"hooks": ["os.system"]}, "package.module:factory", id="a hook without colon"),
-        pytest.param({"quirks": {"x": "maybe"}}, "quirks.x: must be true or false", id="quirk"),
-        pytest.param({"quirks": []}, "a block of names, each with true or false", id="quirk list"),
-        pytest.param({"n_batch": 0}, "n_batch: must be a whole number from 1 to 100", id="batch 0"),
-    ],
-)
-def test_a_group_that_cannot_work_is_refused(changes: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(said)):
-        parse_config({"boards": [real(**changes)]})
-
-
-def test_two_groups_whose_instances_meet_in_a_domain_are_refused() -> None:
-    groups = [real(instances=2, rknpu=0.5), real(name="b", rknpu=0.5, base_domain_id=1)]
-    with pytest.raises(ConfigError, match="npu-i1 and b have the same base_domain_id 1"):
-        parse_config({"boards": groups})
 
 
 def test_the_admin_key_comes_from_the_environment_and_is_never_printed(

@@ -25,8 +25,9 @@ from rkserve.core.board_report import BoardReport
 from rkserve.core.errors import BoardStartFailed, RkserveError
 from rkserve.core.messages import Event, GenerateRequest
 from tests.support.boards.fake_boards import eventually
-from tests.support.boards.own_time import run_loop
 from tests.support.cluster.fake_cluster import MODEL, Control, FakeBoard, FakeCluster, Killed
+
+pytestmark = pytest.mark.virtual_time
 
 K, S = OperationKind, OperationState
 NEVER = 10**9
@@ -209,18 +210,14 @@ def bare(board: FakeBoard) -> str | None:
     return None if ref is None else ref.version
 
 
-def prepared(folder: Path, name: str) -> Control:
+async def prepared(folder: Path, name: str) -> Control:
     """Return a Coordinator, not started, on what a scene begins with; it is played on copies."""
     it = Control(folder, FakeCluster.of(*BOARDS))
-
-    async def main() -> None:
-        await it.open()
-        await eventually(lambda: it.follows)
-        await SCENES[name][0](it)
-        await eventually(lambda: it.follows)
-        await it.close()
-
-    run_loop(main())
+    await it.open()
+    await eventually(lambda: it.follows)
+    await SCENES[name][0](it)
+    await eventually(lambda: it.follows)
+    await it.close()
     return it
 
 
@@ -273,47 +270,41 @@ async def expect_order(it: Control, name: str, mixtures: list[str]) -> None:
     assert {board.base for board in it.cluster.boards.values()} == {base}
 
 
-def count(it: Control, name: str) -> int:
+async def count(it: Control, name: str) -> int:
     """Return how many moments a scene has when nobody is killed."""
     fuse = Fuse()
-
-    async def main() -> None:
-        mixtures = await play(it, name, fuse)
-        assert name in MIXED or mixtures == []
-        await it.open()
-        await it.close()
-
-    run_loop(main())
+    mixtures = await play(it, name, fuse)
+    assert name in MIXED or mixtures == []
+    await it.open()
+    await it.close()
     return fuse.passed
 
 
 @pytest.mark.parametrize("name", SCENES)
-def test_killed_at_any_moment_its_successor_finds_or_makes_order(tmp_path: Path, name: str) -> None:
-    before = prepared(tmp_path / "before", name)
-    moments = count(copied(before, tmp_path / "whole"), name)
+async def test_killed_at_any_moment_its_successor_finds_or_makes_order(
+    tmp_path: Path, name: str
+) -> None:
+    before = await prepared(tmp_path / "before", name)
+    moments = await count(copied(before, tmp_path / "whole"), name)
     assert moments >= 4
     killed = 0
     for at in range(moments):
         fuse = Fuse(at)
-
-        async def main(at: int = at, fuse: Fuse = fuse) -> None:
-            it = copied(before, tmp_path / str(at))
-            mixtures = await play(it, name, fuse)
-            await it.open()
-            try:
-                await expect_order(it, name, mixtures)
-                check(it, name, at)
-                if it.asleep:
-                    assert (await it.wake()).status == 200
-                    assert it.asleep == []
-                assert (await it.pause(key="after")).status == 200
-                assert it.held == list(BOARDS)
-                assert (await it.resume()).status == 200
-                assert it.held == []
-            finally:
-                await it.close()
-
-        run_loop(main())
+        it = copied(before, tmp_path / str(at))
+        mixtures = await play(it, name, fuse)
+        await it.open()
+        try:
+            await expect_order(it, name, mixtures)
+            check(it, name, at)
+            if it.asleep:
+                assert (await it.wake()).status == 200
+                assert it.asleep == []
+            assert (await it.pause(key="after")).status == 200
+            assert it.held == list(BOARDS)
+            assert (await it.resume()).status == 200
+            assert it.held == []
+        finally:
+            await it.close()
         killed += fuse.burnt
     assert killed >= moments - 4  # the last ones may not come: reports come when they come
 

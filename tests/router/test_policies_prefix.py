@@ -243,3 +243,111 @@ def test_among_a_thousand_boards_few_are_looked_at() -> None:
     assert isinstance(verdict, SendTo)
     assert verdict.reuse.tokens
     assert calls < 2000
+
+
+# -- estimates, in exact figures ------------------------------------------------------------------
+
+FILED = 1376  # a whole number of blocks
+PRICES = PolicySettings(restore_ms=0.5, park_ms=0.25)
+
+
+def test_a_hit_in_a_file_pays_for_restoring_it() -> None:
+    known = boards()
+    join(known, "a", counters=speed("a", 3, 10), holdings=holds(None, TALK[:FILED]))
+    verdict = PrefixPolicy(settings=PRICES).choose(ask(), known, 0.0)
+    assert isinstance(verdict, SendTo)
+    assert verdict.reuse == Reuse(FILED, live=False)
+    assert verdict.spared_ms == pytest.approx(FILED * (3 - 0.5))
+    assert verdict.ttft_ms == pytest.approx(1500 * 3 - FILED * (3 - 0.5))
+
+
+def test_a_hit_in_the_context_costs_the_rest_of_the_prefill_only() -> None:
+    known = boards()
+    join(known, "a", counters=speed("a", 3, 10), holdings=holds(TALK[:900]))
+    verdict = PrefixPolicy(settings=PRICES).choose(ask(), known, 0.0)
+    assert isinstance(verdict, SendTo)
+    assert verdict.spared_ms == pytest.approx(900 * 3)
+    assert verdict.ttft_ms == pytest.approx(600 * 3)
+
+
+def test_who_displaces_a_context_waits_until_it_is_parked() -> None:
+    known = boards()
+    join(known, "a", counters=speed("a", 3, 10), holdings=holds(TALK[:900]))
+    verdict = PrefixPolicy(settings=PRICES).choose(ask(tuple(range(300))), known, 0.0)
+    assert isinstance(verdict, SendTo)
+    assert verdict.reuse == Reuse(0, live=False)
+    assert verdict.spared_ms == 0
+    assert verdict.ttft_ms == pytest.approx(10 + 900 * 0.25 + 300 * 3)
+
+
+def test_a_short_context_is_displaced_at_once() -> None:
+    known = boards()
+    join(known, "a", counters=speed("a", 3, 10), holdings=holds(TALK[:200]))
+    verdict = PrefixPolicy(settings=PRICES).choose(ask(tuple(range(300))), known, 0.0)
+    assert isinstance(verdict, SendTo)
+    assert verdict.ttft_ms == pytest.approx(300 * 3)
+
+
+def test_a_request_that_waits_books_its_prefill_and_a_part_of_its_answer() -> None:
+    known = boards()
+    busy = join(known, "a", counters=speed("a", 3, 10), holdings=holds(None, TALK[:FILED]))
+    join(known, "b", counters=speed("b", 3, 10))
+    other = InFlightRequest(known, busy, ask((1, 2, 3), "other"), 0.0)
+    policy = PrefixPolicy(settings=NOTHING_ELSE)
+    verdict = policy.choose(ask(), known, 0.0)
+    assert isinstance(verdict, WaitFor)
+    assert verdict.work_ms == pytest.approx(124 * 3 + 64 * 10)
+    assert verdict.until_ms == pytest.approx(FILED * 3)
+    assert verdict.until_ms > other.rest_ms(0.0)
+    short = RoutingRequest("s", "m", 1500, 8, ask().chain)
+    told = policy.choose(short, known, 0.0)
+    assert isinstance(told, WaitFor)
+    assert told.work_ms == pytest.approx(124 * 3 + 8 * 10), "no more than the answer may have"
+
+
+def test_the_time_that_a_request_has_waited_counts_against_its_limit() -> None:
+    known = boards()
+    busy = join(known, "a", counters=speed("a", 3, 10), holdings=holds(None, TALK[:FILED]))
+    join(known, "b", counters=speed("b", 3, 10))
+    InFlightRequest(known, busy, ask((1, 2, 3), "other"), 0.0)
+    policy = PrefixPolicy(settings=PolicySettings(max_wait_s=3.0, restore_ms=0.0, park_ms=0.0))
+    asked = ask()
+    first = policy.choose(asked, known, 0.0)
+    assert isinstance(first, WaitFor)
+    assert first.until_ms == pytest.approx(3_000)
+    second = policy.choose(asked, known, 1.0)
+    assert isinstance(second, WaitFor)
+    assert second.until_ms == pytest.approx(2_000)
+
+
+def test_a_hit_on_a_slow_board_is_taken_where_every_board_has_one() -> None:
+    known = boards()
+    for key, prefill_ms in (("a", 3.0), ("b", 4.0)):
+        join(known, key, counters=speed(key, prefill_ms, 10), holdings=holds(TALK[:FILED]))
+    verdict = PrefixPolicy(settings=NOTHING_ELSE).choose(ask(), known, 0.0)
+    assert isinstance(verdict, SendTo)
+    assert verdict.board.key == "a"
+    assert verdict.ttft_ms == pytest.approx(372)
+
+
+@pytest.mark.parametrize(
+    ("spared_ms", "overtaken", "first"),
+    [
+        pytest.param([0], 0, 0, id="alone"),
+        pytest.param([0, 100], 0, 0, id="a small gain is not worth it"),
+        pytest.param([0, 101], 0, 1, id="a larger one is"),
+        pytest.param([0, 150, 250], 0, 1, id="nor is a small one over the best so far"),
+        pytest.param([0, 150, 251], 0, 2, id="a larger one over the best so far"),
+        pytest.param([0, 500], 3, 1, id="overtaken thrice"),
+        pytest.param([0, 500], 4, 0, id="overtaken often enough"),
+    ],
+)
+def test_who_saves_much_goes_first_and_who_was_overtaken_often_is_not_again(
+    spared_ms: list[float], overtaken: int, first: int
+) -> None:
+    board = join(boards(), "a")
+    offers = [(ask(), SendTo(board, spared_ms=saved)) for saved in spared_ms]
+    offers[0][0].overtaken = overtaken
+    assert PrefixPolicy().first(offers) == first
+    assert offers[0][0].overtaken == overtaken + (first > 0)
+    assert [one.overtaken for one, _ in offers[1:]] == [n < first for n in range(1, len(offers))]

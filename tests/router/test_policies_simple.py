@@ -78,6 +78,32 @@ def test_a_session_waits_no_longer_than_it_may() -> None:
     assert chosen(chooses.choose(one, known, 0.1)) not in (None, mine)
 
 
+def test_the_time_that_a_session_has_waited_counts_against_its_limit() -> None:
+    known, chooses = boards(), POLICIES["session"](random.Random(1), PolicySettings(max_wait_s=60))
+    join(known, "a"), join(known, "b")
+    one = ask(session="s")
+    mine = known.get(chosen(chooses.choose(one, known, 0.0)) or "")
+    assert mine is not None
+    InFlightRequest(known, mine, ask(name="other"), 0.0)
+    for now_s, left_ms in ((0.0, 60_000), (20.0, 40_000)):
+        verdict = chooses.choose(one, known, now_s)
+        assert isinstance(verdict, WaitFor)
+        assert (verdict.board, verdict.until_ms) == (mine, left_ms)
+    assert chosen(chooses.choose(one, known, 61.0)) not in (None, mine.key)
+
+
+def test_a_session_moves_on_from_a_board_that_was_tried_or_is_not_ready() -> None:
+    known, chooses = boards(), POLICIES["session"](random.Random(1), PolicySettings())
+    for key in "abc":
+        join(known, key)
+    mine = chosen(chooses.choose(ask(session="s"), known, 0.0))
+    assert mine is not None
+    second = chosen(chooses.choose(ask(session="s", tried=frozenset({mine})), known, 0.0))
+    assert second not in (None, mine)
+    join(known, mine, ready=False)
+    assert chosen(chooses.choose(ask(session="s"), known, 0.0)) == second
+
+
 @pytest.mark.parametrize("name", ["least_load", "round_robin", "session"])
 def test_other_policies_keep_the_order(name: str) -> None:
     known, chooses = boards(), POLICIES[name](random.Random(1))

@@ -5,11 +5,22 @@ It is made from the boards' reports and the desired state.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any, Literal
 
-from rkserve.api.admin.weights import base_entry, loaded_digest, weights_entry
+from typing_extensions import TypedDict
+
+from rkserve.api.admin.operations import ModeName
+from rkserve.api.admin.weights import (
+    VersionEntry,
+    WeightInfoAnswer,
+    base_entry,
+    loaded_digest,
+    weights_entry,
+)
 from rkserve.api.json.body import JsonObject
+from rkserve.api.json.schemas import Count
 from rkserve.core.board_report import BoardReport, BoardState, VersionFigures
 from rkserve.core.desired_state import ActivePause, Desired
 from rkserve.core.errors.base import without_folders
@@ -33,9 +44,111 @@ class CoordinatorStatus:
     heard_s_ago: float | None
 
 
+class CoordinatorEntry(TypedDict):
+    """The Coordinator, as this Router sees it."""
+
+    reachable: bool
+    heard_s_ago: float | None
+
+
+class TotalEntry(TypedDict):
+    """Figures of several boards together."""
+
+    boards: Count
+    ready: Count
+    joining: Count
+    paused_boards: Count
+    asleep: Count
+    positions: Count
+    capacity: Count
+    bytes: Count | None
+    hit_ratio: float | None
+    prefill_tokens_per_s: float
+    decode_tokens_per_s: float
+    running: Count
+    queued: Count
+    paused: Count
+    temperature_c: float | None
+
+
+class ModelTotalEntry(TotalEntry, VersionEntry):
+    """The boards of one model, and its weights."""
+
+    base: str
+
+
+class ClusterAnswer(TypedDict):
+    """The cluster at a glance."""
+
+    object: Literal["cluster"]
+    epoch: int
+    coordinator: CoordinatorEntry
+    total: TotalEntry
+    models: dict[str, ModelTotalEntry]
+    boards: list[dict[str, Any]]
+    pauses: list[dict[str, Any]]
+
+
+class BoardPauseEntry(TypedDict):
+    """The pause of a board."""
+
+    paused: bool
+    mode: ModeName | None
+    level: int | None
+    reported: str | None
+    epoch: int | None
+
+
+class AdapterPauseEntry(TypedDict):
+    """The pause of an adapter."""
+
+    mode: ModeName
+
+
+class PausedAnswer(TypedDict):
+    """The paused boards."""
+
+    is_paused: bool
+    all: bool
+    epoch: int
+    boards: dict[str, BoardPauseEntry]
+    adapters: dict[str, AdapterPauseEntry]
+
+
+class BoardSleepEntry(TypedDict):
+    """The sleep of a board."""
+
+    sleeping: bool
+    level: int | None
+    reported: int | None
+    state: str
+    epoch: int | None
+
+
+class SleepingAnswer(TypedDict):
+    """The sleeping boards."""
+
+    is_sleeping: bool
+    all: bool
+    epoch: int
+    boards: dict[str, BoardSleepEntry]
+
+
+class WorldSizeAnswer(TypedDict):
+    """The number of boards."""
+
+    world_size: Count
+
+
+class ServerLoadAnswer(TypedDict):
+    """The number of requests that this Router answers."""
+
+    server_load: Count
+
+
 def cluster_entry(
     desired: Desired, models: Sequence[str], boards: Iterable[BoardStatus], head: CoordinatorStatus
-) -> JsonObject:
+) -> ClusterAnswer:
     """Return the answer of GET /v1/cluster."""
     known = sorted(boards, key=lambda one: one.report.board_id)
     by_model = {model: [one for one in known if one.report.model == model] for model in models}
@@ -48,10 +161,7 @@ def cluster_entry(
             "heard_s_ago": None if ago_s is None else round(ago_s, 3),
         },
         "total": _total(known, desired),
-        "models": {
-            model: {**_total(found, desired), **_weights(desired, model, found)}
-            for model, found in by_model.items()
-        },
+        "models": {model: _model(desired, model, found) for model, found in by_model.items()},
         "boards": [_board(one, desired) for one in known],
         "pauses": [_pause(pause) for pause in desired.pauses],
     }
@@ -59,14 +169,14 @@ def cluster_entry(
 
 def is_paused_entry(
     desired: Desired, boards: Iterable[BoardReport], model: str | None
-) -> JsonObject:
+) -> PausedAnswer:
     """Return the answer of GET /is_paused: any and all boards, and each of them.
 
     ``paused`` is the desired state, in force once its pause was answered; ``reported`` is the
     board's latest report. A sleeping board is paused as well, and has a level.
     """
-    told: dict[str, JsonObject] = {}
-    adapters: dict[str, JsonObject] = {}
+    told: dict[str, BoardPauseEntry] = {}
+    adapters: dict[str, AdapterPauseEntry] = {}
     for board in sorted(boards, key=lambda one: one.board_id):
         target = desired.target(board.board_id, board.model)
         mode = None if target.hold is None else target.hold.mode.value
@@ -93,13 +203,13 @@ def is_paused_entry(
 
 def is_sleeping_entry(
     desired: Desired, boards: Iterable[BoardReport], model: str | None
-) -> JsonObject:
+) -> SleepingAnswer:
     """Return the answer of GET /is_sleeping: any and all boards, and each of them.
 
     ``sleeping`` is the desired state, in force once its sleep was answered; ``reported`` is the
     level in the board's latest report.
     """
-    told: dict[str, JsonObject] = {}
+    told: dict[str, BoardSleepEntry] = {}
     for board in sorted(boards, key=lambda one: one.board_id):
         level = desired.target(board.board_id, board.model).level
         told[board.board_id] = {
@@ -126,7 +236,7 @@ def weight_info(
     models: Sequence[str],
     model: str | None,
     boards: Sequence[BoardReport] = (),
-) -> JsonObject:
+) -> WeightInfoAnswer:
     """Return the answer of GET /weight_info: of one model, the first where none is named."""
     chosen = models[0] if model is None else model
     meant = desired.weights_of(chosen)
@@ -150,13 +260,18 @@ def weight_info(
     }
 
 
-def _weights(desired: Desired, model: str, boards: Iterable[BoardStatus]) -> JsonObject:
+def _model(desired: Desired, model: str, boards: Sequence[BoardStatus]) -> ModelTotalEntry:
     meant = desired.weights_of(model)
     base = base_entry(meant, [one.report for one in boards])["digest"]
-    return {"weight_version": meant.label, "step": meant.step, "base": base}
+    return {
+        **_total(boards, desired),
+        "weight_version": meant.label,
+        "step": meant.step,
+        "base": base,
+    }
 
 
-def _adapters(desired: Desired, model: str) -> Mapping[str, str | None]:
+def _adapters(desired: Desired, model: str) -> dict[str, str | None]:
     return {
         line.name: None if line.active is None else line.active.ref.version
         for line in desired.lines
@@ -199,7 +314,7 @@ def _board(one: BoardStatus, desired: Desired) -> JsonObject:
     }
 
 
-def _total(boards: Sequence[BoardStatus], desired: Desired) -> JsonObject:
+def _total(boards: Sequence[BoardStatus], desired: Desired) -> TotalEntry:
     reports = [one.report for one in boards]
     targets = [desired.target(one.board_id, one.model) for one in reports]
     return {

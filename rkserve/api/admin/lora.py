@@ -18,12 +18,15 @@ from pydantic import (
     model_validator,
 )
 from pydantic_core import from_json
+from typing_extensions import NotRequired, TypedDict
 
+from rkserve.api.admin.operations import Envelope
 from rkserve.api.admin.pause import ONLY_FALSE, CallOptions, ControlBody, refused
 from rkserve.api.admin.query import ControlRequest, ParameterKind
 from rkserve.api.json.body import JsonObject
 from rkserve.api.json.fields import quoted
 from rkserve.api.json.limits import MAX_NAMED, MAX_OBSERVE_S, MAX_PATH_CHARS
+from rkserve.api.json.schemas import Count, one_of
 from rkserve.core.board_report import BoardReport
 from rkserve.core.desired_state import AdapterVersion, AdapterVersions, Desired, InFlight
 from rkserve.core.durable_files import NAME
@@ -254,6 +257,10 @@ class RegisterBody(AdapterBody):
         return self
 
 
+class AdapterQuery(RegisterBody, UploadBody):
+    """The query of POST /v1/lora_adapters, whatever its body is."""
+
+
 class LoadAdapterBody(RolloutBody):
     """POST /v1/load_lora_adapter in vLLM's form."""
 
@@ -389,9 +396,98 @@ def parse_named(asked: ControlRequest) -> CallOptions:
     return asked.read(ControlBody).terms
 
 
+class AdapterBoardEntry(TypedDict):
+    """A board, and whether it has the version."""
+
+    staged: bool
+    loaded: bool
+
+
+class AdapterVersionEntry(TypedDict):
+    """One version of an adapter."""
+
+    version: str
+    label: str
+    role: Annotated[str, one_of(("active", "candidate", "previous", "kept"))]
+    sha256: str
+    bytes: Count
+    scale: float
+    key: str
+    boards: dict[str, AdapterBoardEntry]
+
+
+class AdapterEntry(TypedDict):
+    """An adapter with its versions."""
+
+    name: str
+    model: str
+    epoch: int
+    active: str | None
+    candidate: str | None
+    previous: str | None
+    weight: float | None
+    switched: list[str]
+    in_flight: Annotated[str, one_of(InFlight)]
+    versions: list[AdapterVersionEntry]
+
+
+class AdaptersAnswer(TypedDict):
+    """Every version of every adapter."""
+
+    object: Literal["list"]
+    epoch: int
+    data: list[AdapterEntry]
+
+
+class AdapterDone(Envelope):
+    """A change of the served version of an adapter."""
+
+    name: str
+    model: str
+    version: str | None
+
+
+class AdapterDeleted(AdapterDone):
+    """An adapter, or one version of it, that is served no more."""
+
+    deleted: Annotated[bool, WithJsonSchema({"const": True})]
+
+
+class AdapterPushed(TypedDict):
+    """A new version of an adapter."""
+
+    name: str
+    version: str
+    model: str
+    label: str
+    sha256: str
+    bytes: Count
+    scale: float
+    activated: bool
+    staging: NotRequired[Envelope]
+
+
+class AdapterPushDone(AdapterPushed, Envelope):
+    """A new version of an adapter, with its staging where that was an operation of its own."""
+
+
+class AdapterMessageDone(Envelope):
+    """A change in vLLM's form that goes on."""
+
+    message: str
+
+
+class AdapterSuccessAnswer(TypedDict):
+    """A change in SGLang's form."""
+
+    success: bool
+    message: str
+    error_message: str | None
+
+
 def lines_list(
     desired: Desired, boards: Iterable[BoardReport], models: Iterable[str]
-) -> JsonObject:
+) -> AdaptersAnswer:
     """Return the answer of GET /v1/lora_adapters: every version, and which boards have it."""
     known, wanted = list(boards), set(models)
     return {
@@ -401,7 +497,7 @@ def lines_list(
     }
 
 
-def _line(line: AdapterVersions, boards: list[BoardReport]) -> JsonObject:
+def _line(line: AdapterVersions, boards: list[BoardReport]) -> AdapterEntry:
     serving = [board for board in boards if board.model == line.model]
     return {
         "name": line.name,
@@ -419,7 +515,7 @@ def _line(line: AdapterVersions, boards: list[BoardReport]) -> JsonObject:
 
 def _version_row(
     line: AdapterVersions, version: AdapterVersion, boards: list[BoardReport]
-) -> JsonObject:
+) -> AdapterVersionEntry:
     ref = version.ref
     return {
         "version": ref.version,

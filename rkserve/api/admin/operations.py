@@ -1,16 +1,25 @@
-"""Operations as JSON: the record, and the envelope of every changing call.
-
-Records are Protocols, so that this room does not import the Coordinator's.
-"""
+"""Operations as JSON: the record, and the answers of calls that change the cluster."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, Protocol
+from typing import Annotated, Any, Literal, cast
+
+from pydantic import ConfigDict, with_config
+from typing_extensions import TypedDict
 
 from rkserve.api.json.body import JsonObject
+from rkserve.api.json.schemas import Count, Seconds, one_of
+from rkserve.control.calls import OperationKind
+from rkserve.control.operations import (
+    BoardOutcome,
+    ControlError,
+    ControlOperation,
+    OperationState,
+    ResultStatus,
+)
+from rkserve.core.desired_state import PauseMode
 
-WAITING = "waiting"  # the status of a board during an operation: neither done nor failed
 ACCEPTED = 202
 REFUSED = 400  # statuses from here on carry an error object
 
@@ -34,78 +43,172 @@ _DONE = {
 _KINDS = {400: "invalid_request_error", 404: "invalid_request_error", 409: "invalid_request_error"}
 
 
-class OperationResult(Protocol):
-    """One board's part of an operation."""
-
-    @property
-    def status(self) -> str: ...
-    @property
-    def latency_ms(self) -> float: ...
-    @property
-    def error(self) -> str: ...
-    @property
-    def message(self) -> str: ...
-    @property
-    def details(self) -> Mapping[str, Any]: ...
-    @property
-    def good(self) -> bool: ...
+Kind = Annotated[str, one_of(OperationKind)]
+State = Annotated[str, one_of(OperationState)]
+ModeName = Annotated[str, one_of(PauseMode)]
 
 
-class OperationFailure(Protocol):
+@with_config(ConfigDict(extra="allow"))
+class BoardResultEntry(TypedDict):
+    """One board that succeeded, with figures of its own."""
+
+    status: str
+    latency_ms: Seconds
+
+
+class BoardFailureEntry(TypedDict):
+    """One board that failed."""
+
+    board: str
+    error: str
+    message: str
+    latency_ms: Seconds
+
+
+class ResultsEntry(TypedDict):
+    """The results of an operation by board, and its phases in milliseconds."""
+
+    total: Count
+    succeeded: Count
+    results: dict[str, BoardResultEntry]
+    failed: list[BoardFailureEntry]
+    phases: dict[str, Seconds]
+
+
+class Envelope(ResultsEntry):
+    """The facts about an operation, in the answer of every call that changes the cluster."""
+
+    operation_id: str
+    kind: Kind
+    state: State
+    epoch: int
+    applied: bool
+
+
+class OperationErrorEntry(TypedDict):
     """The reason that an operation failed."""
 
-    @property
-    def status(self) -> int: ...
-    @property
-    def code(self) -> str: ...
-    @property
-    def message(self) -> str: ...
+    status: int
+    code: str
+    message: str
 
 
-class OperationRecord(Protocol):
+class OperationAnswer(ResultsEntry):
     """One operation."""
 
-    @property
-    def id(self) -> str: ...
-    @property
-    def kind(self) -> str: ...
-    @property
-    def state(self) -> str: ...
-    @property
-    def phase(self) -> str: ...
-    @property
-    def params(self) -> Mapping[str, Any]: ...
-    @property
-    def who(self) -> str: ...
-    @property
-    def created_s(self) -> float: ...
-    @property
-    def finished_s(self) -> float | None: ...
-    @property
-    def epoch(self) -> int: ...
-    @property
-    def key(self) -> str | None: ...
-    @property
-    def results(self) -> Mapping[str, OperationResult]: ...
-    @property
-    def phases(self) -> tuple[tuple[str, float], ...]: ...
-    @property
-    def error(self) -> OperationFailure | None: ...
+    id: str
+    object: Literal["operation"]
+    kind: Kind
+    state: State
+    phase: str
+    params: dict[str, Any]
+    who: str
+    created_s: float
+    finished_s: float | None
+    epoch: int
+    idempotency_key: str | None
+    error: OperationErrorEntry | None
 
 
-def envelope(record: OperationRecord, *, applied: bool) -> JsonObject:
+class OperationsAnswer(TypedDict):
+    """The latest operations."""
+
+    object: Literal["list"]
+    data: list[OperationAnswer]
+
+
+class AuditAnswer(TypedDict):
+    """The latest lines of the audit log."""
+
+    object: Literal["list"]
+    data: list[dict[str, Any]]
+
+
+# Answers of the calls that change the cluster; ``changed`` adds the envelope to their own part.
+
+
+class StatusDone(Envelope):
+    """A change of the state of boards."""
+
+    status: str
+
+
+class PauseDone(StatusDone):
+    """A pause."""
+
+    mode: ModeName
+
+
+class MessageDone(StatusDone):
+    """A change in SGLang's form."""
+
+    message: str
+
+
+class PauseMessageDone(MessageDone):
+    """A pause in SGLang's form."""
+
+    mode: ModeName
+
+
+class AbortDone(StatusDone):
+    """Ended requests."""
+
+    aborted: Count
+
+
+class SuccessDone(Envelope):
+    """A change that tells its success."""
+
+    success: bool
+
+
+class LabelDone(SuccessDone):
+    """The new label of a model's weights."""
+
+    new_version: str
+    model: str
+
+
+class SleepDone(StatusDone):
+    """A sleep."""
+
+    level: Count
+    mode: ModeName
+
+
+class WakeDone(StatusDone):
+    """The end of a sleep."""
+
+    tags: list[str]
+
+
+class ModelLoadDone(StatusDone):
+    """A model that is loaded on all of its boards."""
+
+    id: str
+    object: Literal["model"]
+
+
+class ModelUnloadDone(ModelLoadDone):
+    """A model that is unloaded from all of its boards."""
+
+    level: Count
+
+
+def envelope(record: ControlOperation, *, applied: bool) -> Envelope:
     """Return the facts about an operation in an answer."""
     return {
         "operation_id": record.id,
-        "kind": _text(record.kind),
-        "state": _text(record.state),
+        "kind": record.kind.value,
+        "state": record.state.value,
         "epoch": record.epoch,
         "applied": applied,
         **_boards(record),
     }
 
 
-def changed(body: JsonObject, record: OperationRecord, *, applied: bool) -> JsonObject:
+def changed(body: Mapping[str, object], record: ControlOperation, *, applied: bool) -> JsonObject:
     """Return the answer of a changing call; ``body`` is the dialect's own part on success."""
     told = envelope(record, applied=applied)
     if record.error is None:
@@ -113,21 +216,21 @@ def changed(body: JsonObject, record: OperationRecord, *, applied: bool) -> Json
     return {"error": error_of(record.error), **told}
 
 
-def error_of(failure: OperationFailure) -> JsonObject:
+def error_of(failure: ControlError) -> JsonObject:
     """Return OpenAI's error object for an operation that did not succeed."""
     kind = _KINDS.get(failure.status, "server_error")
     return {"message": failure.message, "type": kind, "param": None, "code": failure.code}
 
 
-def operation_entry(record: OperationRecord) -> JsonObject:
+def operation_entry(record: ControlOperation) -> OperationAnswer:
     """Return the answer of GET /v1/operations/{id}."""
     failure = record.error
     return {
         "id": record.id,
         "object": "operation",
-        "kind": _text(record.kind),
-        "state": _text(record.state),
-        "phase": _text(record.phase),
+        "kind": record.kind.value,
+        "state": record.state.value,
+        "phase": record.phase.value,
         "params": dict(record.params),
         "who": record.who,
         "created_s": record.created_s,
@@ -141,19 +244,19 @@ def operation_entry(record: OperationRecord) -> JsonObject:
     }
 
 
-def operations_list(records: Iterable[OperationRecord]) -> JsonObject:
+def operations_list(records: Iterable[ControlOperation]) -> OperationsAnswer:
     """Return the answer of GET /v1/operations, in the order given."""
     return {"object": "list", "data": [operation_entry(record) for record in records]}
 
 
-def total_of(record: OperationRecord, figure: str) -> int:
+def total_of(record: ControlOperation, figure: str) -> int:
     """Add up one of the boards' figures."""
     values = (result.details.get(figure) for result in record.results.values())
     return sum(value for value in values if isinstance(value, int))
 
 
-def _boards(record: OperationRecord) -> JsonObject:
-    done = _DONE.get(_text(record.kind), "ok")
+def _boards(record: ControlOperation) -> ResultsEntry:
+    done = _DONE.get(record.kind.value, "ok")
     ordered = sorted(record.results.items())
     return {
         "total": len(ordered),
@@ -162,34 +265,26 @@ def _boards(record: OperationRecord) -> JsonObject:
         "failed": [
             {
                 "board": board,
-                "error": one.error or _text(one.status),
+                "error": one.error or one.status.value,
                 "message": one.message,
                 "latency_ms": round(one.latency_ms, 3),
             }
             for board, one in ordered
-            if not one.good and _text(one.status) != WAITING
+            if not one.good and one.status is not ResultStatus.WAITING
         ],
         "phases": _phases(record.phases),
     }
 
 
-def _result(result: OperationResult, done: str) -> JsonObject:
-    status = _text(result.status)
-    return {
-        **result.details,
-        "status": done if status == "ok" else status,
-        "latency_ms": round(result.latency_ms, 3),
-    }
+def _result(result: BoardOutcome, done: str) -> BoardResultEntry:
+    status = done if result.status is ResultStatus.OK else result.status.value
+    told = {**result.details, "status": status, "latency_ms": round(result.latency_ms, 3)}
+    return cast("BoardResultEntry", told)  # its type has no names for the details
 
 
-def _phases(phases: Iterable[tuple[str, float]]) -> JsonObject:
+def _phases(phases: Iterable[tuple[str, float]]) -> dict[str, float]:
     """Return the milliseconds by phase, in order; repeated phases are added up."""
     spent: dict[str, float] = {}
     for name, ms in phases:
         spent[name] = spent.get(name, 0.0) + ms
     return {name: round(ms, 3) for name, ms in spent.items()}
-
-
-def _text(value: str) -> str:
-    """Return the plain string of a string enum."""
-    return str.__str__(value)

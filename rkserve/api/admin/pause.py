@@ -18,7 +18,7 @@ from pydantic import (
     model_validator,
 )
 
-from rkserve.api.admin.query import ControlRequest, ParameterKind
+from rkserve.api.admin.query import ControlRequest, ParameterKind, QueryOrBody
 from rkserve.api.common.calls import REQUEST_PREFIX, named_answer
 from rkserve.api.json.body import JsonObject
 from rkserve.api.json.fields import Fields, wrong_type
@@ -29,7 +29,6 @@ from rkserve.api.json.limits import (
     MAX_NAMED,
     MAX_TIMEOUT_S,
 )
-from rkserve.api.json.schemas import RequestModel
 from rkserve.core.desired_state import PauseMode
 from rkserve.core.errors import RequestError, UnsupportedParameter
 
@@ -128,7 +127,7 @@ class CallOptions:
     epoch: int | None = None
 
 
-class ControlBody(RequestModel):
+class ControlBody(QueryOrBody):
     """Parameters of every call that changes the cluster."""
 
     model: Names = Field((), description="Models that are meant; all without it, or the only one.")

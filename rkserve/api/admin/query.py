@@ -10,14 +10,15 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from pydantic_core import from_json
+from pydantic import Field, GetJsonSchemaHandler
+from pydantic_core import CoreSchema, from_json
 
 from rkserve.api.json.body import JsonObject, parse_object
 from rkserve.api.json.fields import Fields, quoted
-from rkserve.api.json.limits import MAX_KEY_CHARS
-from rkserve.api.json.schemas import RequestModel, read_model
+from rkserve.api.json.limits import MAX_KEY_CHARS, MAX_LISTED, MAX_MODEL_CHARS
+from rkserve.api.json.schemas import RequestModel, nullable, read_model
 from rkserve.core.errors import RequestError
 
 _KEY = re.compile(rf"[\x21-\x7e]{{1,{MAX_KEY_CHARS}}}")
@@ -33,6 +34,24 @@ class ParameterKind(Enum):
     FLAG = auto()
     NUMBER = auto()
     JSON = auto()
+
+
+class QueryOrBody(RequestModel):
+    """Base of parameters that may be in the query and in a body alike."""
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonObject:
+        """Require no key of the body, because all may be in the query."""
+        made = super().__get_pydantic_json_schema__(core_schema, handler)
+        schema = handler.resolve_ref_schema(made)
+        for key in schema.pop("required", ()):
+            schema["properties"][key] = nullable(schema["properties"][key])
+        if needed := ", ".join(f"`{name}`" for name in cls.needed()):
+            about = schema.get("description", "")
+            schema["description"] = f"{about} Needed, here or in the query: {needed}.".strip()
+        return made
 
 
 ParameterKinds = Mapping[str, ParameterKind]
@@ -155,3 +174,29 @@ def _number(name: str, text: str) -> int | float:
     if isinstance(found, int | float) and not isinstance(found, bool):
         return found
     raise RequestError(f"Invalid '{name}': expected a number, got {quoted(text)}.", name)
+
+
+class ModelQuery(RequestModel):
+    """Query of a call about one model, or about all."""
+
+    model: Annotated[str, Field(min_length=1, max_length=MAX_MODEL_CHARS)] | None = Field(
+        None, description="Only this model; all without it."
+    )
+
+
+class ListQuery(RequestModel):
+    """Query of a list of the latest records."""
+
+    limit: Annotated[int, Field(ge=1, le=MAX_LISTED)] | None = Field(
+        None, description="How many; 100 unless it is said."
+    )
+
+
+class WorldSizeQuery(RequestModel):
+    """Query of GET /get_world_size."""
+
+    include_dp: bool = Field(False, description="vLLM's.")
+
+
+class NoParameters(RequestModel):
+    """No parameters at all."""

@@ -5,18 +5,20 @@ The models state names, ranges and meanings; files are not known here.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, cast
 
 from pydantic import (
     AfterValidator,
+    ConfigDict,
     Field,
     PlainValidator,
     ValidationInfo,
     WithJsonSchema,
     model_validator,
 )
+from typing_extensions import NotRequired, TypedDict
 
 from rkserve.api.admin.lora import (
     BOARDS_MEAN,
@@ -36,10 +38,11 @@ from rkserve.api.admin.lora import (
     Parameters,
     Place,
 )
-from rkserve.api.admin.operations import ACCEPTED, OperationRecord
+from rkserve.api.admin.operations import ACCEPTED, Envelope
 from rkserve.api.admin.pause import ONLY_FALSE, CallOptions, ControlBody, Label, Name, refused
 from rkserve.api.admin.query import ControlRequest, ParameterKind
-from rkserve.api.json.body import JsonObject
+from rkserve.api.json.schemas import Count, RequestModel, Seconds, one_of
+from rkserve.control.operations import ControlOperation, OperationState
 from rkserve.core.board_report import HASHING, UNREADABLE, BoardReport
 from rkserve.core.desired_state import Artifact, BaseVersion, Desired, InFlight, Weights
 from rkserve.core.errors import ArtifactRefused, RequestError, UnsupportedParameter
@@ -256,16 +259,141 @@ def parse_weights(asked: ControlRequest, *, from_body: bool) -> NewWeights:
     )
 
 
-def update_body(record: OperationRecord) -> JsonObject:
+class TimingEntry(TypedDict):
+    """The milliseconds of an update."""
+
+    lock_ms: Seconds
+    broadcast_ms: Seconds
+    verify_ms: Seconds
+    pause_ms: Seconds
+    resume_ms: Seconds
+    total_ms: Seconds
+
+
+class _Updated(TypedDict):
+    status: Annotated[str, one_of(("ok", "accepted"))]
+    untried: bool
+    timing: TimingEntry
+
+
+class UpdateDone(_Updated, Envelope):
+    """A trainer's weights."""
+
+
+class _Loaded(TypedDict):
+    success: bool
+    message: str
+    num_paused_requests: Count
+    untried: bool
+
+
+class DiskDone(_Loaded, Envelope):
+    """Base weights from the head's disk."""
+
+
+class BaseEntry(TypedDict):
+    """Base weights."""
+
+    version: str
+    digest: str
+    bytes: Count | None
+    own: bool
+
+
+class RebaseEntry(TypedDict):
+    """Base weights that boards are switched to."""
+
+    version: str
+    digest: str
+    switched: list[str]
+
+
+class BoardWeightsEntry(TypedDict):
+    """The weights of a board."""
+
+    weight_version: str
+    base: str
+    own: bool
+    adapter_digests: dict[str, str]
+    epoch: int | None
+    state: str
+
+
+class VersionEntry(TypedDict):
+    """The label and the trainer's step of a model's weights."""
+
+    weight_version: str
+    step: int | None
+
+
+class BoardsWeights(VersionEntry):
+    """A model's base weights, and those of each board."""
+
+    base: BaseEntry
+    rebase: RebaseEntry | None
+    boards: dict[str, BoardWeightsEntry]
+
+
+class ModelWeightsEntry(BoardsWeights):
+    """A model's weights."""
+
+    adapters: dict[str, str | None]
+    adapter_digests: dict[str, str]
+
+
+class WeightInfoAnswer(VersionEntry):
+    """The weights of one model, and of all."""
+
+    model: str
+    epoch: int
+    models: dict[str, ModelWeightsEntry]
+
+
+class WeightVersionAnswer(TypedDict):
+    """The label of a model's weights."""
+
+    weight_version: str
+    model: str
+
+
+class WeightsTakenAnswer(TypedDict):
+    """Base weights that are on the head now."""
+
+    id: str
+    object: Literal["weights"]
+    model: str
+    own: bool
+    parameters: Count
+    version: NotRequired[str]
+    sha256: NotRequired[str]
+    bytes: NotRequired[Count]
+
+
+class WeightDirBody(RequestModel):
+    """POST /update_weights in prime-rl's and vLLM's form."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    weight_dir: str | None = Field(
+        None, description="prime-rl's: the path; without it the folder's own."
+    )
+    update_info: dict[str, Any] | None = Field(None, description="vLLM's; only with `model_path`.")
+    model: str | None = None
+    weight_version: str | None = None
+
+
+def update_body(record: ControlOperation) -> _Updated:
     """Return PipelineRL's answer, with the time of each phase."""
-    status = "accepted" if _text(record.state) == "running" else "ok"
-    told: JsonObject = {"status": status, "untried": untried(record)}
-    return {**told, "timing": timing(record.phases, record.created_s, record.finished_s)}
+    return {
+        "status": "ok" if record.over else "accepted",
+        "untried": untried(record),
+        "timing": timing(record.phases, record.created_s, record.finished_s),
+    }
 
 
 def timing(
     phases: Iterable[tuple[str, float]], created_s: float, finished_s: float | None
-) -> JsonObject:
+) -> TimingEntry:
     """Return the milliseconds of each phase, and the total so far."""
     spent: dict[str, float] = {}
     for name, ms in phases:
@@ -274,16 +402,17 @@ def timing(
         name: round(sum(spent.get(phase, 0.0) for phase in of), 3) for name, of in _TIMING.items()
     }
     total = sum(spent.values()) if finished_s is None else (finished_s - created_s) * 1e3
-    return {**told, "total_ms": round(max(total, 0.0), 3)}
+    told["total_ms"] = round(max(total, 0.0), 3)
+    return cast("TimingEntry", told)  # its names are those of the table
 
 
-def disk_body(record: OperationRecord, status: int, paused: int) -> JsonObject:
+def disk_body(record: ControlOperation, status: int, paused: int) -> _Loaded:
     """Return SGLang's answer; unlike there, ``success`` means that nothing is left to do."""
     if record.error is not None:
         message = record.error.message
     elif status == ACCEPTED:
         message = f"The update goes on: GET /v1/operations/{record.id} tells how far it is."
-    elif _text(record.state) == "partial":
+    elif record.state is OperationState.PARTIAL:
         message = "The new weights stand; the boards in 'failed' are still to load them."
     elif untried(record):
         message = (
@@ -292,18 +421,22 @@ def disk_body(record: OperationRecord, status: int, paused: int) -> JsonObject:
         )
     else:
         message = "Succeeded to update model weights."
-    done = record.error is None and _text(record.state) == "succeeded"
-    told: JsonObject = {"success": done, "message": message, "num_paused_requests": paused}
-    return {**told, "untried": untried(record)}
+    done = record.error is None and record.state is OperationState.SUCCEEDED
+    return {
+        "success": done,
+        "message": message,
+        "num_paused_requests": paused,
+        "untried": untried(record),
+    }
 
 
-def untried(record: OperationRecord) -> bool:
+def untried(record: ControlOperation) -> bool:
     """Return whether every board sleeps, so that none has loaded the weights of an update."""
     loaded = [one.details.get("loaded") for one in record.results.values() if one.good]
     return bool(loaded) and all(one == "asleep" for one in loaded)
 
 
-def weights_entry(desired: Desired, model: str, boards: Iterable[BoardReport]) -> JsonObject:
+def weights_entry(desired: Desired, model: str, boards: Iterable[BoardReport]) -> BoardsWeights:
     """Return one model's entry in GET /weight_info: its base weights, and those of each board."""
     weights = desired.weights_of(model)
     rebase = weights.rebase
@@ -337,7 +470,7 @@ def weights_entry(desired: Desired, model: str, boards: Iterable[BoardReport]) -
     }
 
 
-def base_entry(weights: Weights, boards: Iterable[BoardReport]) -> JsonObject:
+def base_entry(weights: Weights, boards: Iterable[BoardReport]) -> BaseEntry:
     """Return the entry of base weights; the model folder's own are as its boards report them."""
     base = weights.base
     if base is not None:
@@ -374,10 +507,16 @@ def own_digest(boards: Iterable[BoardReport]) -> str:
     return told.pop() if told else UNKNOWN
 
 
-def taken_entry(model: str, base: BaseVersion | None, facts: Mapping[str, object]) -> JsonObject:
-    """Return the answer of POST /v1/weights: base weights that are on the head now."""
+def taken_entry(model: str, base: BaseVersion | None, parameters: int) -> WeightsTakenAnswer:
+    """Return the answer of POST /v1/weights; ``parameters`` is the number of listed tensors."""
     if base is None:
-        return {"id": OWN, "object": "weights", "model": model, "own": True, **facts}
+        return {
+            "id": OWN,
+            "object": "weights",
+            "model": model,
+            "own": True,
+            "parameters": parameters,
+        }
     return {
         "id": f"{base.model}@{base.version}",
         "object": "weights",
@@ -386,14 +525,9 @@ def taken_entry(model: str, base: BaseVersion | None, facts: Mapping[str, object
         "sha256": base.digest,
         "bytes": base.size_bytes,
         "own": False,
-        **facts,
+        "parameters": parameters,
     }
 
 
 def _digest(base: BaseVersion | None) -> str:
     return "" if base is None else base.digest
-
-
-def _text(value: str) -> str:
-    """Return the plain string of a string enum."""
-    return str.__str__(value)

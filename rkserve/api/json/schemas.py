@@ -10,6 +10,7 @@ OpenAPI document is made of both.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from enum import Enum
 from functools import cache
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -20,6 +21,7 @@ from pydantic import (
     GetJsonSchemaHandler,
     TypeAdapter,
     ValidationError,
+    WithJsonSchema,
 )
 from pydantic_core import CoreSchema
 
@@ -31,6 +33,13 @@ M = TypeVar("M", bound="RequestModel")
 Count = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(ge=0)]
 REF = "#/components/schemas/"
+
+
+def one_of(words: type[Enum] | tuple[str, ...]) -> WithJsonSchema:
+    """Return the annotation of a string that is one of a few; of an enum, those are its values."""
+    listed = words if isinstance(words, tuple) else [one.value for one in words]
+    return WithJsonSchema({"type": "string", "enum": [*listed]})
+
 
 _TYPES = {
     "string_type": "a string",

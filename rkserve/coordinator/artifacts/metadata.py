@@ -131,9 +131,9 @@ def _read(content: Any) -> ArtifactMetadata:
     return replace(found, base_digest=None if found.base_digest is None else str(found.base_digest))
 
 
-def checked(claim: DeclaredArtifact) -> DeclaredArtifact:
+def checked(declared: DeclaredArtifact) -> DeclaredArtifact:
     """Return a valid declaration. Raises ``ArtifactRefused``."""
-    named = (("name", None if claim.base else claim.name), ("version", claim.version))
+    named = (("name", None if declared.base else declared.name), ("version", declared.version))
     for param, word in named:
         if word is not None and not NAME.fullmatch(word):
             raise ArtifactRefused(
@@ -141,12 +141,12 @@ def checked(claim: DeclaredArtifact) -> DeclaredArtifact:
                 "letters, digits, '.', '_' and '-'.",
                 param,
             )
-    if claim.size_bytes is not None and claim.size_bytes < 1:
-        raise ArtifactRefused(f"The {claim.what} is empty.", "size_bytes")
-    for param, digest in (("sha256", claim.sha256), ("base_digest", claim.base_digest)):
+    if declared.size_bytes is not None and declared.size_bytes < 1:
+        raise ArtifactRefused(f"The {declared.what} is empty.", "size_bytes")
+    for param, digest in (("sha256", declared.sha256), ("base_digest", declared.base_digest)):
         if digest is not None and not DIGEST.fullmatch(digest):
             raise ArtifactRefused(f"'{param}' must be 64 lower-case hexadecimal digits.", param)
-    return claim
+    return declared
 
 
 def read_manifest(given: Mapping[str, Any] | None) -> Manifest:
@@ -157,24 +157,24 @@ def read_manifest(given: Mapping[str, Any] | None) -> Manifest:
         raise ArtifactRefused(f"The manifest: {explain(exc, Manifest)}", "manifest") from exc
 
 
-def require_size(claim: DeclaredArtifact, size_bytes: int) -> None:
+def require_size(declared: DeclaredArtifact, size_bytes: int) -> None:
     """Raise ``ArtifactRefused`` if more bytes arrived than declared."""
-    if claim.size_bytes is not None and size_bytes > claim.size_bytes:
+    if declared.size_bytes is not None and size_bytes > declared.size_bytes:
         raise ArtifactRefused(
-            f"More bytes come than the {claim.size_bytes} that were announced.", "size_bytes"
+            f"More bytes come than the {declared.size_bytes} that were announced.", "size_bytes"
         )
 
 
-def compare(claim: DeclaredArtifact, said: Manifest, size_bytes: int, digest: str) -> None:
+def compare(declared: DeclaredArtifact, said: Manifest, size_bytes: int, digest: str) -> None:
     """Raise ``ArtifactRefused`` unless the file is as declared, before or after its upload."""
     if size_bytes == 0:
-        raise ArtifactRefused(f"The {claim.what} is empty.", "size_bytes")
+        raise ArtifactRefused(f"The {declared.what} is empty.", "size_bytes")
     for key, claimed, found in (
-        ("size_bytes", claim.size_bytes, size_bytes),
+        ("size_bytes", declared.size_bytes, size_bytes),
         ("size", said.size, size_bytes),
-        ("sha256", claim.sha256, digest),
+        ("sha256", declared.sha256, digest),
         ("sha256", said.sha256, digest),
-        ("base_model", said.base_model, claim.model),
+        ("base_model", said.base_model, declared.model),
     ):
         if claimed is not None and claimed != found:
             raise ArtifactRefused(f"{key} is said to be {claimed}, and it is {found}.", key)

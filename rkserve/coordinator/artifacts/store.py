@@ -63,7 +63,7 @@ class ArtifactRules:
 class _Upload:
     """A file that is being uploaded."""
 
-    claim: DeclaredArtifact
+    declared: DeclaredArtifact
     path: Path
     touched_s: float
     size_bytes: int = 0
@@ -123,7 +123,7 @@ class ArtifactStore:
 
     # -- uploads ------------------------------------------------------------------------------
 
-    def upload_begin(self, claim: DeclaredArtifact) -> str:
+    def upload_begin(self, declared: DeclaredArtifact) -> str:
         """Return the ID of a new upload. The default version is derived from the content.
 
         Raises:
@@ -132,7 +132,7 @@ class ArtifactStore:
             BodyTooLarge: it is declared larger than allowed.
         """
         self.sweep()
-        return self._begin(checked(claim))
+        return self._begin(checked(declared))
 
     def upload_part(self, upload: str, offset: int, data: bytes) -> int:
         """Write the next bytes; return the total so far. Parts come in order.
@@ -174,7 +174,7 @@ class ArtifactStore:
             self._coming(upload)  # it may have been ended while another thread wrote
             try:
                 said = read_manifest(manifest)
-                compare(coming.claim, said, coming.size_bytes, coming.digest.hexdigest())
+                compare(coming.declared, said, coming.size_bytes, coming.digest.hexdigest())
                 return coming, self._keep(coming), said.scale
             finally:
                 self.upload_abort(upload)
@@ -200,29 +200,33 @@ class ArtifactStore:
     # -- files from elsewhere -----------------------------------------------------------------
 
     def register_path(
-        self, path: str, claim: DeclaredArtifact, scale: float = 1.0
+        self, path: str, declared: DeclaredArtifact, scale: float = 1.0
     ) -> AdapterVersion:
         """Copy a file, or that of an adapter's folder, from one of the allowed folders.
 
         Raises:
             ArtifactRefused, ArtifactNotFound, BodyTooLarge: as ``open_path`` and an upload do.
         """
-        checked(claim)
+        checked(declared)
         with open_path(path, self._rules.allowed_paths) as source:
-            return self._adapter(*self._take(source, claim, scale))
+            return self._adapter(*self._take(source, declared, scale))
 
-    def register_url(self, url: str, claim: DeclaredArtifact, scale: float = 1.0) -> AdapterVersion:
+    def register_url(
+        self, url: str, declared: DeclaredArtifact, scale: float = 1.0
+    ) -> AdapterVersion:
         """Fetch a file from below one of the allowed URLs.
 
         Raises:
             ArtifactRefused, ArtifactNotFound, BodyTooLarge: as ``open_url`` and an upload do.
         """
-        checked(claim)
+        checked(declared)
         rules = self._rules
         with open_url(url, rules.allowed_urls, rules.fetch_timeout_s) as source:
-            return self._adapter(*self._take(source, claim, scale))
+            return self._adapter(*self._take(source, declared, scale))
 
-    def register_model(self, kind: str, place: str, claim: DeclaredArtifact) -> BaseVersion | None:
+    def register_model(
+        self, kind: str, place: str, declared: DeclaredArtifact
+    ) -> BaseVersion | None:
         """Copy base weights from a ``path``, or fetch them from a ``url``: a file, or the one in a
         model's folder. None is the model folder's own file, which is not copied.
 
@@ -230,15 +234,15 @@ class ArtifactStore:
             ArtifactRefused, ArtifactNotFound, BodyTooLarge: as for an adapter; and for a file that
                 certainly is no model.
         """
-        checked(claim)
+        checked(declared)
         rules = self._rules
         if kind == "url":
             with open_url(place, rules.allowed_urls, rules.fetch_timeout_s) as source:
-                return self._own.unless_own(self._model(*self._take(source, claim)[:2]))
-        if self._own.leads_there(place, claim.model):
+                return self._own.unless_own(self._model(*self._take(source, declared)[:2]))
+        if self._own.leads_there(place, declared.model):
             return None
         with open_path(place, rules.allowed_paths, model_in) as source:
-            return self._own.unless_own(self._model(*self._take(source, claim)[:2]))
+            return self._own.unless_own(self._model(*self._take(source, declared)[:2]))
 
     # -- what is there ------------------------------------------------------------------------
 
@@ -339,14 +343,14 @@ class ArtifactStore:
             raise _given_up(upload)
         return found
 
-    def _begin(self, claim: DeclaredArtifact) -> str:
-        self._require_size(claim.size_bytes or 0, claim)
+    def _begin(self, declared: DeclaredArtifact) -> str:
+        self._require_size(declared.size_bytes or 0, declared)
         with self._lock:
             if len(self._uploads) >= self._rules.max_uploads:
                 raise ArtifactRefused(
                     f"{len(self._uploads)} files come in at once, which is the limit."
                 )
-            self._require_room(claim.size_bytes or 0)
+            self._require_room(declared.size_bytes or 0)
             key = secrets.token_hex(8)
             path = self._folder / UPLOADS / key
             try:
@@ -354,14 +358,14 @@ class ArtifactStore:
                 path.touch(mode=0o600, exist_ok=False)
             except OSError as exc:
                 raise _not_written(exc) from exc
-            self._uploads[key] = _Upload(claim, path, self._now_s())
+            self._uploads[key] = _Upload(declared, path, self._now_s())
         return key
 
     def _take(
-        self, source: Source, claim: DeclaredArtifact, scale: float = 1.0
+        self, source: Source, declared: DeclaredArtifact, scale: float = 1.0
     ) -> tuple[_Upload, str, float]:
         """Store the file of a source, as an upload by this process."""
-        sized = replace(claim, size_bytes=source.size_bytes)
+        sized = replace(declared, size_bytes=source.size_bytes)
         key = self._begin(sized)
         try:
             for block in source.blocks:
@@ -376,9 +380,9 @@ class ArtifactStore:
     def _write(self, key: str, coming: _Upload, data: bytes) -> None:
         size = coming.size_bytes + len(data)
         try:
-            self._require_size(size, coming.claim)
-            require_size(coming.claim, size)
-            if coming.claim.size_bytes is None:
+            self._require_size(size, coming.declared)
+            require_size(coming.declared, size)
+            if coming.declared.size_bytes is None:
                 self._require_room(len(data))
             # It exists already: creating it here could leave a file that is never removed, if
             # the upload is removed at this moment.
@@ -396,19 +400,19 @@ class ArtifactStore:
         coming.size_bytes = size
         coming.touched_s = self._now_s()
 
-    def _require_size(self, size: int, claim: DeclaredArtifact) -> None:
-        limit = self._rules.max_model_bytes if claim.base else self._rules.max_bytes
+    def _require_size(self, size: int, declared: DeclaredArtifact) -> None:
+        limit = self._rules.max_model_bytes if declared.base else self._rules.max_bytes
         if size > limit:
             raise BodyTooLarge(
-                f"The {claim.what} is larger than {limit} bytes, which is the limit "
-                f"(`coordinator.max_{claim.what}_bytes`)."
+                f"The {declared.what} is larger than {limit} bytes, which is the limit "
+                f"(`coordinator.max_{declared.what}_bytes`)."
             )
 
     def _require_room(self, more: int) -> None:
         """Raise unless ``more`` bytes fit besides the announced bytes of open uploads."""
         with self._lock:
             awaited = sum(
-                max(0, (one.claim.size_bytes or 0) - one.size_bytes)
+                max(0, (one.declared.size_bytes or 0) - one.size_bytes)
                 for one in self._uploads.values()
             )
         try:
@@ -425,15 +429,17 @@ class ArtifactStore:
     def _keep(self, coming: _Upload) -> str:
         """Move a file to its final path; return its digest."""
         digest: str = coming.digest.hexdigest()
-        claim = coming.claim
+        declared = coming.declared
         try:
-            if claim.base:
-                self._own.require_alike(coming.path, claim.model)
+            if declared.base:
+                self._own.require_alike(coming.path, declared.model)
             sync(coming.path)
             with self._lock:
-                labels = (f"{claim.model}@{_version_of(claim, digest)}",) if claim.base else ()
+                labels = (
+                    (f"{declared.model}@{_version_of(declared, digest)}",) if declared.base else ()
+                )
                 self._facts.add(
-                    digest, ArtifactMetadata(claim.parameters, claim.base_digest, labels)
+                    digest, ArtifactMetadata(declared.parameters, declared.base_digest, labels)
                 )
                 coming.path.replace(self._path(digest))
                 self._kept_s[digest] = self._now_s()
@@ -442,25 +448,25 @@ class ArtifactStore:
             raise _not_written(exc) from exc
         log.info(
             "%s %s@%s is here (%d bytes)",
-            claim.what,
-            claim.name,
-            _version_of(claim, digest),
+            declared.what,
+            declared.name,
+            _version_of(declared, digest),
             coming.size_bytes,
         )
         return digest
 
     def _adapter(self, coming: _Upload, digest: str, scale: float) -> AdapterVersion:
-        claim = coming.claim
-        ref = AdapterRef(claim.name, _version_of(claim, digest), digest, scale)
+        declared = coming.declared
+        ref = AdapterRef(declared.name, _version_of(declared, digest), digest, scale)
         return AdapterVersion(ref, coming.size_bytes)
 
     def _model(self, coming: _Upload, digest: str) -> BaseVersion:
-        claim = coming.claim
-        return BaseVersion(claim.model, _version_of(claim, digest), digest, coming.size_bytes)
+        declared = coming.declared
+        return BaseVersion(declared.model, _version_of(declared, digest), digest, coming.size_bytes)
 
 
-def _version_of(claim: DeclaredArtifact, digest: str) -> str:
-    return claim.version or digest[:VERSION_DIGITS]
+def _version_of(declared: DeclaredArtifact, digest: str) -> str:
+    return declared.version or digest[:VERSION_DIGITS]
 
 
 def _given_up(upload: str) -> ArtifactNotFound:

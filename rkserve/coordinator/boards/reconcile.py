@@ -35,7 +35,7 @@ from rkserve.fleet.board_table import BoardAddress
 
 log = logging.getLogger(__name__)
 
-REST_S, LONGEST_REST_S = 0.5, 30.0
+DELAY_S, LONGEST_DELAY_S = 0.5, 30.0
 
 
 @dataclass
@@ -63,9 +63,9 @@ class Reconciler:
         self._stager = stager
         self._metrics = metrics
         self._timeout_s = timeout_s
-        self._telling: Counter[str] = Counter()
+        self._sending: Counter[str] = Counter()
         self._heard_s: dict[str, float] = {}  # by replica: the time of its last known epoch
-        self._rests: dict[str, RetryDelay] = {}
+        self._delays: dict[str, RetryDelay] = {}
         self._bringing: dict[str, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
 
@@ -77,14 +77,14 @@ class Reconciler:
         ``boards``, if given, restricts them further. The others are not waited for: an operation is
         not delayed by boards that it does not affect.
         """
-        seats = self._roster.seats()
+        addresses = self._roster.addresses()
         covered = [
-            seat
-            for seat in seats
-            if scope.covers(seat.board_id, seat.model)
-            and (boards is None or seat.board_id in boards)
+            address
+            for address in addresses
+            if scope.covers(address.board_id, address.model)
+            and (boards is None or address.board_id in boards)
         ]
-        others = [seat for seat in seats if seat not in covered]
+        others = [address for address in addresses if address not in covered]
         if others:
             self._begin(self._tell(others, timeout_s))
         return await self._tell(covered, timeout_s)
@@ -94,15 +94,15 @@ class Reconciler:
 
         Boards that do not answer get it again after their next report.
         """
-        seats = self._roster.seats()
-        if seats:
-            self._begin(self._tell(seats, self._timeout_s))
+        addresses = self._roster.addresses()
+        if addresses:
+            self._begin(self._tell(addresses, self._timeout_s))
 
-    async def _tell(self, seats: Sequence[BoardAddress], timeout_s: float) -> Replies:
+    async def _tell(self, addresses: Sequence[BoardAddress], timeout_s: float) -> Replies:
         deadline_s = time.monotonic() + timeout_s
         while True:
             left_s = max(0.001, deadline_s - time.monotonic())
-            replies = await self._adopt(seats, left_s)
+            replies = await self._adopt(addresses, left_s)
             latest = max((said.epoch for said in replies.said.values()), default=0)
             if latest <= self._state.desired.epoch or time.monotonic() >= deadline_s:
                 break
@@ -111,20 +111,20 @@ class Reconciler:
             )  # they obey an epoch that this ledger does not know: send again
         return replies
 
-    async def _adopt(self, seats: Sequence[BoardAddress], timeout_s: float) -> Replies:
-        boards = [seat.board_id for seat in seats]
-        self._telling.update(boards)
+    async def _adopt(self, addresses: Sequence[BoardAddress], timeout_s: float) -> Replies:
+        boards = [address.board_id for address in addresses]
+        self._sending.update(boards)
         began_s = time.monotonic()
         try:
             replies = await self._roster.tell(
-                seats, "adopt", self._state.desired, timeout_s=timeout_s
+                addresses, "adopt", self._state.desired, timeout_s=timeout_s
             )
         finally:
-            self._telling.subtract(boards)
+            self._sending.subtract(boards)
         now_s = time.monotonic()
-        for seat in seats:
-            if seat.board_id in replies.said:
-                self._heard_s[seat.replica] = now_s
+        for address in addresses:
+            if address.board_id in replies.said:
+                self._heard_s[address.replica] = now_s
         if replies.said:
             self._metrics.broadcast.observe(now_s - began_s)
             self._metrics.skew.observe(replies.skew_ms / 1e3)
@@ -141,21 +141,21 @@ class Reconciler:
         reports = self._roster.reports()
         self._state.jump(max((report.epoch or 0 for report in reports), default=0))
         by_replica = {report.replica: report for report in reports if report.replica}
-        seats = self._roster.seats()
-        there = {seat.replica for seat in seats}
+        addresses = self._roster.addresses()
+        there = {address.replica for address in addresses}
         self._heard_s = {name: at for name, at in self._heard_s.items() if name in there}
         behind = 0
-        for seat in seats:
-            report = by_replica.get(seat.replica)
+        for address in addresses:
+            report = by_replica.get(address.replica)
             if report is None or report.state is BoardState.LOST:
                 continue
             if not self._is_behind(report):
-                self._rests.pop(seat.board_id, None)
+                self._delays.pop(address.board_id, None)
                 continue
             behind += 1
-            if self._may_bring(seat):
-                task = asyncio.get_running_loop().create_task(self._bring(seat))
-                self._bringing[seat.board_id] = task
+            if self._may_bring(address):
+                task = asyncio.get_running_loop().create_task(self._bring(address))
+                self._bringing[address.board_id] = task
         self._metrics.behind.set(behind)
 
     def _is_behind(self, report: BoardReport) -> bool:
@@ -169,67 +169,67 @@ class Reconciler:
             return True
         return not sleeps and report.base != ("" if target.base is None else target.base.digest)
 
-    def _may_bring(self, seat: BoardAddress) -> bool:
-        board = seat.board_id
+    def _may_bring(self, address: BoardAddress) -> bool:
+        board = address.board_id
         going_on = self._bringing.get(board)
-        if (going_on is not None and not going_on.done()) or self._telling[board] > 0:
+        if (going_on is not None and not going_on.done()) or self._sending[board] > 0:
             return False
-        if self._heard_s.get(seat.replica, float("-inf")) >= self._roster.asked_s:
+        if self._heard_s.get(address.replica, float("-inf")) >= self._roster.asked_s:
             return False  # its report may be older than its last answer
-        rest = self._rests.get(board)
-        return rest is None or time.monotonic() >= rest.until_s
+        delay = self._delays.get(board)
+        return delay is None or time.monotonic() >= delay.until_s
 
-    async def _bring(self, seat: BoardAddress) -> None:
+    async def _bring(self, address: BoardAddress) -> None:
         try:
-            epoch = await self._bring_once(seat)
+            epoch = await self._bring_once(address)
         except BoardGone:
-            self._rests.pop(seat.board_id, None)
+            self._delays.pop(address.board_id, None)
         except RkserveError as exc:
-            self._rest(seat.board_id, exc.message)
+            self._delay(address.board_id, exc.message)
         except Exception:
             # No caller awaits this task: the error is logged here, and the next round tries again.
-            log.exception("board %s could not be reconciled", seat.board_id)
-            self._rest(seat.board_id, "")
+            log.exception("board %s could not be reconciled", address.board_id)
+            self._delay(address.board_id, "")
         else:
-            self._rests.pop(seat.board_id, None)
+            self._delays.pop(address.board_id, None)
             self._metrics.reconciled.inc()
-            log.info("board %s obeys epoch %d", seat.board_id, epoch)
+            log.info("board %s obeys epoch %d", address.board_id, epoch)
 
-    async def _bring_once(self, seat: BoardAddress) -> int:
+    async def _bring_once(self, address: BoardAddress) -> int:
         """Send the state, deliver missing files, and send it again; return the epoch that it obeys.
 
         Raises:
             RkserveError: it does not follow.
         """
-        async with self._stager.at(seat.board_id):
-            adoption = await self._tell_one(seat)
+        async with self._stager.at(address.board_id):
+            adoption = await self._tell_one(address)
             if adoption.lacking:
                 for version in adoption.lacking:
-                    await self._stager.bring(version, seat.board_id)
-                adoption = await self._tell_one(seat)
+                    await self._stager.bring(version, address.board_id)
+                adoption = await self._tell_one(address)
         if adoption.refused:
-            raise RebaseFailed(seat.board_id, adoption.refused)
+            raise RebaseFailed(address.board_id, adoption.refused)
         return adoption.epoch
 
-    async def _tell_one(self, seat: BoardAddress) -> Adoption:
-        self._telling[seat.board_id] += 1
+    async def _tell_one(self, address: BoardAddress) -> Adoption:
+        self._sending[address.board_id] += 1
         try:
             adoption: Adoption = await self._roster.ask_one(
-                seat, "adopt", self._state.desired, timeout_s=self._timeout_s
+                address, "adopt", self._state.desired, timeout_s=self._timeout_s
             )
         finally:
-            self._telling[seat.board_id] -= 1
-        self._heard_s[seat.replica] = time.monotonic()
+            self._sending[address.board_id] -= 1
+        self._heard_s[address.replica] = time.monotonic()
         self._state.jump(adoption.epoch)
         return adoption
 
-    def _rest(self, board: str, why: str) -> None:
-        rest = self._rests.setdefault(board, RetryDelay())
-        rest_s = min(REST_S * 2.0**rest.failures, LONGEST_REST_S)
-        rest.failures += 1
-        rest.until_s = time.monotonic() + rest_s
-        if why and why != rest.said:
-            rest.said = why
+    def _delay(self, board: str, why: str) -> None:
+        delay = self._delays.setdefault(board, RetryDelay())
+        delay_s = min(DELAY_S * 2.0**delay.failures, LONGEST_DELAY_S)
+        delay.failures += 1
+        delay.until_s = time.monotonic() + delay_s
+        if why and why != delay.said:
+            delay.said = why
             log.warning("board %s does not follow; retrying: %s", board, why)
 
     # -- tasks ---------------------------------------------------------------------------------
@@ -281,7 +281,7 @@ class LateResults:
         if not self._partial or not self._roster.is_known:
             return
         reports = {report.board_id: report for report in self._roster.reports()}
-        there = {seat.board_id for seat in self._roster.seats()}
+        there = {address.board_id for address in self._roster.addresses()}
         for one, epoch in list(self._partial.values()):
             # A recovered operation may have none: the list of boards was lost with its Coordinator.
             waited = [board for board, result in one.results.items() if not result.good]

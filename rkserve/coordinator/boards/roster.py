@@ -101,12 +101,12 @@ class Roster:
         began_s = time.monotonic()
         await self._fleet.refresh()
         self.asked_s = began_s
-        present = {(seat.group, seat.board_id): seat for seat in self._fleet.seats()}
+        present = {(address.group, address.board_id): address for address in self._fleet.seats()}
         self._known |= present
-        for key, seat in self._known.items():
+        for key, address in self._known.items():
             if (key not in present or present[key].silent) and key not in self._looked_after:
                 # Beside the rounds: a frozen board must not delay them.
-                task = asyncio.get_running_loop().create_task(self._look_after(seat))
+                task = asyncio.get_running_loop().create_task(self._look_after(address))
                 self._looked_after[key] = task
                 task.add_done_callback(partial(self._looked, key))
 
@@ -115,10 +115,10 @@ class Roster:
         if not task.cancelled() and (exc := task.exception()) is not None:
             log.error("a silent board could not be looked after: %s", exc, exc_info=exc)
 
-    async def _look_after(self, seat: BoardAddress) -> None:
+    async def _look_after(self, address: BoardAddress) -> None:
         """Remove a board that is gone; a silent one stays."""
         await self._one(
-            seat, ("report", ()), BoardRetryLimits(time.monotonic() + PROBE_S, 1), Replies()
+            address, ("report", ()), BoardRetryLimits(time.monotonic() + PROBE_S, 1), Replies()
         )
 
     async def stop(self) -> None:
@@ -128,20 +128,22 @@ class Roster:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def seats(self, scope: Scope | None = None) -> list[BoardAddress]:
+    def addresses(self, scope: Scope | None = None) -> list[BoardAddress]:
         """Return the boards of a part of the cluster, by name; those without a replica are gone."""
         return sorted(
             (
-                seat
-                for seat in self._known.values()
-                if scope is None or scope.covers(seat.board_id, seat.model)
+                address
+                for address in self._known.values()
+                if scope is None or scope.covers(address.board_id, address.model)
             ),
-            key=lambda seat: seat.board_id,
+            key=lambda address: address.board_id,
         )
 
-    def seat(self, board_id: str) -> BoardAddress | None:
+    def address(self, board_id: str) -> BoardAddress | None:
         """Return a board by its name."""
-        return next((seat for seat in self._known.values() if seat.board_id == board_id), None)
+        return next(
+            (address for address in self._known.values() if address.board_id == board_id), None
+        )
 
     def reports(self, model: str | None = None) -> list[BoardReport]:
         """Return the boards' latest reports."""
@@ -149,7 +151,7 @@ class Roster:
 
     async def ask(
         self,
-        seats: Iterable[BoardAddress],
+        addresses: Iterable[BoardAddress],
         method: str,
         *args: Any,
         timeout_s: float,
@@ -159,27 +161,27 @@ class Roster:
 
         ``method`` must be harmless when repeated.
         """
-        return await self._ask_each(seats, (method, args), timeout_s, tries, Replies())
+        return await self._ask_each(addresses, (method, args), timeout_s, tries, Replies())
 
     async def tell(
-        self, seats: Collection[BoardAddress], method: str, *args: Any, timeout_s: float
+        self, addresses: Collection[BoardAddress], method: str, *args: Any, timeout_s: float
     ) -> Replies:
         """Call as ``ask`` does, first with one broadcast to all boards; answers name their board.
 
         Boards outside the selection receive it as well.
         """
         replies, began_s = Replies(), time.monotonic()
-        answers = await self._fleet.ask_together(seats, method, *args, timeout_s=timeout_s)
+        answers = await self._fleet.ask_together(addresses, method, *args, timeout_s=timeout_s)
         for board, said in answers.said.items():
             replies.said[board] = said
             replies.results[board] = good(said, answers.took_ms[board])
-        left = [seat for seat in seats if seat.board_id not in answers.said]
+        left = [address for address in addresses if address.board_id not in answers.said]
         left_s = max(0.001, began_s + timeout_s - time.monotonic())
         return await self._ask_each(left, (method, args), left_s, TRIES, replies)
 
     async def _ask_each(
         self,
-        seats: Iterable[BoardAddress],
+        addresses: Iterable[BoardAddress],
         call: tuple[str, tuple[Any, ...]],
         timeout_s: float,
         tries: int,
@@ -187,32 +189,37 @@ class Roster:
     ) -> Replies:
         deadline_s = time.monotonic() + timeout_s
         await asyncio.gather(
-            *(self._one(seat, call, BoardRetryLimits(deadline_s, tries), replies) for seat in seats)
+            *(
+                self._one(address, call, BoardRetryLimits(deadline_s, tries), replies)
+                for address in addresses
+            )
         )
         return replies
 
-    async def ask_one(self, seat: BoardAddress, method: str, *args: Any, timeout_s: float) -> Any:
+    async def ask_one(
+        self, address: BoardAddress, method: str, *args: Any, timeout_s: float
+    ) -> Any:
         """Call a method of one board once; raises ``RkserveError`` only."""
         try:
             # A board that was silent in the last round of reports is asked as well.
-            asked = [replace(seat, silent=False)]
+            asked = [replace(address, silent=False)]
             answers = await self._fleet.ask(asked, method, *args, timeout_s=timeout_s)
-            if seat.board_id in answers.failed:
-                raise answers.failed[seat.board_id]
+            if address.board_id in answers.failed:
+                raise answers.failed[address.board_id]
         except BoardGone:
-            self._forget(seat)
+            self._forget(address)
             raise
-        return answers.said[seat.board_id]
+        return answers.said[address.board_id]
 
-    def _forget(self, seat: BoardAddress) -> None:
-        key = (seat.group, seat.board_id)
+    def _forget(self, address: BoardAddress) -> None:
+        key = (address.group, address.board_id)
         # By now another replica may have taken its place.
-        if key in self._known and self._known[key].replica == seat.replica:
+        if key in self._known and self._known[key].replica == address.replica:
             del self._known[key]
 
     async def _one(
         self,
-        seat: BoardAddress,
+        address: BoardAddress,
         call: tuple[str, tuple[Any, ...]],
         until: BoardRetryLimits,
         replies: Replies,
@@ -222,17 +229,17 @@ class Roster:
         while True:
             left_s = max(0.001, until.deadline_s - time.monotonic())
             try:
-                said = await self.ask_one(seat, method, *args, timeout_s=left_s)
+                said = await self.ask_one(address, method, *args, timeout_s=left_s)
             except RkserveError as exc:
                 self._failed(method, exc)
                 if until.is_over(exc, pause_s):
                     took_ms = (time.monotonic() - began_s) * 1e3
-                    replies.results[seat.board_id] = result_of(exc, took_ms)
+                    replies.results[address.board_id] = result_of(exc, took_ms)
                     return
             else:
-                replies.said[seat.board_id] = said
+                replies.said[address.board_id] = said
                 took_ms = (time.monotonic() - began_s) * 1e3
-                replies.results[seat.board_id] = good(said, took_ms)
+                replies.results[address.board_id] = good(said, took_ms)
                 return
             await self._sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)

@@ -47,9 +47,9 @@ class TransferLimits:
     """The limits of a transfer. Times in seconds.
 
     A board whose calls fail for ``patience_s`` without progress is given up; until then its replica
-    may be replaced. A board that itself reports an error is asked ``tries`` times, ``first_rest_s``
-    and then twice as long apart. A board whose call takes ``lag_s`` no longer delays the others.
-    After ``limit_s`` every unfinished board is given up.
+    may be replaced. A board that itself reports an error is asked ``tries`` times,
+    ``first_delay_s`` and then twice as long apart. A board whose call takes ``lag_s`` no longer
+    delays the others. After ``limit_s`` every unfinished board is given up.
     """
 
     chunk_bytes: int = CHUNK_BYTES
@@ -57,8 +57,8 @@ class TransferLimits:
     commit_timeout_s: float = 120.0
     patience_s: float = 30.0
     tries: int = 3
-    first_rest_s: float = 0.2
-    longest_rest_s: float = 2.0
+    first_delay_s: float = 0.2
+    longest_delay_s: float = 2.0
     lag_s: float = 2.0
     limit_s: float | None = None
 
@@ -280,15 +280,15 @@ class _Lane:
             await self._chunks.leave(self)
 
     async def _bring(self) -> None:
-        rest_s = self._pace.first_rest_s
+        delay_s = self._pace.first_delay_s
         while (error := await self._tried()) is not None:
             await self._chunks.leave(self)
             if not self._worth_another_try(error):
                 self._error = error
                 return
-            log.info("staging goes on in %.1f s: %s", rest_s, error)
-            await asyncio.sleep(rest_s)
-            rest_s = min(2 * rest_s, self._pace.longest_rest_s)
+            log.info("staging goes on in %.1f s: %s", delay_s, error)
+            await asyncio.sleep(delay_s)
+            delay_s = min(2 * delay_s, self._pace.longest_delay_s)
         self._done = True
 
     def delivery(self) -> TransferResult:
@@ -480,7 +480,7 @@ class Stager:
         return ended
 
     async def _ask(self, board_id: str, method: str, *args: Any, timeout_s: float) -> Any:
-        seat = self._roster.seat(board_id)
-        if seat is None:
+        address = self._roster.address(board_id)
+        if address is None:
             raise BoardGone(board_id, "it has no replica now")
-        return await self._roster.ask_one(seat, method, *args, timeout_s=timeout_s)
+        return await self._roster.ask_one(address, method, *args, timeout_s=timeout_s)

@@ -94,7 +94,7 @@ class AdapterOperations:
     ) -> dict[str, BoardOutcome]:
         with run.timed(Phase.STAGING.value):
             await asyncio.to_thread(self._store.check, version)
-            boards = [seat.board_id for seat in self._context.roster.seats(scope)]
+            boards = [address.board_id for address in self._context.roster.addresses(scope)]
             results = await self._context.stager.spread(version, boards, run.left_s)
         run.heard(results)
         return results
@@ -120,7 +120,7 @@ class AdapterOperations:
             operation.id,
             asked,
             _wanted(before, asked),
-            [seat.board_id for seat in context.roster.seats(scope)],
+            [address.board_id for address in context.roster.addresses(scope)],
             hold_s=HOLD_LEASES * context.config.operation_timeout_s,
             keep=context.config.keep_versions,
         )
@@ -195,7 +195,7 @@ class AdapterOperations:
         context.check(scope)
         before = context.state.desired
         after = state_changes.retire(before, asked.model, asked.name, asked.version)
-        run.allow(len(context.roster.seats(scope)) * RENEW_S)
+        run.allow(len(context.roster.addresses(scope)) * RENEW_S)
         run.begin(Phase.RELEASING, after)
         with run.timed(Phase.RELEASING.value):
             replies = await context.reconciler.tell(scope, context.config.operation_timeout_s)

@@ -146,18 +146,18 @@ class GarbageCollector:
         self, version: Artifact, board_id: str, but: str
     ) -> dict[str, BoardOutcome]:
         async with self._context.stager.at(board_id):
-            seat = self._context.roster.seat(board_id)
-            if seat is None or version.key in self._wanted(but):
+            address = self._context.roster.address(board_id)
+            if address is None or version.key in self._wanted(but):
                 return {}
             replies = await self._context.roster.ask(
-                [seat], "unstage", version, timeout_s=UNSTAGE_S, tries=1
+                [address], "unstage", version, timeout_s=UNSTAGE_S, tries=1
             )
         return replies.results
 
     async def take_back(self, scope: Scope, version: Artifact, operation: str) -> None:
         """Remove what a staging that failed, that operation, has brought to boards."""
         self._known[version.key] = version
-        boards = [seat.board_id for seat in self._context.roster.seats(scope)]
+        boards = [address.board_id for address in self._context.roster.addresses(scope)]
         await self._unstage(version, boards, operation)
 
     async def retired(
@@ -168,14 +168,14 @@ class GarbageCollector:
         dropped = {version.key for version in _named(before)} - kept
         results: dict[str, BoardOutcome] = {}
         for report in self._context.roster.reports():
-            seat = self._context.roster.seat(report.board_id)
-            if seat is None or not scope.covers(report.board_id, report.model):
+            address = self._context.roster.address(report.board_id)
+            if address is None or not scope.covers(report.board_id, report.model):
                 continue
             if not dropped & set(report.adapters):
                 continue
             async with self._context.stager.at(report.board_id):
                 replies = await self._context.roster.ask(
-                    [seat],
+                    [address],
                     "renew",
                     "an adapter was retired",
                     timeout_s=RENEW_S,

@@ -102,7 +102,7 @@ class OperationContext:
         for model in scope.models:
             if model not in self.roster.models:
                 raise ModelNotFound(model)
-        known = {seat.board_id for seat in self.roster.seats()}
+        known = {address.board_id for address in self.roster.addresses()}
         known |= {report.board_id for report in self.roster.reports()}
         for board in scope.boards:
             if board not in known:

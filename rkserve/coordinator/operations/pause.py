@@ -235,9 +235,11 @@ async def _ask(
     tries: int = SAFE_TRIES,
 ) -> Replies:
     """Ask every board for something that does not change the desired state."""
-    seats = context.roster.seats(scope)
+    addresses = context.roster.addresses(scope)
     with run.timed(Phase.STOPPING.value):
-        replies = await context.roster.ask(seats, method, *args, timeout_s=run.left_s, tries=tries)
+        replies = await context.roster.ask(
+            addresses, method, *args, timeout_s=run.left_s, tries=tries
+        )
     run.heard(replies.results)
     return replies
 

@@ -29,7 +29,7 @@ MAX_CACHES = 64  # of one model
 MAX_TOMBSTONES = 256
 ASK_S = 10.0
 BUILD_S = 600.0  # a long prompt on a board that is busy with others
-FIRST_REST_S, LONGEST_REST_S = 2.0, 60.0
+FIRST_DELAY_S, LONGEST_DELAY_S = 2.0, 60.0
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class _Board:
     looked_s: float = float("-inf")
     settled: object = None  # the caches of the last comparison that found no difference
     failures: int = 0
-    rest_until_s: float = 0.0
+    wait_until_s: float = 0.0
     problems: dict[str, str] = field(
         default_factory=dict
     )  # by cache name: the reason why it is not built
@@ -153,40 +153,40 @@ class PromptCacheKeeper:
     def look(self) -> None:
         """Begin to compare and to build on every board that is free."""
         reports = {one.replica: one for one in self._context.roster.reports() if one.replica}
-        seats = self._context.roster.seats()
-        there = {seat.board_id for seat in seats}
+        addresses = self._context.roster.addresses()
+        there = {address.board_id for address in addresses}
         self._boards = {name: one for name, one in self._boards.items() if name in there}
-        for seat in seats:
-            report, wanted = reports.get(seat.replica), self._wanted(seat)
+        for address in addresses:
+            report, wanted = reports.get(address.replica), self._wanted(address)
             if report is None or not wanted or not _is_free(report):
                 continue
-            known = self._boards.get(seat.board_id)
-            if known is None or known.replica != seat.replica:
-                known = self._boards[seat.board_id] = _Board(seat.replica)
-            if seat.board_id not in self._tasks and self._is_due(known, report, wanted):
-                task = asyncio.get_running_loop().create_task(self._bring(seat, known, report))
-                self._tasks[seat.board_id] = task
-                task.add_done_callback(partial(self._ended, seat.board_id))
+            known = self._boards.get(address.board_id)
+            if known is None or known.replica != address.replica:
+                known = self._boards[address.board_id] = _Board(address.replica)
+            if address.board_id not in self._tasks and self._is_due(known, report, wanted):
+                task = asyncio.get_running_loop().create_task(self._bring(address, known, report))
+                self._tasks[address.board_id] = task
+                task.add_done_callback(partial(self._ended, address.board_id))
 
     def _ended(self, board: str, _task: asyncio.Task[None]) -> None:
         self._tasks.pop(board, None)
 
     def _is_due(self, known: _Board, report: BoardReport, wanted: list[DesiredCache]) -> bool:
         now_s = time.monotonic()
-        if now_s < known.rest_until_s:
+        if now_s < known.wait_until_s:
             return False
         compared = (report.base, self._with_refs(wanted))
         return known.settled != compared or now_s - known.looked_s >= self._times.again_s
 
-    def _wanted(self, seat: BoardAddress) -> list[DesiredCache]:
+    def _wanted(self, address: BoardAddress) -> list[DesiredCache]:
         """Return the caches that the board must hold and, without IDs, those that it must not
         hold.
         """
-        kept = [one for one in self._of(seat.model) if one.name != SYSTEM_PROMPT]
-        configured = self._configured.get(seat.group)
+        kept = [one for one in self._of(address.model) if one.name != SYSTEM_PROMPT]
+        configured = self._configured.get(address.group)
         if configured is not None:
             return [configured, *kept]
-        return [*kept, *(one for one in self._of(seat.model) if one.name == SYSTEM_PROMPT)]
+        return [*kept, *(one for one in self._of(address.model) if one.name == SYSTEM_PROMPT)]
 
     def _with_refs(
         self, wanted: Iterable[DesiredCache]
@@ -208,37 +208,37 @@ class PromptCacheKeeper:
         version = line.active if cache.version is None else line.version(cache.version)
         return None if version is None else version.ref
 
-    async def _bring(self, seat: BoardAddress, known: _Board, report: BoardReport) -> None:
+    async def _bring(self, address: BoardAddress, known: _Board, report: BoardReport) -> None:
         """Compare one board with its desired caches, and build or delete the differences."""
-        known.looked_s, wanted = time.monotonic(), self._wanted(seat)
+        known.looked_s, wanted = time.monotonic(), self._wanted(address)
         compared = (report.base, self._with_refs(wanted))
         known.problems = {}
         waits = False
         try:
             entries: list[CacheEntry] = await self._context.roster.ask_one(
-                seat, "caches", timeout_s=ASK_S
+                address, "caches", timeout_s=ASK_S
             )
             there = {entry.name: entry for entry in entries if entry.name is not None}
             for cache in wanted:
-                waits = await self._even(seat, known, cache, there.get(cache.name)) or waits
+                waits = await self._align(address, known, cache, there.get(cache.name)) or waits
         except BoardGone:
             return
         except RkserveError as exc:
-            log.warning("board %s: its prompt caches are not known: %s", seat.board_id, exc)
-            self._rest(known)
+            log.warning("board %s: its prompt caches are not known: %s", address.board_id, exc)
+            self._delay(known)
             return
         except Exception:
             # No caller awaits this task: the error is logged, and the next round tries again.
-            log.exception("board %s: its prompt caches could not be compared", seat.board_id)
-            self._rest(known)
+            log.exception("board %s: its prompt caches could not be compared", address.board_id)
+            self._delay(known)
             return
         if known.problems:
-            self._rest(known)
+            self._delay(known)
         elif not waits:
             known.failures, known.settled = 0, compared
 
-    async def _even(
-        self, seat: BoardAddress, known: _Board, cache: DesiredCache, entry: CacheEntry | None
+    async def _align(
+        self, address: BoardAddress, known: _Board, cache: DesiredCache, entry: CacheEntry | None
     ) -> bool:
         """Build or delete one cache if due; return whether it is still to be done."""
         ref = self._ref(cache)
@@ -256,21 +256,21 @@ class PromptCacheKeeper:
         try:
             if cache.ids:
                 built = (cache.name, cache.ids, ref)
-                await ask(seat, "build_cache", *built, timeout_s=BUILD_S)
+                await ask(address, "build_cache", *built, timeout_s=BUILD_S)
             else:
-                await ask(seat, "delete_cache", cache.name, timeout_s=ASK_S)
+                await ask(address, "delete_cache", cache.name, timeout_s=ASK_S)
         except BoardGone:
             raise
         except RkserveError as exc:
-            self._note(seat, known, cache, exc)
+            self._note(address, known, cache, exc)
             return False
         known.differs_s.pop(cache.name, None)
         done = "built" if cache.ids else "deleted"
-        log.info("board %s has %s the prompt cache '%s'", seat.board_id, done, cache.name)
+        log.info("board %s has %s the prompt cache '%s'", address.board_id, done, cache.name)
         return False
 
     def _note(
-        self, seat: BoardAddress, known: _Board, cache: DesiredCache, exc: RkserveError
+        self, address: BoardAddress, known: _Board, cache: DesiredCache, exc: RkserveError
     ) -> None:
         known.problems[cache.name] = exc.message
         self._context.metrics.board_failures.labels(
@@ -280,15 +280,15 @@ class PromptCacheKeeper:
             known.failures = max(known.failures, 8)  # waiting does not help; the board must change
         log.warning(
             "board %s has not built the prompt cache '%s': %s",
-            seat.board_id,
+            address.board_id,
             cache.name,
             exc.message,
         )
 
-    def _rest(self, known: _Board) -> None:
-        rest_s = min(FIRST_REST_S * 2.0**known.failures, LONGEST_REST_S)
+    def _delay(self, known: _Board) -> None:
+        delay_s = min(FIRST_DELAY_S * 2.0**known.failures, LONGEST_DELAY_S)
         known.failures += 1
-        known.rest_until_s = time.monotonic() + rest_s
+        known.wait_until_s = time.monotonic() + delay_s
 
     async def stop(self) -> None:
         """Stop; boards keep their files."""

@@ -208,12 +208,12 @@ class RolloutRunner:
         deadline_s = time.monotonic() + self._tell_s(step.move)
         told: set[str] = set()
         results: dict[str, BoardOutcome] = {}
-        while fresh := [s for s in self._context.roster.seats(scope) if s.replica not in told]:
+        while fresh := [s for s in self._context.roster.addresses(scope) if s.replica not in told]:
             left_s = deadline_s - time.monotonic()
             if told and left_s <= 0:
                 break
-            told |= {seat.replica for seat in fresh}
-            boards = {seat.board_id for seat in fresh}
+            told |= {address.replica for address in fresh}
+            boards = {address.board_id for address in fresh}
             replies = await self._context.reconciler.tell(scope, max(0.001, left_s), boards)
             refused = {board: _no(board, said) for board, said in replies.said.items()}
             replies.results |= {board: one for board, one in refused.items() if one is not None}
@@ -252,8 +252,12 @@ class RolloutRunner:
 
     def _newcomers(self) -> list[str]:
         """Return the boards that have joined and wait for no turn yet."""
-        seats = self._context.roster.seats(Scope(models=(self._plan.model,)))
-        return [seat.board_id for seat in seats if seat.board_id not in self._rollout.boards]
+        addresses = self._context.roster.addresses(Scope(models=(self._plan.model,)))
+        return [
+            address.board_id
+            for address in addresses
+            if address.board_id not in self._rollout.boards
+        ]
 
     @property
     def _undo_s(self) -> float:
@@ -281,13 +285,13 @@ class RolloutRunner:
     async def _load(self, board: str) -> None:
         version = self._plan.version
         assert isinstance(version, AdapterVersion)  # a rollback loads nothing
-        seat = self._context.roster.seat(board)
+        address = self._context.roster.address(board)
         if self._sleeps(board):
             self._answer(Move.LOAD, [board], {board: ASLEEP})
             return
         async with self._context.stager.at(board):
             replies = await self._context.roster.ask(
-                [] if seat is None else [seat],
+                [] if address is None else [address],
                 "load_adapter",
                 version.ref,
                 PROBE_IDS,

@@ -162,10 +162,10 @@ async def _watch(context: OperationContext, run: OperationRun, scope: Scope) -> 
         reports = {report.board_id: report for report in context.roster.reports()}
         run.show(
             {
-                seat.board_id: _ARRIVED
-                if _is_there(context.state.desired, reports.get(seat.board_id))
+                address.board_id: _ARRIVED
+                if _is_there(context.state.desired, reports.get(address.board_id))
                 else _ON_ITS_WAY
-                for seat in context.roster.seats(scope)
+                for address in context.roster.addresses(scope)
             }
         )
         await asyncio.sleep(context.config.report_s)
@@ -272,8 +272,10 @@ class IdleModels:
             return False
         # A board without a report may be at work.
         heard = {report.board_id for report in reports}
-        seats = [seat for seat in self._context.roster.seats() if seat.model == model]
-        if any(seat.silent or seat.board_id not in heard for seat in seats):
+        addresses = [
+            address for address in self._context.roster.addresses() if address.model == model
+        ]
+        if any(address.silent or address.board_id not in heard for address in addresses):
             return False
         return conflict(state.running, self._unload(model)) is None
 

@@ -225,7 +225,7 @@ async def _roll(context: OperationContext, run: OperationRun, planned: RolloutPl
 def _boards(context: OperationContext, model: str) -> tuple[str, ...]:
     scope = Scope(models=(model,))
     context.check(scope)
-    return tuple(sorted({seat.board_id for seat in context.roster.seats(scope)}))
+    return tuple(sorted({address.board_id for address in context.roster.addresses(scope)}))
 
 
 def _staged(desired: Desired, model: str, name: str, wanted: str) -> AdapterVersion:

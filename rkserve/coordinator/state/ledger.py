@@ -127,7 +127,7 @@ class Ledger:
 
         ``free`` returns the free bytes of the disk. On a full disk the reserve is released.
         """
-        lock = _claim(folder)
+        lock = _lock_folder(folder)
         try:
             _provide(folder, free)
             database = _connect(folder / FILE, migrations)
@@ -291,7 +291,7 @@ class Ledger:
             ) from exc
 
 
-def _claim(folder: Path) -> int:
+def _lock_folder(folder: Path) -> int:
     """Lock the folder; return the descriptor, which the kernel releases when this process ends."""
     try:
         private_folder(folder)  # it contains params of operations and uploaded weights

@@ -35,9 +35,9 @@ class StateStore:
         self._ledger = ledger
         self._desired = ledger.desired()
         self._going_on = {one.id: one for one in ledger.running()}
-        self._turned = asyncio.Event()
-        self._owes = False  # the desired state is not in the ledger yet
-        self._owed: list[AuditEntry] = []
+        self._changed = asyncio.Event()
+        self._unstored = False  # the desired state is not in the ledger yet
+        self._unstored_audit: list[AuditEntry] = []
         self._unwritten: dict[
             str, ControlOperation
         ] = {}  # ended operations that could not be stored
@@ -64,19 +64,19 @@ class StateStore:
             LedgerFailed: nothing was stored, and nothing has changed.
         """
         now = self._desired if desired is None else desired
-        changed = self._owes or now != self._desired
+        changed = self._unstored or now != self._desired
         self._ledger.write(
             desired=now if changed else None,
             operations=[*self._unwritten.values(), *operations],
-            audit=[*self._owed, *audit],
+            audit=[*self._unstored_audit, *audit],
         )
-        self._owes, self._owed, self._unwritten = False, [], {}
+        self._unstored, self._unstored_audit, self._unwritten = False, [], {}
         for one in operations:
             if one.over:
                 self._going_on.pop(one.id, None)
             else:
                 self._going_on[one.id] = one
-        self._turn(now)
+        self._publish(now)
 
     def derive(
         self, desired: Desired, *ended: ControlOperation, audit: Iterable[AuditEntry] = ()
@@ -92,20 +92,20 @@ class StateStore:
             for one in ended:
                 self._going_on.pop(one.id, None)
                 self._unwritten[one.id] = one
-            self._owes, self._owed = True, [*self._owed, *lines]
+            self._unstored, self._unstored_audit = True, [*self._unstored_audit, *lines]
             if desired != self._desired:
-                self._turn(replace(desired, epoch=desired.epoch + LEAP))
+                self._publish(replace(desired, epoch=desired.epoch + LEAP))
 
     def catch_up(self) -> None:
         """Store pending changes. Raises ``LedgerFailed``."""
-        if self._owes:
+        if self._unstored:
             self.write()
 
-    def _turn(self, desired: Desired) -> None:
+    def _publish(self, desired: Desired) -> None:
         if desired != self._desired:
             self._desired = desired
-            self._turned.set()
-            self._turned = asyncio.Event()
+            self._changed.set()
+            self._changed = asyncio.Event()
 
     def show(self, operation: ControlOperation) -> None:
         """Update a running operation in memory, for readers only."""
@@ -131,7 +131,7 @@ class StateStore:
         self.jump(epoch)
         if self._desired.epoch == epoch:
             try:
-                await asyncio.wait_for(self._turned.wait(), wait_s)
+                await asyncio.wait_for(self._changed.wait(), wait_s)
             except (TimeoutError, asyncio.TimeoutError):  # two classes before Python 3.11
                 return self._desired
         return self._desired

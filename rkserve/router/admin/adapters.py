@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 
 from rkserve.api.admin.lora import (
+    AdapterPushed,
     LoadAdapterCall,
     NewAdapter,
     check_name,
@@ -19,8 +20,7 @@ from rkserve.api.admin.lora import (
 )
 from rkserve.api.admin.operations import REFUSED, envelope
 from rkserve.api.admin.pause import CallOptions
-from rkserve.api.admin.query import ControlRequest, ParameterKind
-from rkserve.api.json.body import JsonObject
+from rkserve.api.admin.query import ControlRequest
 from rkserve.control.calls import (
     AdapterPromoteAction,
     AdapterRetireAction,
@@ -61,8 +61,7 @@ class Adapters:
 
     async def listed(self, asked: ControlRequest) -> AdminAnswer:
         """Return every version of every line, with its boards."""
-        model = asked.fields({"model": ParameterKind.TEXT}).text("model")
-        self._operations.check_models([] if model is None else [model])
+        model = self._operations.one_model(asked)
         models = self._service.fleet.models if model is None else [model]
         await self._operations.look()
         desired = self._cluster.desired
@@ -276,7 +275,7 @@ def _claim(push: NewAdapter, model: str, size: int | None = None) -> DeclaredArt
 
 def _told(pushed: _Pushed) -> AdminAnswer:
     ref = pushed.version.ref
-    body: JsonObject = {
+    body: AdapterPushed = {
         "name": ref.name,
         "version": ref.version,
         "model": pushed.model,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
@@ -34,7 +34,7 @@ from rkserve.api.admin.pause import (
     parse_pause,
     parse_pause_generation,
 )
-from rkserve.api.admin.query import ControlRequest, ParameterKind
+from rkserve.api.admin.query import ControlRequest, ListQuery, ModelQuery
 from rkserve.api.admin.sleep import (
     TAGS,
     SleepCall,
@@ -44,9 +44,6 @@ from rkserve.api.admin.sleep import (
     parse_unload,
     parse_wake,
 )
-from rkserve.api.json.body import JsonObject
-from rkserve.api.json.fields import Range
-from rkserve.api.json.limits import MAX_LISTED
 from rkserve.control.calls import (
     AbortAction,
     AnyAction,
@@ -73,7 +70,7 @@ class AdminAnswer:
     """The answer of an administrative call: status and body, as text or JSON."""
 
     status: int
-    body: JsonObject | str
+    body: Mapping[str, object] | str
     headers: dict[str, str] = field(default_factory=dict)
 
 
@@ -276,7 +273,7 @@ class Operations:
 
     def one_model(self, asked: ControlRequest) -> str | None:
         """Return the model of a query, None for all. Raises ``ModelNotFound``."""
-        model = asked.fields({"model": ParameterKind.TEXT}).text("model")
+        model = asked.read(ModelQuery).model
         self.check_models([] if model is None else [model])
         return model
 
@@ -307,15 +304,14 @@ class Operations:
         return tuple(chosen)
 
 
-def made(body: JsonObject, outcome: OperationOutcome) -> AdminAnswer:
+def made(body: Mapping[str, object], outcome: OperationOutcome) -> AdminAnswer:
     """Return the answer of an operation."""
     told = changed(body, outcome.operation, applied=outcome.applied)
     return AdminAnswer(outcome.status, told)
 
 
 def _limit(asked: ControlRequest) -> int:
-    fields = asked.fields({"limit": ParameterKind.NUMBER})
-    return fields.integer("limit", Range(1, MAX_LISTED)) or LISTED
+    return asked.read(ListQuery).limit or LISTED
 
 
 class SleepControl:

@@ -189,7 +189,7 @@ def _claim(new: NewWeights, model: str) -> DeclaredArtifact:
 
 
 def _taken(new: NewWeights, model: str, base: BaseVersion | None) -> AdminAnswer:
-    return AdminAnswer(OK, taken_entry(model, base, {"parameters": len(new.parameters)}))
+    return AdminAnswer(OK, taken_entry(model, base, len(new.parameters)))
 
 
 def _in_sglangs_words(outcome: OperationOutcome) -> AdminAnswer:

@@ -13,14 +13,13 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from rkserve.api.common.output import answer_headers, error_object
 from rkserve.api.common.renderer import Prompt, Renderer
 from rkserve.api.common.version_policy import ANY, ResolvedModel, VersionPolicy, read_session
 from rkserve.api.openai.embeddings import (
     OPENAI,
-    EmbeddingChunk,
     EmbeddingDialect,
     VectorOptions,
     check_dimensions,
@@ -48,6 +47,7 @@ from rkserve.core.messages import (
     Accepted,
     Embedded,
     EmbedRequest,
+    Event,
     Finished,
     GenerateRequest,
 )
@@ -88,37 +88,14 @@ class EmbeddingModel:
     context_len: int
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Collected:
-    """The results of a call: raw vectors in the order of its texts."""
+    """The results of a call: raw vectors in the order of its texts, tokens, boards and headers."""
 
     vectors: list[bytes]
-    accepted: list[Accepted] = field(default_factory=list)
-    versions: list[str] = field(default_factory=list)
-    tokens: int = 0
-
-    def take(self, chunk: EmbeddingChunk, made: EmbeddingVectors) -> None:
-        """Add the result of one board."""
-        for at, vector in zip(chunk.at, made.vectors, strict=True):
-            self.vectors[at] = vector
-        self.accepted.append(made.accepted)
-        spans = made.finished.versions
-        self.versions.append(spans[-1].version if spans else made.accepted.version or FIRST_LABEL)
-        self.tokens += made.finished.usage.prompt_tokens
-
-    @property
-    def headers(self) -> dict[str, str]:
-        """Response headers with the boards and weights."""
-        return answer_headers(self.accepted, self.versions)
-
-
-@dataclass(frozen=True, slots=True)
-class EmbeddingVectors:
-    """The result of one request."""
-
-    accepted: Accepted
-    vectors: tuple[bytes, ...]
-    finished: Finished
+    tokens: int
+    accepted: list[Accepted]
+    headers: dict[str, str]
 
 
 class Embeddings:
@@ -133,10 +110,10 @@ class Embeddings:
         """Answer an embedding call: body and headers. Raises ``RkserveError``."""
         started_s = time.monotonic()
         with self.entered(visit):
-            call = await beside(len(body), lambda: form.parse(body))
+            call = await off_loop(len(body), lambda: form.parse(body))
             model = await self.model(call.wanted, visit)
             check_dimensions(call.dimensions, model.settings)
-            texts = await beside(
+            texts = await off_loop(
                 len(body),
                 lambda: texts_of(
                     call.inputs, call.paths, model.renderer, model.context_len, cut=call.cut
@@ -151,17 +128,17 @@ class Embeddings:
                 ]
                 return form.answer(call, vectors, made.tokens, took_s)
 
-            return await beside(sum(map(len, made.vectors)), answer), made.headers
+            return await off_loop(sum(map(len, made.vectors)), answer), made.headers
 
     async def pool(self, body: bytes, visit: CallContext) -> tuple[bytes, dict[str, str]]:
         """Answer a call for the hidden states of all tokens. Raises ``RkserveError``."""
         with self.entered(visit):
-            call = await beside(len(body), lambda: parse_pooling(body))
+            call = await off_loop(len(body), lambda: parse_pooling(body))
             meant = await self._service.models.resolve(call.wanted.model, visit.policy)
             served = self._service.models.served(meant.model)
             served.renderer.needs_ids("input")
             context_len = served.folder.settings.context_length
-            texts = await beside(
+            texts = await off_loop(
                 len(body),
                 lambda: texts_of(call.inputs, call.paths, served.renderer, context_len),
             )
@@ -181,7 +158,7 @@ class Embeddings:
             def answer() -> bytes:
                 return pooling_answer(call, found, answer_id, created)
 
-            return await beside(sum(map(len, made.vectors)), answer), made.headers
+            return await off_loop(sum(map(len, made.vectors)), answer), made.headers
 
     @contextmanager
     def entered(self, visit: CallContext) -> Iterator[None]:
@@ -249,7 +226,7 @@ class Embeddings:
         service, name = self._service, model.meant.model
         claim = claim_of(wanted, visit.caller, visit.timeout_s, service.config, visit.started_s)
         call_id = EMBEDDING + uuid.uuid4().hex
-        boards = sum(report.state in AT_WORK for report in service.fleet.reports(name))
+        boards = boards_at_work(service, name)
         chunks = chunks_of(
             texts,
             model.meant,
@@ -259,59 +236,124 @@ class Embeddings:
             boards=boards,
             pooling=pooling,
         )
-        sending = _Sending(service, chunks, claim, Collected([b""] * len(texts)))
-        limit_s = None if claim.deadline_s is None else claim.deadline_s - time.monotonic()
-        try:
-            made = await asyncio.wait_for(sending.run(max(1, boards)), limit_s)
-        except (TimeoutError, asyncio.TimeoutError):  # two classes before Python 3.11
-            raise DeadlineExceeded(claim.timeout_s) from None
-        visit.caller.spend(made.tokens)
+        spread: RequestSpread[EmbedRequest, tuple[bytes, ...]] = RequestSpread(
+            service, visit, claim, [chunk.request for chunk in chunks]
+        )
+        found = await spread.run(boards, _vectors, "it made no vectors")
+        vectors = [b""] * len(texts)
+        for chunk, made in zip(chunks, found, strict=True):
+            for at, vector in zip(chunk.at, made, strict=True):
+                vectors[at] = vector
         service.metrics.embedded_texts.labels(name).inc(len(texts))
-        service.metrics.embedded_tokens.labels(name).inc(made.tokens)
-        return made
+        service.metrics.embedded_tokens.labels(name).inc(spread.tokens)
+        return Collected(vectors, spread.tokens, spread.accepted, spread.headers)
 
 
-class _Sending:
-    """The requests of one call, sent and unsent."""
+class RequestSpread(Generic[RequestT, T]):
+    """The requests of one call, sent side by side: as many at once as its model has boards.
+
+    ``accepted`` are the boards of the completed requests, and ``tokens`` the tokens that they read.
+    """
 
     def __init__(
-        self, service: Service, chunks: Sequence[EmbeddingChunk], claim: QueueTerms, made: Collected
+        self, service: Service, visit: CallContext, claim: QueueTerms, requests: Sequence[RequestT]
     ) -> None:
-        self._service, self._claim, self._made = service, claim, made
-        self._left = deque(chunks)
-        self._begun = False  # some board has finished a request
+        self._service, self._visit, self._claim = service, visit, claim
+        self._left = deque(enumerate(requests))
+        self._values: dict[int, T] = {}
+        self._versions: list[str] = []
+        self.accepted: list[Accepted] = []
+        self.tokens = 0
 
-    async def run(self, most: int) -> Collected:
-        """Send all requests with limited concurrency. Raises the first error."""
-        await side_by_side(self._work, min(most, len(self._left)))
-        return self._made
+    @property
+    def headers(self) -> dict[str, str]:
+        """Response headers with the boards and weights."""
+        return answer_headers(self.accepted, self._versions)
 
-    async def _work(self) -> None:
-        while self._left:
-            chunk = self._left.popleft()
-            self._made.take(chunk, await self._awake(chunk.request))
-            self._begun = True
+    async def run(
+        self, boards: int, value: Callable[[RequestT, Event, str], T | None], missing: str
+    ) -> list[T]:
+        """Send all requests; return their values in order.
 
-    async def _awake(self, request: EmbedRequest) -> EmbeddingVectors:
-        return await awake(self._service, request, self._sent, begun=lambda: self._begun)
+        ``value`` returns the value in an event of a board, if there is one; a request without any
+        fails with the reason ``missing``.
 
-    async def _sent(self, request: EmbedRequest) -> EmbeddingVectors:
+        Raises:
+            DeadlineExceeded: not in time.
+            RkserveError: the error of one request; the others are cancelled.
+        """
+        claim = self._claim
+
+        async def work() -> None:
+            while self._left:
+                at, request = self._left.popleft()
+                self._values[at] = await self._awake(request, value, missing)
+
+        limit_s = None if claim.deadline_s is None else claim.deadline_s - time.monotonic()
+        most = min(max(1, boards), len(self._left))
+        try:
+            await asyncio.wait_for(_side_by_side(work, most), limit_s)
+        except (TimeoutError, asyncio.TimeoutError):  # two classes before Python 3.11
+            raise DeadlineExceeded(claim.timeout_s) from None
+        self._visit.caller.spend(self.tokens)
+        return [self._values[at] for at in sorted(self._values)]
+
+    async def _awake(
+        self, request: RequestT, value: Callable[[RequestT, Event, str], T | None], missing: str
+    ) -> T:
+        """Send one request, waking its model."""
+        waking = self._service.waking
+        request = _as_late_as(request, await waking.ready(request.model))
+        while True:
+            try:
+                return await self._sent(request, value, missing)
+            except (EnginePaused, NoBoard, BoardAsleep):
+                if not waking.needed(request.model):
+                    raise
+                request = _as_late_as(request, await waking.ready(request.model))
+            except QueueFull:
+                if not self.accepted:
+                    raise
+                # The results of the other requests are not discarded for that.
+                await asyncio.sleep(QUEUE_FULL_S)
+
+    async def _sent(
+        self, request: RequestT, value: Callable[[RequestT, Event, str], T | None], missing: str
+    ) -> T:
         accepted: Accepted | None = None
-        vectors: tuple[bytes, ...] = ()
+        found: T | None = None
         async with aclosing(self._service.events(request, self._claim)) as events:
             async for event in events:
                 if isinstance(event, Accepted):
                     accepted = event
-                elif isinstance(event, Embedded):
-                    vectors = event.vectors
-                elif isinstance(event, Finished) and accepted is not None:
-                    if len(vectors) != len(request.inputs) + len(request.texts):
-                        raise RunFailed(accepted.board_id, f"it made {len(vectors)} vectors")
-                    return EmbeddingVectors(accepted, vectors, event)
+                elif accepted is not None and isinstance(event, Finished):
+                    if found is None:
+                        raise RunFailed(accepted.board_id, missing)
+                    spans = event.versions
+                    version = spans[-1].version if spans else accepted.version or FIRST_LABEL
+                    self._versions.append(version)
+                    self.accepted.append(accepted)
+                    self.tokens += event.usage.prompt_tokens
+                    return found
+                elif accepted is not None and found is None:
+                    found = value(request, event, accepted.board_id)
         raise NoBoard(request.model, "an answer ended before its end")
 
 
-async def side_by_side(work: Callable[[], Awaitable[None]], count: int) -> None:
+def boards_at_work(service: Service, model: str) -> int:
+    """Return the number of a model's boards that serve now, or will when a request wakes them."""
+    return sum(report.state in AT_WORK for report in service.fleet.reports(model))
+
+
+def _vectors(request: EmbedRequest, event: Event, board_id: str) -> tuple[bytes, ...] | None:
+    if not isinstance(event, Embedded):
+        return None
+    if len(event.vectors) != len(request.inputs) + len(request.texts):
+        raise RunFailed(board_id, f"it made {len(event.vectors)} vectors")
+    return event.vectors
+
+
+async def _side_by_side(work: Callable[[], Awaitable[None]], count: int) -> None:
     """Run so many workers at once. Raises the first error, after cancelling the others."""
     workers = [asyncio.ensure_future(work()) for _ in range(count)]
     try:
@@ -322,36 +364,5 @@ async def side_by_side(work: Callable[[], Awaitable[None]], count: int) -> None:
         await asyncio.gather(*workers, return_exceptions=True)
 
 
-async def awake(
-    service: Service,
-    request: RequestT,
-    send: Callable[[RequestT], Awaitable[T]],
-    begun: Callable[[], bool],
-) -> T:
-    """Send one request of a call, waking its model.
-
-    ``begun``: some board has finished another request of the call.
-    """
-    waking = service.waking
-    request = _as_late_as(request, await waking.ready(request.model))
-    while True:
-        try:
-            return await send(request)
-        except (EnginePaused, NoBoard, BoardAsleep):
-            if not waking.needed(request.model):
-                raise
-            request = _as_late_as(request, await waking.ready(request.model))
-        except QueueFull:
-            if not begun():
-                raise
-            # The results of the other requests are not discarded for that.
-            await asyncio.sleep(QUEUE_FULL_S)
-
-
 def _as_late_as(request: RequestT, epoch: int) -> RequestT:
     return replace(request, min_epoch=max(request.min_epoch, epoch)) if epoch else request
-
-
-async def beside(size: int, work: Callable[[], T]) -> T:
-    """Run work on so many bytes, in a thread if they are many, to keep token streams moving."""
-    return await off_loop(size, work)

@@ -6,15 +6,11 @@ all boards of the model.
 
 from __future__ import annotations
 
-import asyncio
 import time
 import uuid
-from collections import deque
 from collections.abc import Sequence
-from contextlib import aclosing
 from functools import partial
 
-from rkserve.api.common.output import answer_headers
 from rkserve.api.common.renderer import Prompt
 from rkserve.api.common.version_policy import read_session
 from rkserve.api.openai.embeddings import VectorOptions, finished_vector, texts_of
@@ -32,19 +28,16 @@ from rkserve.api.openai.rerank import (
     similarity,
     verdict,
 )
-from rkserve.core.errors import DeadlineExceeded, NoBoard, RunFailed
-from rkserve.core.messages import FIRST_LABEL, Accepted, Delta, Finished, GenerateRequest
+from rkserve.core.messages import Delta, Event, GenerateRequest
 from rkserve.router.auth import claim_of
 from rkserve.router.features.embeddings import (
-    AT_WORK,
     CallContext,
     EmbeddingModel,
     Embeddings,
-    awake,
-    beside,
-    side_by_side,
+    RequestSpread,
+    boards_at_work,
 )
-from rkserve.router.queue.admission import QueueTerms
+from rkserve.router.off_loop import off_loop
 from rkserve.router.service import Service
 
 Pairs = Sequence[tuple[RankedText, RankedText]]
@@ -83,72 +76,17 @@ class RerankerModel:
         claim = claim_of(wanted, visit.caller, visit.timeout_s, service.config, visit.started_s)
         call_id = f"{_PREFIX}{uuid.uuid4().hex}"
         session = read_session(visit.session, wanted.session, call_id)
-        requests = await beside(size, partial(requests_of, judge, pairs, call_id, session))
-        asking = _RerankRun(service, judge, requests, claim)
-        boards = sum(report.state in AT_WORK for report in service.fleet.reports(name))
-        limit_s = None if claim.deadline_s is None else claim.deadline_s - time.monotonic()
-        most = min(max(1, boards), len(requests))
-        try:
-            await asyncio.wait_for(side_by_side(asking.work, most), limit_s)
-        except (TimeoutError, asyncio.TimeoutError):  # two classes before Python 3.11
-            raise DeadlineExceeded(claim.timeout_s) from None
-        visit.caller.spend(asking.tokens)
-        return asking.scores, asking.tokens, asking.headers
+        requests = await off_loop(size, partial(requests_of, judge, pairs, call_id, session))
+        spread: RequestSpread[GenerateRequest, float] = RequestSpread(
+            service, visit, claim, requests
+        )
 
+        def score(_: GenerateRequest, event: Event, _board_id: str) -> float | None:
+            return verdict(judge, event) if isinstance(event, Delta) else None
 
-class _RerankRun:
-    """The requests of one call, sent and unsent."""
-
-    def __init__(
-        self,
-        service: Service,
-        judge: RerankModel,
-        requests: Sequence[GenerateRequest],
-        claim: QueueTerms,
-    ) -> None:
-        self._service, self._judge, self._claim = service, judge, claim
-        self._left = deque(enumerate(requests))
-        self._accepted: list[Accepted] = []
-        self._versions: list[str] = []
-        self.scores = [0.0] * len(requests)
-        self.tokens = 0
-
-    @property
-    def headers(self) -> dict[str, str]:
-        """Response headers with the boards and weights."""
-        return answer_headers(self._accepted, self._versions)
-
-    async def work(self) -> None:
-        """Send the remaining requests one after the other."""
-        while self._left:
-            at, request = self._left.popleft()
-            begun = self._begun
-            self.scores[at] = await awake(self._service, request, self._sent, begun=begun)
-
-    def _begun(self) -> bool:
-        return self.tokens > 0
-
-    async def _sent(self, request: GenerateRequest) -> float:
-        accepted: Accepted | None = None
-        score: float | None = None
-        async with aclosing(self._service.events(request, self._claim)) as events:
-            async for event in events:
-                if isinstance(event, Accepted):
-                    accepted = event
-                elif isinstance(event, Delta) and score is None:
-                    score = verdict(self._judge, event)
-                elif isinstance(event, Finished) and accepted is not None:
-                    if score is None:
-                        raise RunFailed(accepted.board_id, "it said neither yes nor no")
-                    self._take(accepted, event)
-                    return score
-        raise NoBoard(request.model, "an answer ended before its end")
-
-    def _take(self, accepted: Accepted, finished: Finished) -> None:
-        self._accepted.append(accepted)
-        spans = finished.versions
-        self._versions.append(spans[-1].version if spans else accepted.version or FIRST_LABEL)
-        self.tokens += finished.usage.prompt_tokens
+        boards = boards_at_work(service, name)
+        scores = await spread.run(boards, score, "it said neither yes nor no")
+        return scores, spread.tokens, spread.headers
 
 
 Key = tuple[str, bool]  # a text, and whether it is a query
@@ -164,14 +102,14 @@ class Reranking:
     async def rerank(self, body: bytes, visit: CallContext) -> tuple[RankingAnswer, dict[str, str]]:
         """Answer POST /v1/rerank. Raises ``RkserveError``."""
         with self._embeddings.entered(visit):
-            call = await beside(len(body), partial(parse_rerank, body))
+            call = await off_loop(len(body), partial(parse_rerank, body))
             scores, tokens, headers = await self._scores(call.wanted, call.pairs, body, visit)
             return rank_answer(call, f"rerank-{uuid.uuid4().hex}", scores, tokens), headers
 
     async def score(self, body: bytes, visit: CallContext) -> tuple[ScoresAnswer, dict[str, str]]:
         """Answer POST /score. Raises ``RkserveError``."""
         with self._embeddings.entered(visit):
-            call = await beside(len(body), partial(parse_score, body))
+            call = await off_loop(len(body), partial(parse_score, body))
             scores, tokens, headers = await self._scores(call.wanted, call.pairs, body, visit)
             call_id, created = f"score-{uuid.uuid4().hex}", int(time.time())
             return score_answer(call, call_id, created, scores, tokens), headers
@@ -189,7 +127,7 @@ class Reranking:
         for one in (text for pair in pairs for text in pair):
             unique.setdefault((one.text, one.query), one)
         places = {key: at for at, key in enumerate(unique)}
-        texts = await beside(len(body), partial(_prompts, list(unique.values()), model))
+        texts = await off_loop(len(body), partial(_prompts, list(unique.values()), model))
         made = await self._embeddings.vectors(wanted, model, texts, visit)
 
         def scores() -> list[float]:
@@ -203,7 +141,7 @@ class Reranking:
                 for first, second in pairs
             ]
 
-        return await beside(sum(map(len, made.vectors)), scores), made.tokens, made.headers
+        return await off_loop(sum(map(len, made.vectors)), scores), made.tokens, made.headers
 
 
 def _prompts(texts: Sequence[RankedText], model: EmbeddingModel) -> list[Prompt]:

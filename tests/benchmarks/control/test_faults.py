@@ -36,7 +36,7 @@ from benchmarks.control.faults import (
     summed,
 )
 from benchmarks.control.faults_cases import chosen
-from benchmarks.control.faults_made import FAULTS
+from benchmarks.control.faults_list import FAULTS
 from benchmarks.control.faults_site import Site, frozen, full_disk, kill, wait_for
 from benchmarks.control.report import faults_section
 from benchmarks.harness.exchange import Exchange

@@ -23,12 +23,12 @@ from benchmarks.scale.cases import (
     quantile,
     remember,
 )
-from benchmarks.scale.others import RayPrefix, TwoChoices
-from benchmarks.scale.own import OwnRouter
+from benchmarks.scale.conversations import Context, Shape, length, talk
+from benchmarks.scale.other_routers import RayPrefix, TwoChoices
+from benchmarks.scale.own_router import OwnRouter
 from benchmarks.scale.rollout import Course, Rolling
 from benchmarks.scale.router import Request
-from benchmarks.scale.talk import Context, Shape, length, talk
-from benchmarks.scale.world import Seen, World
+from benchmarks.scale.simulation import Seen, World
 from rkserve.control.calls import Strategy
 from rkserve.router.queue.admission import QueueTerms
 

@@ -100,6 +100,9 @@ def test_a_character_that_was_cut_in_two_does_not_spoil_what_follows() -> None:
         pytest.param(("aa",), ["a", "a", "a", "b"], [None, "aa", "aa", None], id="overlapping"),
         pytest.param(("abc", "b"), ["ab", "c"], ["b", "abc"], id="the first to be complete"),
         pytest.param(("b", "ab"), ["ab"], ["ab"], id="of two at once the longer"),
+        pytest.param(
+            ("abcd", "abc"), ["abcd"], ["abc"], id="of two in a piece the one that ends first"
+        ),
         pytest.param((), ["a"], [None], id="nothing to look for"),
     ],
 )

@@ -26,14 +26,19 @@ from rkserve.core.errors import (
 from rkserve.core.messages import ControlAction, FinishReason
 from tests.support.boards.board_bench import Listener, until
 from tests.support.boards.fakes import run_loop
-from tests.support.boards.holding import LINE, PACE, SAYING, Governed, Oracle, governed, rest
+from tests.support.boards.holding import (
+    KINDS,
+    LINE,
+    PACE,
+    SAYING,
+    Governed,
+    Oracle,
+    governed,
+    rest,
+    seeded,
+)
 from tests.support.sim.sim_board import words
 
-KINDS = pytest.mark.parametrize(
-    ("release", "n_batch"),
-    [("1.2.3", 1), ("1.3.0", 1), ("1.3.0", 3)],
-    ids=["1.2.3", "1.3.0", "batch"],
-)
 S = GenerationState
 
 
@@ -677,8 +682,7 @@ class Crowd:
         return whole
 
 
-@KINDS
-@pytest.mark.parametrize("seed", range(6))
+@seeded(6)
 def test_at_random_nothing_is_lost_or_mixed_up(
     tmp_path: Path, release: str, n_batch: int, seed: int
 ) -> None:

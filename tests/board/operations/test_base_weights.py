@@ -161,7 +161,7 @@ def test_a_file_that_cannot_be_loaded_leaves_everything_as_it_was(
         assert (report.base, report.state) == ("", BoardState.JOINING)
         assert words_of_it in report.reason
         await ends(client)
-        await voices.check(client, "default")  # both spans are of the same weights
+        voices.check(client, "default")  # both spans are of the same weights
         refused = it.told.ask()
         with pytest.raises(BoardBehind, match="not loaded"):
             await refused.end()
@@ -169,7 +169,7 @@ def test_a_file_that_cannot_be_loaded_leaves_everything_as_it_was(
         assert is_on(it, "default")
         again = it.told.ask()
         await ends(again)
-        await voices.check(again, "default")
+        voices.check(again, "default")
 
     play(tmp_path, body, release, n_batch)
 
@@ -195,7 +195,7 @@ def test_what_was_refused_is_not_tried_again_and_again(tmp_path: Path) -> None:
         assert is_on(it, "w1")
         client = it.told.ask()
         await ends(client)
-        await voices.check(client, "w1")
+        voices.check(client, "w1")
 
     play(tmp_path, body)
 
@@ -230,7 +230,7 @@ def test_an_engine_that_fails_with_the_other_weights_is_followed_by_one_with_tho
         assert it.board.report().base == ""
         await it.switch("default", pauses=())
         await ends(client)
-        await voices.check(client, "default")
+        voices.check(client, "default")
         await it.switch("w1")
         assert is_on(it, "w1")
 
@@ -326,21 +326,17 @@ def test_adapters_are_loaded_anew_and_one_that_does_not_fit_is_broken(tmp_path: 
     async def body(it: Rebased, voices: Voices) -> None:
         content = sim_adapters.render("Tone", seed=1, base=FOLDER.id)
         version = it.told.stage_content("v1", content)
-        for label in ("default", "w1"):  # the same adapter everywhere
-            board = await voices.board(label)
-            board.staged.begin(version)
-            board.staged.chunk(version.digest, 0, content)
-            board.staged.commit(version)
+        voices.stage(version, content, "default", "w1")  # the same adapter everywhere
         client = await it.midway(adapter=version.ref)
         await it.switch("w1")
         await ends(client)
         assert client.finished is not None
         assert [span.version for span in client.finished.versions] == [f"{LINE}@v1"]
         ids, rest_of_it = client.asked.prompt_ids, len(client.ids) - 5
-        begun = await voices.says("default", ids, 5, version.ref)
-        ended = await voices.says("w1", (*ids, *begun), rest_of_it, version.ref)
+        begun = voices.says("default", ids, 5, version.ref)
+        ended = voices.says("w1", (*ids, *begun), rest_of_it, version.ref)
         assert client.ids == begun + ended
-        assert ended != await voices.says("default", (*ids, *begun), rest_of_it, version.ref)
+        assert ended != voices.says("default", (*ids, *begun), rest_of_it, version.ref)
         stranger = reseed(CONTENT, 4, model_id="stranger")
         it.bases["w4"] = give(it.board, stranger, "w4")
         await it.switch("w4")

@@ -14,10 +14,9 @@ from rkserve.core.desired_state import ActivePause, PauseMode, Scope, SleepLevel
 from rkserve.core.errors import EngineAsleep, EnginePaused
 from rkserve.core.messages import ControlAction, Edit, FinishReason, GenerateRequest, Kv
 from tests.support.boards.board_bench import until
-from tests.support.boards.holding import LINE, PACE, SAYING, Governed
+from tests.support.boards.holding import KINDS, LINE, PACE, SAYING, Governed
 from tests.support.boards.sleeping import (
     DROPPED,
-    KINDS,
     LEVELS,
     LONG,
     SLOW,

@@ -24,10 +24,9 @@ from rkserve.core.messages import (
     Paused,
 )
 from tests.support.boards.board_bench import Listener, until
-from tests.support.boards.holding import LINE, PACE, SAYING, Governed
+from tests.support.boards.holding import KINDS, LINE, PACE, SAYING, Governed
 from tests.support.boards.sleeping import (
     DROPPED,
-    KINDS,
     LEVELS,
     LONG,
     SLOW,

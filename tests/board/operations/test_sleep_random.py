@@ -9,8 +9,6 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from rkserve.core.board_report import BoardState, GenerationState, KvReport
 from rkserve.core.desired_state import Adoption, InFlight, PauseMode
 from rkserve.core.errors import (
@@ -23,10 +21,9 @@ from rkserve.core.errors import (
 )
 from rkserve.core.messages import ControlAction, FinishReason
 from tests.support.boards.board_bench import Listener
-from tests.support.boards.holding import LINE, PACE, SAYING, Governed
+from tests.support.boards.holding import LINE, PACE, SAYING, Governed, seeded
 from tests.support.boards.sleeping import (
     DROPPED,
-    KINDS,
     LEVELS,
     UNLOADED,
     control,
@@ -198,8 +195,7 @@ class Nights:
         await whole(self.calm, client)
 
 
-@KINDS
-@pytest.mark.parametrize("seed", range(2))
+@seeded(3)
 def test_at_random_nothing_is_lost_or_mixed_up_over_sleeps(
     tmp_path: Path, release: str, n_batch: int, seed: int
 ) -> None:

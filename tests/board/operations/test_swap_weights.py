@@ -24,7 +24,7 @@ from rkserve.core.errors import (
 from rkserve.core.messages import ControlAction, FinishReason, GenerateRequest
 from rkserve.native.sim.models import reseed
 from tests.support.boards.board_bench import Listener, until
-from tests.support.boards.holding import PACE, SAYING, rest
+from tests.support.boards.holding import PACE, SAYING, rest, seeded
 from tests.support.boards.rebased import (
     BROKEN,
     CONTENT,
@@ -40,11 +40,6 @@ from tests.support.sim.sim_board import FOLDER, GREEDY, words
 
 KINDS = pytest.mark.parametrize(
     ("release", "n_batch"), [("1.2.3", 1), ("1.3.0", 3)], ids=["1.2.3", "batch"]
-)
-ALL_KINDS = pytest.mark.parametrize(
-    ("release", "n_batch"),
-    [("1.2.3", 1), ("1.3.0", 1), ("1.3.0", 3)],
-    ids=["1.2.3", "1.3.0", "batch"],
 )
 WAYS = pytest.mark.parametrize("in_flight", list(InFlight), ids=lambda way: way.value)
 S = GenerationState
@@ -81,13 +76,13 @@ def test_switched_ones_go_on_from_their_words_with_the_other_weights(
         assert adoption.kept == 0  # the KV cache is of the other weights
         assert is_on(it, "w1")
         await ends(first, *others)
-        await voices.check(first, "default", "w1")
+        voices.check(first, "default", "w1")
         for client in others:
-            await voices.check(client)
+            voices.check(client)
             assert client.finished is not None
             assert client.finished.versions[-1].version == "w1"
         assert it.board.report().engine_renewals == 1
-        said = await voices.says("default", first.asked.prompt_ids, len(first.ids))
+        said = voices.says("default", first.asked.prompt_ids, len(first.ids))
         assert said != first.ids  # else nobody could tell the weights apart
 
     play(tmp_path, body, release, n_batch)
@@ -111,9 +106,9 @@ def test_pinned_ones_end_first_and_what_comes_meanwhile_waits(
         it.sim.tap.release()
         assert (await adopting).switched == 0
         await ends(first, before, after)
-        await voices.check(first, "default")
-        await voices.check(before, "w1")
-        await voices.check(after, "w1")
+        voices.check(first, "default")
+        voices.check(before, "w1")
+        voices.check(after, "w1")
 
     play(tmp_path, body, release, n_batch)
 
@@ -130,8 +125,8 @@ def test_aborted_ones_keep_what_they_have_and_those_that_wait_get_the_other_weig
         assert (adoption.aborted, adoption.switched) == (1, 0)
         assert (await first.end())[1] is FinishReason.ABORT
         await ends(waits)
-        await voices.check(first, "default")
-        await voices.check(waits, "w1")
+        voices.check(first, "default")
+        voices.check(waits, "w1")
 
     play(tmp_path, body, release, n_batch)
 
@@ -143,8 +138,8 @@ def test_whoever_is_paused_by_its_client_is_not_waited_for_and_goes_on_with_the_
     tmp_path: Path, release: str, n_batch: int, native: bool, in_flight: InFlight
 ) -> None:
     async def body(it: Rebased, voices: Voices) -> None:
-        it.sim.pace(UNHURRIED)  # a pause inside the runtime must not come after the last token
-        client = await it.midway(native_pause=native)
+        # A pause inside the runtime must not come after the last token.
+        client = await it.midway(slowly=UNHURRIED, native_pause=native)
         generation = client.asked.request_id.partition("/")[0]
         await it.board.control(generation, ControlAction.PAUSE)
         await until(lambda: it.told.state(client) is S.PAUSED)
@@ -157,7 +152,7 @@ def test_whoever_is_paused_by_its_client_is_not_waited_for_and_goes_on_with_the_
         assert (it.told.state(client), client.ids) == (S.PAUSED, there)
         await it.board.control(generation, ControlAction.RESUME)
         await ends(client)
-        await voices.check(client, "default", "w1")
+        voices.check(client, "default", "w1")
 
     play(tmp_path, body, release, n_batch)
 
@@ -168,8 +163,7 @@ def test_under_a_pause_nobody_is_waited_for_and_all_go_on_after_the_release(
     tmp_path: Path, release: str, n_batch: int, in_flight: InFlight
 ) -> None:
     async def body(it: Rebased, voices: Voices) -> None:
-        it.sim.pace(UNHURRIED)
-        first = await it.midway(native_pause=True)
+        first = await it.midway(slowly=UNHURRIED, native_pause=True)
         others = [it.told.ask(f"{SAYING} {n}") for n in range(2)]
         await it.told.hold()
         it.sim.pace(PACE)
@@ -184,11 +178,11 @@ def test_under_a_pause_nobody_is_waited_for_and_all_go_on_after_the_release(
         if in_flight is InFlight.ABORT:
             assert first.finished is not None
             assert first.finished.reason is FinishReason.ABORT
-            await voices.check(first, "default")
+            voices.check(first, "default")
         else:
-            await voices.check(first, "default", "w1")
+            voices.check(first, "default", "w1")
         for client in others:
-            await voices.check(client)
+            voices.check(client)
 
     play(tmp_path, body, release, n_batch)
 
@@ -200,7 +194,7 @@ def test_other_weights_and_the_release_may_come_in_one_epoch(tmp_path: Path) -> 
         await it.switch("w1", pauses=())
         assert is_on(it, "w1")
         await ends(client)
-        await voices.check(client, "default", "w1")
+        voices.check(client, "default", "w1")
 
     play(tmp_path, body)
 
@@ -214,7 +208,7 @@ def test_one_that_forbids_a_switch_ends_first(tmp_path: Path) -> None:
         it.sim.tap.release()
         await adopting
         await ends(client)
-        await voices.check(client, "default")
+        voices.check(client, "default")
 
     play(tmp_path, body)
 
@@ -251,7 +245,7 @@ def test_weights_that_nobody_wants_any_more_are_not_loaded(
         assert len(it.sim.loads) == 1
         it.sim.tap.release()
         await ends(client)
-        await voices.check(client, "default")
+        voices.check(client, "default")
 
     play(tmp_path, body, release, n_batch)
 
@@ -269,7 +263,7 @@ def test_what_it_is_told_while_it_loads_counts_in_the_end(
         assert (await adopting).epoch == later.epoch
         assert is_on(it, then)
         await ends(client)
-        await voices.check(client, "default", *([] if then == "default" else [then]))
+        voices.check(client, "default", *([] if then == "default" else [then]))
         assert len(it.sim.loads) == (2 if then == "w1" else 3)
 
     play(tmp_path, body, release, n_batch)
@@ -294,7 +288,7 @@ def test_a_pause_that_comes_while_it_loads_holds_and_so_does_a_switch_after_a_pi
         assert client.ids == there
         await it.told.release()
         await ends(client)
-        await voices.check(client, "default", "w1")
+        voices.check(client, "default", "w1")
 
     play(tmp_path, body)
 
@@ -315,7 +309,7 @@ def test_whoever_asked_may_leave_and_it_is_done_all_the_same(tmp_path: Path) -> 
         await until(lambda: is_on(it, "w1"))
         after = it.told.ask()
         await ends(after)
-        await voices.check(after, "w1")
+        voices.check(after, "w1")
 
     play(tmp_path, body)
 
@@ -336,7 +330,7 @@ def test_an_engine_that_crashes_while_it_waits_for_its_end_is_replaced_by_the_ot
         assert isinstance(client.error, EngineDied)
         after = it.told.ask()
         await ends(after)
-        await voices.check(after, "w1")
+        voices.check(after, "w1")
 
     play(tmp_path, body)
 
@@ -349,7 +343,7 @@ def test_an_engine_that_crashes_later_is_loaded_with_the_same_weights(tmp_path: 
         assert it.sim.loads[-1].stem == it.bases["w1"].digest
         client = it.told.ask()
         await ends(client)
-        await voices.check(client, "w1")
+        voices.check(client, "w1")
 
     play(tmp_path, body)
 
@@ -372,7 +366,7 @@ def test_without_the_file_it_serves_nothing_new_until_that_has_come(tmp_path: Pa
             await it.told.ask().end()
         it.sim.tap.release()  # what it has begun it ends
         await ends(client)
-        await voices.check(client, "default")
+        voices.check(client, "default")
         give(it.board, content, "w3")
         assert it.bases["w3"].key in it.board.report().staged
         again = await it.board.adopt(it.told.desired)
@@ -394,7 +388,7 @@ def test_prompt_caches_of_other_weights_are_never_used_and_named_ones_come_back_
             GenerateRequest("c", FOLDER.id, (*prompt, *asked), 20, sampling=GREEDY, **extra),
         )
         await ends(client)
-        await voices.check(client, label)
+        voices.check(client, label)
         return it.sim.tap.commands[-1].load_cache is not None
 
     async def body(it: Rebased, voices: Voices) -> None:
@@ -445,7 +439,7 @@ def test_a_board_that_sleeps_notes_its_weights_and_loads_them_when_it_wakes(
         assert is_on(it, "w1")
         assert [file.stem for file in it.sim.loads[1:]] == [it.bases["w1"].digest]
         await ends(client)
-        await voices.check(client, "default", "w1")
+        voices.check(client, "default", "w1")
 
     play(tmp_path, body, release, n_batch)
 
@@ -464,7 +458,7 @@ def test_weights_and_sleep_may_come_in_one_epoch_and_so_may_others_and_the_wake(
         assert is_on(it, "w2")
         assert [file.stem for file in it.sim.loads[1:]] == [it.bases["w2"].digest]
         await ends(client)
-        await voices.check(client, "default", "w2")
+        voices.check(client, "default", "w2")
 
     play(tmp_path, body)
 
@@ -486,7 +480,7 @@ def test_weights_that_cannot_be_loaded_at_the_wake_give_way_to_those_of_before(
         await it.switch("w1", pauses=())
         client = it.told.ask()
         await ends(client)
-        await voices.check(client, "w1")
+        voices.check(client, "w1")
 
     play(tmp_path, body)
 
@@ -555,8 +549,7 @@ class Chance:
 
 
 @pytest.mark.parametrize("kills", [False, True], ids=["calm", "crashes"])
-@pytest.mark.parametrize("seed", range(2))
-@ALL_KINDS
+@seeded(3)
 def test_whatever_happens_every_word_is_of_the_weights_that_it_is_put_down_to(
     tmp_path: Path, release: str, n_batch: int, seed: int, kills: bool
 ) -> None:
@@ -568,7 +561,7 @@ def test_whatever_happens_every_word_is_of_the_weights_that_it_is_put_down_to(
         assert is_on(it, "w1")
         for client in chance.clients:
             if client.error is None:
-                await voices.check(client)
+                voices.check(client)
             else:  # nobody else's fault ends an answer
                 assert isinstance(client.error, EngineDied if kills else BoardBehind)
 

@@ -16,9 +16,9 @@ from rkserve.core.desired_state import InFlight, Probe, Weights
 from rkserve.core.errors import AdapterBroken, ModelNotFound
 from rkserve.core.messages import ControlAction, FinishReason, VersionSpan
 from rkserve.native.sim import adapters as sim_adapters
-from tests.board.operations.test_adopt import KINDS, in_prefill, play
+from tests.board.operations.test_adopt import in_prefill, play
 from tests.support.boards.board_bench import Listener, until
-from tests.support.boards.holding import LINE, SAYING, Governed, Oracle
+from tests.support.boards.holding import KINDS, LINE, SAYING, Governed, Oracle
 from tests.support.sim.sim_board import words
 
 

@@ -13,6 +13,7 @@ from rkserve.core.desired_state import (
     ActivePause,
     AdapterVersion,
     AdapterVersions,
+    BaseVersion,
     Desired,
     PauseMode,
     Scope,
@@ -26,7 +27,7 @@ from rkserve.core.errors import (
     EnginePaused,
     ModelNotFound,
 )
-from rkserve.core.messages import GenerateRequest
+from rkserve.core.messages import FIRST_LABEL, FailoverState, GenerateRequest
 from tests.support.boards.holding import LINE, governed, version_of
 
 ONE, TWO = version_of(b"one", "1"), version_of(b"two", "2")
@@ -218,3 +219,88 @@ async def test_generations_are_aborted_by_their_ids_or_all(tmp_path: Path) -> No
         assert told.board.abort_all(None) == 2
         assert told.board.abort_all(None) == 0
         assert [(await one.end())[1].value for one in clients] == ["abort"] * 4
+
+
+# -- base weights ---------------------------------------------------------------------------------
+
+BASE = BaseVersion("m", "v2", "d" * 64, 7)
+OTHER = BaseVersion("m", "v3", "e" * 64, 7)
+
+
+def swapped(base: BaseVersion | None = BASE) -> Desired:
+    label = FIRST_LABEL if base is None else base.version
+    return Desired(5, weights=(Weights("m", label, base=base),))
+
+
+def test_desired_base_weights_are_missing_until_their_file_is_there() -> None:
+    made = charge(desired=swapped())
+    assert (made.missing_base, made.has_base) == (BASE, False)
+    assert made.joining == "missing files: model m@v2"
+
+    made.weights_here(lambda base: base == BASE)
+    assert made.missing_base is None
+    assert made.joining == "", "it may be loaded now"
+
+
+def test_weights_that_are_loaded_are_not_missing_without_their_file() -> None:
+    made = charge(desired=swapped())
+    made.loaded(BASE)
+    assert (made.missing_base, made.has_base, made.joining) == (None, True, "")
+
+
+@pytest.mark.parametrize(
+    ("wanted", "loaded", "has"),
+    [
+        pytest.param(None, None, True, id="the model folder's"),
+        pytest.param(BASE, BASE, True, id="the desired ones"),
+        pytest.param(BASE, replace(BASE, version="same content"), True, id="by content"),
+        pytest.param(BASE, OTHER, False, id="others"),
+        pytest.param(None, BASE, False, id="to go back to the folder's"),
+    ],
+)
+def test_a_board_has_its_base_weights_by_their_content(
+    wanted: BaseVersion | None, loaded: BaseVersion | None, has: bool
+) -> None:
+    made = charge(desired=swapped(wanted))
+    made.loaded(loaded)
+    assert made.has_base is has
+
+
+def test_a_board_that_was_told_nothing_has_its_base_weights() -> None:
+    made = charge(governed=False)
+    made.loaded(BASE)
+    assert (made.has_base, made.missing_base, made.joining) == (True, None, "")
+
+
+def test_weights_that_cannot_be_loaded_keep_a_board_from_serving_until_others_are() -> None:
+    made = charge(desired=swapped())
+    made.weights_here(lambda _: True)
+    made.refused("no such tensor")
+    assert made.joining == "no such tensor"
+    with pytest.raises(BoardBehind, match="no such tensor"):
+        made.check(asked(), NOW_S)
+
+    made.loaded(BASE)
+    assert made.joining == ""
+    made.check(asked(), NOW_S)
+
+
+@pytest.mark.parametrize(
+    ("mode", "taken"),
+    [
+        pytest.param(PauseMode.WAIT, True, id="wait: it was accepted before the pause"),
+        pytest.param(PauseMode.ABORT, False, id="abort: nobody goes on"),
+    ],
+)
+def test_a_continued_answer_goes_on_in_a_pause_that_waits_for_answers(
+    mode: PauseMode, taken: bool
+) -> None:
+    made = charge(ONE, desired=paused(mode))
+    continued = replace(asked(), continued=FailoverState())
+    if taken:
+        made.check(continued, NOW_S)
+    else:
+        with pytest.raises(EnginePaused):
+            made.check(continued, NOW_S)
+    with pytest.raises(EnginePaused):
+        made.check(asked(), NOW_S)

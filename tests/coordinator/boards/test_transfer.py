@@ -23,7 +23,8 @@ from rkserve.core.errors import (
     StageFailed,
 )
 from rkserve.core.messages import AdapterRef
-from tests.support.boards.own_time import run_loop
+
+pytestmark = pytest.mark.virtual_time
 
 CHUNK = 1000
 CONTENT = bytes(n * 7 % 251 for n in range(10 * CHUNK - 300))
@@ -35,8 +36,8 @@ QUICK = TransferLimits(
     chunk_bytes=CHUNK,
     call_timeout_s=5.0,
     patience_s=5.0,
-    first_rest_s=0.01,
-    longest_rest_s=0.02,
+    first_delay_s=0.01,
+    longest_delay_s=0.02,
     lag_s=2.0,
 )
 BOARDS = [f"board-{n}" for n in range(8)]
@@ -110,15 +111,12 @@ class House:
         digest, _, payload = args
         return staged.chunk(digest, offset, self.spoil(board_id, offset, payload.data))
 
-    def run(
+    async def run(
         self, boards: list[str] = BOARDS, pace: TransferLimits = QUICK
     ) -> dict[str, TransferResult]:
-        async def main() -> dict[str, TransferResult]:
-            return await asyncio.wait_for(
-                stage(self.version, boards, self.read, self.put, self.ask, pace=pace), 60
-            )
-
-        return run_loop(main())
+        return await asyncio.wait_for(
+            stage(self.version, boards, self.read, self.put, self.ask, pace=pace), 60
+        )
 
     def whole(self) -> list[str]:
         """The boards that have the version, as a restart of theirs would find it."""
@@ -138,10 +136,10 @@ def failed(deliveries: dict[str, TransferResult]) -> dict[str, type[RkserveError
 
 
 @pytest.mark.parametrize("count", [1, 2, 8])
-def test_each_chunk_is_read_and_put_once_however_many_boards_there_are(
+async def test_each_chunk_is_read_and_put_once_however_many_boards_there_are(
     house: House, count: int
 ) -> None:
-    done = house.run(BOARDS[:count])
+    done = await house.run(BOARDS[:count])
     assert failed(done) == {}
     assert sorted(house.reads) == [n * CHUNK for n in range(CHUNKS)]
     assert house.puts == CHUNKS
@@ -149,38 +147,40 @@ def test_each_chunk_is_read_and_put_once_however_many_boards_there_are(
     assert all(one.sent_bytes == len(CONTENT) and one.tries == 1 for one in done.values())
 
 
-def test_few_chunks_are_alive_at_once_though_boards_are_not_equally_fast(house: House) -> None:
+async def test_few_chunks_are_alive_at_once_though_boards_differ_in_speed(
+    house: House,
+) -> None:
     def paces(board: str, method: str, offset: int) -> Any:
         return asyncio.sleep(0.002 * BOARDS.index(board))
 
     house.before = paces
-    assert failed(house.run()) == {}
+    assert failed(await house.run()) == {}
     assert house.most_alive <= ALIVE
     assert house.alive == 0
     assert house.puts == CHUNKS
 
 
-def test_boards_that_have_it_are_sent_nothing(house: House) -> None:
-    house.run()
+async def test_boards_that_have_it_are_sent_nothing(house: House) -> None:
+    await house.run()
     house.reads.clear()
-    done = house.run()
+    done = await house.run()
     assert failed(done) == {}
     assert house.reads == []
     assert {(one.resumed_bytes, one.sent_bytes) for one in done.values()} == {(len(CONTENT), 0)}
 
 
-def test_each_board_goes_on_where_it_was_and_no_chunk_is_read_twice(house: House) -> None:
+async def test_each_board_goes_on_where_it_was_and_no_chunk_is_read_twice(house: House) -> None:
     for n, board in enumerate(BOARDS):
         house.board(board).begin(house.version)
         house.board(board).chunk(DIGEST, 0, CONTENT[: n * 1234])
-    done = house.run()
+    done = await house.run()
     assert failed(done) == {}
     assert house.puts == CHUNKS
     assert [one.resumed_bytes for one in done.values()] == [n * 1234 for n in range(8)]
     assert house.whole() == BOARDS
 
 
-def test_one_corrupted_byte_at_one_board_is_found_and_sent_again_to_that_one(
+async def test_one_corrupted_byte_at_one_board_is_found_and_sent_again_to_that_one(
     house: House,
 ) -> None:
     left = [1]
@@ -192,27 +192,27 @@ def test_one_corrupted_byte_at_one_board_is_found_and_sent_again_to_that_one(
         return data
 
     house.spoil = spoil
-    done = house.run()
+    done = await house.run()
     assert failed(done) == {}
     assert {board: one.tries for board, one in done.items() if one.tries > 1} == {"board-3": 2}
     assert done["board-3"].sent_bytes == 2 * len(CONTENT)
     assert house.whole() == BOARDS
 
 
-def test_a_board_whose_bytes_are_always_wrong_is_given_up_and_the_others_have_it(
+async def test_a_board_whose_bytes_are_always_wrong_is_given_up_and_the_others_have_it(
     house: House,
 ) -> None:
     house.spoil = lambda board, _, data: data[::-1] if board == "board-3" else data
-    done = house.run()
+    done = await house.run()
     assert failed(done) == {"board-3": StageFailed}
     assert done["board-3"].tries == QUICK.tries
     assert "was removed" in str(done["board-3"].error)
     assert house.whole() == [board for board in BOARDS if board != "board-3"]
 
 
-def test_a_full_disk_at_one_board_stops_none_of_the_others(house: House) -> None:
+async def test_a_full_disk_at_one_board_stops_none_of_the_others(house: House) -> None:
     house.board("board-5", free=0)
-    done = house.run()
+    done = await house.run()
     assert failed(done) == {"board-5": StageFailed}
     assert "disk is full" in str(done["board-5"].error)
     assert house.whole() == [board for board in BOARDS if board != "board-5"]
@@ -220,7 +220,7 @@ def test_a_full_disk_at_one_board_stops_none_of_the_others(house: House) -> None
 
 
 @pytest.mark.parametrize("at", ["stage_begin", "stage_chunk", "stage_commit"])
-def test_a_board_that_dies_and_comes_back_goes_on_where_it_was(house: House, at: str) -> None:
+async def test_a_board_that_dies_and_comes_back_goes_on_where_it_was(house: House, at: str) -> None:
     away = [6]
 
     def dies(board: str, method: str, offset: int) -> None:
@@ -235,25 +235,25 @@ def test_a_board_that_dies_and_comes_back_goes_on_where_it_was(house: House, at:
             raise BoardGone(board, "it has no replica now")
 
     house.before = dies
-    done = house.run()
+    done = await house.run()
     assert failed(done) == {}
     assert done["board-2"].tries == 7
     assert done["board-2"].sent_bytes == len(CONTENT)  # nothing was sent twice
     assert house.whole() == BOARDS
 
 
-def test_a_board_that_stays_away_is_given_up_and_the_others_have_it(house: House) -> None:
+async def test_a_board_that_stays_away_is_given_up_and_the_others_have_it(house: House) -> None:
     def gone(board: str, method: str, offset: int) -> None:
         if board == "board-0" and method == "stage_chunk":
             raise BoardGone(board, "it has no replica now")
 
     house.before = gone
-    done = house.run(pace=replace(QUICK, patience_s=0.1))
+    done = await house.run(pace=replace(QUICK, patience_s=0.1))
     assert failed(done) == {"board-0": BoardGone}
     assert house.whole() == BOARDS[1:]
 
 
-def test_the_others_do_not_wait_for_a_board_that_hangs(house: House) -> None:
+async def test_the_others_do_not_wait_for_a_board_that_hangs(house: House) -> None:
     ended: list[str] = []
 
     def hangs(board: str, method: str, offset: int) -> Any:
@@ -265,14 +265,14 @@ def test_the_others_do_not_wait_for_a_board_that_hangs(house: House) -> None:
 
     house.before = hangs
     pace = replace(QUICK, lag_s=0.05, call_timeout_s=1.0, patience_s=0.5)
-    done = house.run(pace=pace)
+    done = await house.run(pace=pace)
     assert failed(done) == {"board-0": BoardSilent}
     assert sorted(ended) == BOARDS[1:]
     assert all(one.ms < done["board-0"].ms for board, one in done.items() if board != "board-0")
     assert house.most_alive <= ALIVE
 
 
-def test_boards_that_hang_everywhere_block_the_rest_for_no_longer_than_a_call(
+async def test_boards_that_hang_everywhere_block_the_rest_for_no_longer_than_a_call(
     house: House,
 ) -> None:
     stuck = {f"board-{n}": n * CHUNK for n in range(5)}
@@ -282,45 +282,44 @@ def test_boards_that_hang_everywhere_block_the_rest_for_no_longer_than_a_call(
 
     house.before = hangs
     pace = replace(QUICK, lag_s=0.02, call_timeout_s=0.2, patience_s=0.1)
-    assert failed(house.run(pace=pace)) == dict.fromkeys(stuck, BoardSilent)
+    assert failed(await house.run(pace=pace)) == dict.fromkeys(stuck, BoardSilent)
     assert house.whole() == BOARDS[5:]
     assert house.most_alive <= ALIVE
 
 
-def test_the_time_limit_gives_up_the_late_and_keeps_what_the_others_have(house: House) -> None:
+async def test_the_time_limit_gives_up_late_boards_and_keeps_the_others(
+    house: House,
+) -> None:
     house.before = lambda board, *_: asyncio.Event().wait() if board == "board-7" else None
-    done = house.run(pace=replace(QUICK, lag_s=0.02, limit_s=1.0, call_timeout_s=60.0))
+    done = await house.run(pace=replace(QUICK, lag_s=0.02, limit_s=1.0, call_timeout_s=60.0))
     assert failed(done) == {"board-7": BoardSilent}
     assert house.whole() == BOARDS[:7]
 
 
-def test_cancelling_it_stops_it_everywhere_and_the_next_one_goes_on(house: House) -> None:
-    async def main() -> int:
-        reached, alone = asyncio.Event(), asyncio.all_tasks()
+async def test_cancelling_it_stops_it_everywhere_and_the_next_one_goes_on(house: House) -> None:
+    reached, alone = asyncio.Event(), asyncio.all_tasks()
 
-        def stops(board: str, method: str, offset: int) -> Any:
-            if offset == 5 * CHUNK:
-                reached.set()
-                return asyncio.Event().wait()
-            return None
+    def stops(board: str, method: str, offset: int) -> Any:
+        if offset == 5 * CHUNK:
+            reached.set()
+            return asyncio.Event().wait()
+        return None
 
-        house.before = stops
-        task = asyncio.create_task(
-            stage(house.version, BOARDS, house.read, house.put, house.ask, pace=QUICK)
-        )
-        await reached.wait()
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        calls = len(house.calls)
-        await asyncio.sleep(0.05)
-        assert asyncio.all_tasks() == alone
-        return len(house.calls) - calls
-
-    assert run_loop(main()) == 0
+    house.before = stops
+    task = asyncio.create_task(
+        stage(house.version, BOARDS, house.read, house.put, house.ask, pace=QUICK)
+    )
+    await reached.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    calls = len(house.calls)
+    await asyncio.sleep(0.05)
+    assert asyncio.all_tasks() == alone
+    assert len(house.calls) == calls
     assert house.alive == 0
     house.before = None
-    done = house.run()
+    done = await house.run()
     assert failed(done) == {}
     assert max(one.resumed_bytes for one in done.values()) == 5 * CHUNK
     assert house.whole() == BOARDS
@@ -329,7 +328,7 @@ def test_cancelling_it_stops_it_everywhere_and_the_next_one_goes_on(house: House
 @pytest.mark.parametrize(
     "error", [OSError("the disk"), ArtifactNotFound("No file.")], ids=["disk", "gone"]
 )
-def test_a_file_that_cannot_be_read_is_the_head_s_failure_and_no_board_s(
+async def test_a_file_that_cannot_be_read_is_the_head_s_failure_and_no_board_s(
     house: House, error: Exception
 ) -> None:
     def read(offset: int, size: int) -> bytes:
@@ -339,36 +338,36 @@ def test_a_file_that_cannot_be_read_is_the_head_s_failure_and_no_board_s(
 
     house.read = read  # type: ignore[method-assign]
     with pytest.raises(type(error)):
-        house.run()
+        await house.run()
     assert house.whole() == []
 
 
-def test_a_file_that_became_shorter_is_not_sent(house: House) -> None:
+async def test_a_file_that_became_shorter_is_not_sent(house: House) -> None:
     house.read = lambda offset, size: CONTENT[offset : offset + size // 2]  # type: ignore[method-assign]
     with pytest.raises(OSError, match="has 500 of 1000 bytes at 0"):
-        house.run()
+        await house.run()
 
 
-def test_an_error_that_no_board_should_raise_is_not_tried_again(house: House) -> None:
+async def test_an_error_that_no_board_should_raise_is_not_tried_again(house: House) -> None:
     def odd(board: str, method: str, offset: int) -> None:
         if board == "board-1":
             raise RkserveError("It went wrong.")
 
     house.before = odd
-    done = house.run()
+    done = await house.run()
     assert failed(done) == {"board-1": RkserveError}
     assert done["board-1"].tries == 1
 
 
-def test_a_board_that_says_that_it_takes_nothing_is_given_up(house: House) -> None:
+async def test_a_board_that_says_that_it_takes_nothing_is_given_up(house: House) -> None:
     async def ask(board_id: str, method: str, *args: Any, timeout_s: float) -> int:
         return 0
 
     house.ask = ask  # type: ignore[method-assign]
-    done = house.run(["board-0"])
+    done = await house.run(["board-0"])
     assert failed(done) == {"board-0": StageFailed}
 
 
-def test_nobody_to_send_to_is_nothing_to_do(house: House) -> None:
-    assert house.run([]) == {}
+async def test_nobody_to_send_to_is_nothing_to_do(house: House) -> None:
+    assert await house.run([]) == {}
     assert issubclass(BoardGone, BoardFailed)

@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import random
-import time
-from collections.abc import Callable, Sequence
-from contextlib import aclosing
-from dataclasses import dataclass, field
+from collections.abc import Callable
 
 import pytest
 
 from rkserve.control import state_changes
-from rkserve.core.board_report import GenerationState
-from rkserve.core.desired_state import Scope
 from rkserve.core.errors import (
     AdapterBroken,
     BoardFailed,
@@ -33,100 +27,25 @@ from rkserve.core.errors import (
 )
 from rkserve.core.messages import (
     Accepted,
-    ControlAction,
     Delta,
-    Event,
     Finished,
-    FinishReason,
-    GenerateRequest,
     Kv,
     Paused,
     TranscriptToken,
 )
-from rkserve.fleet.fleet import Fleet
 from rkserve.router.dispatch.circuit_breaker import Circuit
-from rkserve.router.dispatch.dispatch import Dispatch, FailoverLimits
+from rkserve.router.dispatch.dispatch import FailoverLimits
 from rkserve.router.dispatch.failover import BY_CLUSTER
-from rkserve.router.queue.admission import QueueTerms
-from tests.support.boards.continued_house import InTurn
+from tests.support.boards.dispatch_talk import REQUEST, Talk, half, rest
 from tests.support.boards.fake_boards import (
-    FakeBoards,
     Step,
     accepted,
     answer,
     eventually,
     finished,
-    report,
 )
 
 pytestmark = pytest.mark.virtual_time
-
-REQUEST = GenerateRequest("r/0", "sim-chat", (1, 2, 3), 10)
-PATIENCE = FailoverLimits(accept_timeout_s=0.2, continuations=3, restart_wait_s=30.0)
-
-
-@dataclass
-class Counted:
-    """What would be in the metrics."""
-
-    words: list[str] = field(default_factory=list)
-    took_s: list[float] = field(default_factory=list)
-
-    def continued(self, word: str) -> None:
-        self.words.append(word)
-
-    def back(self, took_s: float) -> None:
-        self.took_s.append(took_s)
-
-    def opened(self) -> None:
-        self.words.append("opened")
-
-    def held(self, model: str, by: str, held_s: float) -> None:
-        assert model == "sim-chat"
-        assert held_s >= 0
-        self.words.append(f"held by {by}")
-
-
-class Talk:
-    """A Router's dispatch on scripted boards a, b, ..., which it asks in turn."""
-
-    def __init__(self, *scripts: Sequence[Step], rules: FailoverLimits = PATIENCE) -> None:
-        names = "abcdef"[: len(scripts)]
-        replicas = {f"replica of {n}": [one] for n, one in zip(names, scripts, strict=True)}
-        says = {("", "forgive"): lambda: None}
-        self.boards = FakeBoards([report(n) for n in names], replicas, says=says)
-        self.usher = InTurn(list(replicas))
-        self.counted = Counted()
-        fleet = Fleet({"g": self.boards}, {"g": "sim-chat"})
-        self.dispatch = Dispatch(fleet, self.usher, random.Random(3), rules, losses=self.counted)
-        self.events: list[Event] = []
-
-    async def __call__(self) -> list[Event]:
-        await self.dispatch.fleet.refresh()
-        async with aclosing(self.dispatch.generate(REQUEST)) as events:
-            async for event in events:
-                self.events.append(event)
-        assert all(len(seat.ends) == 1 for seat in self.usher.seats)
-        return self.events
-
-    @property
-    def asked(self) -> list[str]:
-        return [replica[-1] for replica, _ in self.boards.opened]
-
-    @property
-    def text(self) -> str:
-        return "".join(event.text for event in self.events if isinstance(event, Delta))
-
-
-def half(board: str, *after: Step) -> list[Step]:
-    """A board says a first word, and then this."""
-    return [accepted(board), Delta("Hel", (100,)), *after]
-
-
-def rest(board: str) -> list[Step]:
-    """A board goes on with it."""
-    return [accepted(board), Delta("lo", (101,)), finished(2)]
-
 
 LOSSES = [
     pytest.param(EngineDied("a", "SIGSEGV"), "crashed", id="the library crashed"),
@@ -363,150 +282,6 @@ async def test_leaving_closes_the_board_s_stream_wherever_it_goes_on() -> None:
     assert talk.boards.running == 0
     assert [seat.ends for seat in talk.usher.seats] == [[True], [True]]
     assert len(talk.dispatch.fleet.entries) == 0
-
-
-async def test_what_no_board_has_accepted_or_has_any_more_is_told_by_the_router() -> None:
-    """Between a place and the board's word nobody else could say what became of it."""
-    comes, goes_on = asyncio.Event(), asyncio.Event()
-    talk = Talk(half("a", comes, EngineDied("a", "SIGSEGV")), [goes_on, *rest("b")])
-    task = asyncio.create_task(talk())
-    await eventually(lambda: len(talk.events) == 2)
-    assert talk.dispatch.unassigned.infos() == []  # a has it
-    comes.set()
-    await eventually(lambda: talk.asked == ["a", "b"])
-    (told,) = talk.dispatch.unassigned.infos()
-    assert (told.request_id, told.board_id) == ("r/0", "")
-    assert (told.state, told.tokens, told.partial_output) == (GenerationState.QUEUED, 1, "Hel")
-    assert talk.dispatch.fleet.holders("r") == []
-    goes_on.set()
-    await task
-    assert talk.dispatch.unassigned.infos() == []
-
-
-# -- control calls while no board has it -----------------------------------------------------------
-
-
-def lost_then(*second: Step) -> Talk:
-    """Board a says a word and is lost; b is asked next."""
-    return Talk(half("a", EngineDied("a", "SIGSEGV")), second)
-
-
-async def test_a_request_on_its_way_to_another_board_is_aborted_by_its_id() -> None:
-    talk = lost_then(asyncio.Event(), *rest("b"))
-    task = asyncio.create_task(talk())
-    await eventually(lambda: talk.asked == ["a", "b"])
-    at = talk.dispatch.unassigned.control("r", ControlAction.ABORT, None)
-    assert [one.request_id for one in at.done] == ["r/0"]
-    events = await task
-    assert (talk.text, events[-1].__class__, talk.boards.running) == ("Hel", Finished, 0)
-    assert isinstance(events[-1], Finished)
-    assert events[-1].reason is FinishReason.ABORT
-    assert events[-1].usage.completion_tokens == 1
-    assert (
-        talk.dispatch.unassigned.control("r", ControlAction.ABORT, None).ended[0].request_id
-        == "r/0"
-    )
-
-
-async def test_a_request_that_waits_for_a_restart_is_aborted_at_once() -> None:
-    talk = Talk(half("a", EngineDied("a", "SIGSEGV")))
-    talk.usher.away = lambda: bool(talk.events)
-    task = asyncio.create_task(talk())
-    await eventually(lambda: len(talk.events) == 2 and talk.dispatch.unassigned.infos())
-    assert talk.dispatch.unassigned.abort(Scope(), None) == 1
-    events = await task
-    assert isinstance(events[-1], Finished)
-    assert (events[-1].reason, talk.asked) == (FinishReason.ABORT, ["a"])
-
-
-async def test_an_aborted_request_that_then_loses_its_board_goes_nowhere_else() -> None:
-    """The board that should have ended it died first: another one must not go on with it."""
-    dies = asyncio.Event()
-    talk = Talk(half("a", dies, EngineDied("a", "SIGSEGV")), rest("b"))
-    task = asyncio.create_task(talk())
-    await eventually(lambda: len(talk.events) == 2)
-    assert talk.dispatch.unassigned.abort(Scope(), None) == 0  # the board is to end it
-    dies.set()
-    events = await task
-    assert isinstance(events[-1], Finished)
-    assert (events[-1].reason, talk.asked, talk.text) == (FinishReason.ABORT, ["a"], "Hel")
-
-
-async def test_a_request_that_no_board_ever_had_is_accepted_and_ended() -> None:
-    talk = Talk([asyncio.Event(), *answer("a", "Hello")])
-    task = asyncio.create_task(talk())
-    await eventually(lambda: talk.asked == ["a"])
-    assert talk.dispatch.unassigned.abort(Scope(models=("other",)), None) == 0
-    assert talk.dispatch.unassigned.abort(Scope(boards=("a",)), None) == 0  # a has not taken it
-    assert talk.dispatch.unassigned.abort(Scope(), ["q", "r/1"]) == 0
-    assert talk.dispatch.unassigned.abort(Scope(models=("sim-chat",)), ["r"]) == 1
-    events = await task
-    assert [type(event) for event in events] == [Accepted, Finished]
-
-
-async def test_what_came_before_an_abort_of_everything_is_ended_when_it_comes_to_the_queue() -> (
-    None
-):
-    """Its body was still read, or its model still woken, when the abort came."""
-    talk = Talk(answer("a", "Hello"))
-    await talk.dispatch.fleet.refresh()
-    before = QueueTerms(came_s=time.monotonic())
-    await asyncio.sleep(0.001)
-    talk.dispatch.unassigned.abort(Scope(), None)
-    await asyncio.sleep(0.001)
-    found = [event async for event in talk.dispatch.generate(REQUEST, before)]
-    assert [type(event) for event in found] == [Accepted, Finished]
-    assert talk.asked == []
-    after = QueueTerms(came_s=time.monotonic())
-    found = [event async for event in talk.dispatch.generate(REQUEST, after)]
-    assert [type(event) for event in found] == [Accepted, Delta, Finished]
-
-
-async def test_a_request_between_two_boards_is_paused_and_resumed_by_its_id() -> None:
-    talk = Talk(
-        half("a", EngineDied("a", "SIGSEGV")),
-        [asyncio.Event(), *rest("b")],
-        [accepted("c"), Paused(None, 1, Kv.RECOMPUTED), asyncio.Event()],
-    )
-    task = asyncio.create_task(talk())
-    await eventually(lambda: talk.asked == ["a", "b"])
-    (paused,) = talk.dispatch.unassigned.control("r", ControlAction.PAUSE, 0).done
-    assert (paused.state, paused.partial_output) == (GenerationState.PAUSED, "Hel")
-    await eventually(lambda: talk.asked == ["a", "b", "c"])
-    taken = talk.boards.opened[2][1].continued
-    assert taken is not None
-    assert taken.paused == Paused(None, 1, Kv.RECOMPUTED)
-    await eventually(
-        lambda: talk.dispatch.unassigned.infos() == []
-    )  # c has it, and keeps it paused
-    assert talk.text == "Hel"
-    task.cancel()
-    await asyncio.wait({task})
-
-
-async def test_a_pause_that_ends_before_a_board_takes_it_is_none() -> None:
-    gate = asyncio.Event()
-    talk = Talk(half("a", EngineDied("a", "SIGSEGV")), [gate, *rest("b")], rest("c"))
-    task = asyncio.create_task(talk())
-    await eventually(lambda: talk.asked == ["a", "b"])
-    talk.dispatch.unassigned.control("r", ControlAction.PAUSE, None)
-    (resumed,) = talk.dispatch.unassigned.control("r", ControlAction.RESUME, None).done
-    assert resumed.state is GenerationState.QUEUED
-    await task
-    assert talk.text == "Hello"
-    continued = talk.boards.opened[-1][1].continued
-    assert continued is not None
-    assert continued.paused is None
-
-
-async def test_a_request_that_waits_for_its_first_board_cannot_be_paused() -> None:
-    talk = Talk([asyncio.Event(), *answer("a", "Hello")])
-    task = asyncio.create_task(talk())
-    await eventually(lambda: talk.asked == ["a"])
-    at = talk.dispatch.unassigned.control("r", ControlAction.PAUSE, None)
-    assert (at.done, at.refused[0].state) == ((), GenerationState.QUEUED)
-    task.cancel()
-    await asyncio.wait({task})
 
 
 async def test_how_long_the_cluster_held_a_generation_is_counted_by_why() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import itertools
 import os
 import signal
 from collections.abc import AsyncIterator
@@ -11,6 +12,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from rkserve.board.board import Board
 from rkserve.core.board_report import GenerationState
@@ -29,9 +32,20 @@ from rkserve.native.sim import adapters as sim_adapters
 from tests.support.boards.board_bench import Listener, collect, until
 from tests.support.sim.sim_board import CALM, FOLDER, GREEDY, TOKENIZER, Sim, words
 
+ALL_KINDS = {"1.2.3": ("1.2.3", 1), "1.3.0": ("1.3.0", 1), "batch": ("1.3.0", 3)}
+KINDS = pytest.mark.parametrize(("release", "n_batch"), ALL_KINDS.values(), ids=list(ALL_KINDS))
 LINE = "tone"
 PACE = 0.02  # about a millisecond a token
 SAYING = "The tide of the river and the old lamp"
+
+
+def seeded(count: int) -> pytest.MarkDecorator:
+    """Return so many random tests, which take turns over the kinds of boards."""
+    kinds = itertools.islice(itertools.cycle(ALL_KINDS.items()), count)
+    return pytest.mark.parametrize(
+        ("release", "n_batch", "seed"),
+        [pytest.param(*of, seed, id=f"{name}-{seed}") for seed, (name, of) in enumerate(kinds)],
+    )
 
 
 def version_of(content: bytes, version: str, name: str = LINE) -> AdapterVersion:

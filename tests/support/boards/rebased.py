@@ -3,21 +3,37 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from contextlib import AsyncExitStack, asynccontextmanager
+import tempfile
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from rkserve.board.board import Board
-from rkserve.core.desired_state import Adoption, BaseVersion, InFlight, Weights
-from rkserve.core.messages import AdapterRef, Delta, GenerateRequest
+from rkserve.core.desired_state import AdapterVersion, Adoption, BaseVersion, InFlight, Weights
+from rkserve.core.messages import AdapterRef
+from rkserve.native.binding.runtime import open_runtime
+from rkserve.native.runtime import (
+    LoadParams,
+    RunEnd,
+    RunParams,
+    Runtime,
+    SinkAction,
+    Step,
+    TokenInput,
+)
+from rkserve.native.sim.build import ensure_built
 from rkserve.native.sim.models import reseed
-from tests.support.boards.board_bench import Listener, collect
+from tests.support.boards.board_bench import Listener
 from tests.support.boards.fakes import run_loop
 from tests.support.boards.holding import Governed, governed
-from tests.support.sim.sim_board import CALM, FOLDER, GREEDY, TOKENIZER, Sim
+from tests.support.sim.sim_board import CONTEXT_LEN, FOLDER, GREEDY, TOKENIZER, Sim
+from tests.support.sim.sim_driver import FAST
 
 CONTENT = FOLDER.require_weights().read_bytes()
 # What can be wrong with a file, and what the library says then.
@@ -64,49 +80,71 @@ class Rebased:
         weights = Weights(FOLDER.id, label, base=self.bases.get(label), in_flight=in_flight)
         return await self.told.tell(weights=(weights,), **changes)
 
-    async def midway(self, tokens: int = 5, **extra: Any) -> Listener:
-        """Return a client of a run of which the board hears no more than so many tokens."""
-        held = self.sim.tap.hold(tokens)
+    async def midway(
+        self, tokens: int = 5, *, slowly: float | None = None, **extra: Any
+    ) -> Listener:
+        """Return a client of a run of which the board hears no more than so many tokens.
+
+        With ``slowly`` the library stands there too, and goes on at that pace; see ``Sim.hold``.
+        """
+        held = self.sim.tap.hold(tokens) if slowly is None else self.sim.hold(tokens, slowly)
         client = self.told.ask(**{"max_tokens": 60, **extra})
         await held
         return client
 
 
-# What was said once is said again: it depends on the weights and on what came before, and boards
-# that load each of the weights are the most of what these tests take.
-_SAID: dict[tuple[str, tuple[int, ...], int, str | None], list[int]] = {}
+LIMIT_S = 60.0
+SEEDS = {"w1": 1, "w2": 2}
+
+
+@functools.cache
+def _runtime(label: str) -> Runtime:
+    """Return a handle in this process that has loaded the weights of that label, for all tests."""
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        pytest.MonkeyPatch.context() as patched,
+    ):
+        for name, value in FAST.items():
+            patched.setenv(name, value)
+        file = Path(folder) / "model.rkllm"
+        file.write_bytes(CONTENT if label == "default" else reseed(CONTENT, SEEDS[label]))
+        runtime = open_runtime(ensure_built("1.3.0"))
+        runtime.load(LoadParams(str(file), CONTEXT_LEN, CONTEXT_LEN, sampling=GREEDY))
+    return runtime
+
+
+@functools.cache
+def _load_adapter(label: str, content: bytes, key: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "adapter.rkllm"
+        file.write_bytes(content)
+        _runtime(label).load_adapter(str(file), key)
 
 
 class Voices:
-    """What the model says with each of the weights, by boards that have nothing else.
+    """What the model says with each of the weights, by handles that have nothing else."""
 
-    ``begin`` starts the one that has loaded the weights of that label, when it is first asked.
-    """
+    def stage(self, version: AdapterVersion, content: bytes, *labels: str) -> None:
+        """Load an adapter beside these weights."""
+        for label in labels:
+            _load_adapter(label, content, version.ref.key)
 
-    def __init__(self, begin: Callable[[str], Awaitable[Board]]) -> None:
-        self._begin = begin
-        self._boards: dict[str, Board] = {}
-
-    async def board(self, label: str) -> Board:
-        """Return the board that has these weights and nothing else."""
-        if label not in self._boards:
-            self._boards[label] = await self._begin(label)
-        return self._boards[label]
-
-    async def says(
+    def says(
         self, label: str, ids: tuple[int, ...], count: int, ref: AdapterRef | None = None
     ) -> list[int]:
-        key = (label, ids, count, None if ref is None else ref.key)
-        if key not in _SAID:
-            board = await self.board(label)
-            asked = GenerateRequest("voice", FOLDER.id, ids, count, sampling=GREEDY, adapter=ref)
-            events = await collect(board.generate(asked))
-            _SAID[key] = [
-                one for event in events if isinstance(event, Delta) for one in event.token_ids
-            ]
-        return _SAID[key]
+        found: list[int] = []
 
-    async def check(self, client: Listener, *labels: str) -> None:
+        def sink(step: Step) -> SinkAction:
+            found.extend(piece.token_id for piece in step if piece is not None)
+            return SinkAction.CONTINUE
+
+        params = RunParams(
+            (TokenInput(ids),), max_new_tokens=count, adapter=None if ref is None else ref.key
+        )
+        assert _runtime(label).run(params, sink).end is RunEnd.FINISHED
+        return found
+
+    def check(self, client: Listener, *labels: str) -> None:
         """Every token is what its weights say after what was there before it, in this order."""
         assert client.finished is not None, client.error
         assert client.text == TOKENIZER.decode(client.ids, skip_special_tokens=True)
@@ -117,30 +155,8 @@ class Voices:
         assert borders == [*(span.start for span in spans), len(client.ids)]
         for span in spans:
             before = (*client.asked.prompt_ids, *client.ids[: span.start])
-            expected = await self.says(span.version, before, span.end - span.start)
+            expected = self.says(span.version, before, span.end - span.start)
             assert client.ids[span.start : span.end] == expected, span
-
-
-LIMIT_S = 60.0
-SEEDS = {"w1": 1, "w2": 2}
-
-
-@asynccontextmanager
-async def _voices(place: Path) -> AsyncIterator[Voices]:
-    """Boards of which each has loaded one file from the start."""
-    contents = {"default": CONTENT, **dict(_contents())}
-    async with AsyncExitStack() as stack:
-
-        async def begin(label: str) -> Board:
-            own = place / f"voice-{label}"
-            own.mkdir()
-            file = own / "model.rkllm"
-            file.write_bytes(contents[label])
-            sim = Sim(own, sampling=GREEDY, model=file)
-            settings = {"patience": CALM, "staged_dir": own / "staged"}
-            return await stack.enter_async_context(sim.board(**settings))
-
-        yield Voices(begin)
 
 
 def _contents() -> list[tuple[str, bytes]]:
@@ -162,11 +178,11 @@ def play(place: Path, body: Body, *args: Any, **extra: Any) -> None:
     """Run ``body`` with a board that has been told something, and has w1 and w2 on its disk."""
 
     async def main() -> None:
-        async with _voices(place) as voices, rebased(place, *args, **extra) as it:
+        async with rebased(place, *args, **extra) as it:
             for label, content in _contents():
                 it.bases[label] = give(it.board, content, label)
             await it.switch("default")
-            await body(it, voices)
+            await body(it, Voices())
 
     run_loop(main(), LIMIT_S)
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 from rkserve.board.answer.hooks import HookFactory
 from rkserve.board.storage.prompt_cache import CacheFingerprint, CacheStore
@@ -20,11 +19,6 @@ from tests.support.boards.fakes import run_loop
 from tests.support.boards.holding import SAYING, Governed, governed, rest
 from tests.support.sim.sim_board import FOLDER, GREEDY, TOKENIZER
 
-KINDS = pytest.mark.parametrize(
-    ("release", "n_batch"),
-    [("1.2.3", 1), ("1.3.0", 1), ("1.3.0", 3)],
-    ids=["1.2.3", "1.3.0", "batch"],
-)
 LEVELS = tuple(SleepLevel)
 UNLOADED, DROPPED = SleepLevel.UNLOADED, SleepLevel.DROPPED
 LIMIT_S = 100.0
@@ -43,10 +37,11 @@ def play(place: Path, body: Body, release: str = "1.3.0", n_batch: int = 1, **ex
         if n_batch == 1:
             extra.setdefault("caches", store(place, release))
             extra.setdefault("park_min_tokens", 10)
-        async with (
-            governed(place, release, n_batch, **extra) as told,
-            governed(place / "calm", release) as calm,
-        ):
+        async with AsyncExitStack() as stack:
+            told, calm = await asyncio.gather(
+                stack.enter_async_context(governed(place, release, n_batch, **extra)),
+                stack.enter_async_context(governed(place / "calm", release)),
+            )
             calm.sim.pace(0)
             for board in (told, calm):
                 for version, seed in (("v1", 1), ("v2", 2)):

@@ -59,7 +59,7 @@ MODEL = "sim-chat"
 CONTENT = {"v1": b"one" * 100, "v2": b"two" * 150, "v3": b"three" * 200}
 # So that a board that is gone, or cannot, is given up in the time of a test.
 PACE = TransferLimits(
-    chunk_bytes=64, patience_s=0.3, tries=2, first_rest_s=0.01, longest_rest_s=0.05
+    chunk_bytes=64, patience_s=0.3, tries=2, first_delay_s=0.01, longest_delay_s=0.05
 )
 
 
@@ -95,6 +95,7 @@ class FakeBoard:
     idle_s: float = 0.0
     figures: tuple[Figures, ...] = ()
     prompts: dict[str, CacheEntry] = field(default_factory=dict)  # named caches on its disk
+    _derived: tuple[Desired, BoardTarget] | None = None  # the target of a desired state
 
     @property
     def replica(self) -> str:
@@ -102,7 +103,11 @@ class FakeBoard:
 
     @property
     def target(self) -> BoardTarget | None:
-        return None if self.desired is None else self.desired.target(self.board_id, self.model)
+        if self.desired is None:
+            return None
+        if self._derived is None or self._derived[0] is not self.desired:
+            self._derived = (self.desired, self.desired.target(self.board_id, self.model))
+        return self._derived[1]
 
     @property
     def missing(self) -> tuple[AdapterVersion, ...]:
@@ -400,6 +405,8 @@ class Control:
     async def open(self) -> Coordinator:
         """Start a Coordinator on the ledger that there is."""
         self.ledger = Ledger.open(self.folder)
+        # A death that is played loses nothing that was written, so no test waits for the disk.
+        self.ledger._database.execute("PRAGMA synchronous = OFF")
         links = {"only": self.wrap_link(self.cluster)}
         outside = CoordinatorPorts(
             Fleet(links, {"only": MODEL}),

@@ -35,7 +35,13 @@ def value_with(outer: Any, inner: tuple[Any, ...]) -> st.SearchStrategy[Any] | N
     return None
 
 
+_RECORDS: dict[type[Any], st.SearchStrategy[Any]] = {}
+
+
 def record_of(kind: type[Any]) -> st.SearchStrategy[Any]:
-    """Any value of a dataclass."""
-    fields = typing.get_type_hints(kind)
-    return st.builds(kind, **{name: value_of(hint) for name, hint in fields.items()})
+    """Any value of a dataclass. Kept: a strategy takes longer to make than to draw from."""
+    if kind not in _RECORDS:
+        fields = typing.get_type_hints(kind)
+        values = {name: value_of(hint) for name, hint in fields.items()}
+        _RECORDS[kind] = st.builds(kind, **values)
+    return _RECORDS[kind]

@@ -1,4 +1,4 @@
-"""Conversations as numbers: who says how much and when, and the ids that stand for it. Pure.
+"""Conversations as numbers: lengths, times, and token ids in place of words. Pure.
 
 The ids of a conversation are made when they are needed: a hundred thousand of them would not fit
 into memory otherwise. Two contexts agree exactly as far as their words do.

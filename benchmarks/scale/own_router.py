@@ -1,4 +1,4 @@
-"""rkserve's Router on paper: its real policy, index and queue, together as in ``modelqueue``."""
+"""rkserve's Router in the simulation: its real policy, index and queue."""
 
 from __future__ import annotations
 

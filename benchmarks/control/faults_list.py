@@ -1,6 +1,6 @@
-"""The faults, those of the Coordinator and of controllers here, and the list of them all.
+"""The faults of the Coordinator and of controllers, and the list of all faults.
 
-Each returns what it did as ``Done``; whether the cluster gets over it is found out by its caller.
+Each returns its effects as ``Done``; its caller checks that the cluster recovers.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Ways to lose boards in the kill run, and the cluster's state between them.
 
-It finds a board that works, ends it in one of four ways, and makes sure that it was hit. What
-clients see of it is not known here.
+A working board is chosen, lost in one of four ways, and watched until the loss has happened.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The simulation's clock: sessions arrive, speak and think; boards compute; reports come in."""
+"""The simulation: sessions arrive, ask and pause; boards compute; reports arrive."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from random import Random
 
 from benchmarks.scale.board import PaperBoard
+from benchmarks.scale.conversations import Shape, Talk, talk, turns_of
 from benchmarks.scale.router import Request, Router
-from benchmarks.scale.talk import Shape, Talk, talk, turns_of
 from rkserve.router.queue.admission import QueueTerms
 from rkserve.router.queue.reservation import AnswerTiming
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from benchmarks.control.faults_site import Site
-from benchmarks.kills.made import Ground, Victim
+from benchmarks.kills.victims import Ground, Victim
 from rkserve.bench.child import CommandProcess
 from rkserve.bench.processes import PROC, ProcessIdentity, identity_of
 
