@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry
 
 from rkserve.core.block_hashes import BlockHashes, seed_of
 from rkserve.core.messages import (
@@ -16,9 +17,17 @@ from rkserve.core.messages import (
     Delta,
     Event,
 )
+from rkserve.core.metrics import RouterMetrics
+from rkserve.fleet.load import PauseEffect
 from rkserve.fleet.prefix_index import Reuse
 from rkserve.fleet.requests import InFlightRequest, RoutingRequest
-from rkserve.router.policies import PolicySettings, PrefixPolicy, SendTo, WaitFor
+from rkserve.router.policies import (
+    InstrumentedPolicy,
+    PolicySettings,
+    PrefixPolicy,
+    SendTo,
+    WaitFor,
+)
 from tests.support.routing import (
     NOTHING_ELSE,
     TALK,
@@ -351,3 +360,74 @@ def test_who_saves_much_goes_first_and_who_was_overtaken_often_is_not_again(
     assert PrefixPolicy().first(offers) == first
     assert offers[0][0].overtaken == overtaken + (first > 0)
     assert [one.overtaken for one, _ in offers[1:]] == [n < first for n in range(1, len(offers))]
+
+
+@pytest.mark.parametrize(
+    ("said", "tried"),
+    [
+        pytest.param({"ready": False}, (), id="not ready"),
+        pytest.param({"held": PauseEffect.QUEUES}, (), id="paused"),
+        pytest.param({}, ("a",), id="tried before"),
+    ],
+)
+def test_a_board_that_may_not_be_asked_is_not_chosen_for_its_context(
+    said: dict[str, Any], tried: tuple[str, ...]
+) -> None:
+    known = boards()
+    join(known, "a", holdings=holds(TALK[:1400]), **said)
+    join(known, "b")
+    assert chosen(PrefixPolicy().choose(ask(tried=tried), known, 0.0)) == "b"
+
+
+def test_a_hit_that_is_slower_than_a_miss_elsewhere_is_not_taken_for_its_faster_decoding() -> None:
+    known = boards()
+    join(known, "hit", counters=speed("hit", 40, 1), kind="slow", holdings=holds(TALK[:FILED]))
+    join(known, "miss", counters=speed("miss", 3, 60), kind="fast")
+    assert chosen(PrefixPolicy().choose(ask(), known, 0.0)) == "miss"
+
+
+def test_a_free_board_that_others_have_booked_is_passed_over() -> None:
+    known = boards()
+    first = join(known, "a")
+    join(known, "b")
+    known.book("other", first, 60_000)
+    for number in range(5):
+        assert chosen(PrefixPolicy().choose(ask(name=str(number)), known, 0.0)) == "b"
+
+
+def test_the_context_that_is_idle_for_longest_is_displaced_first() -> None:
+    known = boards()
+    for key, used_s in (("a", 100.0), ("b", 0.0), ("c", 90.0)):
+        join(known, key, holdings=holds(TALK)).used_s = used_s
+    assert chosen(PrefixPolicy().choose(ask(tuple(range(300))), known, 100.0)) == "b"
+
+
+# -- metrics of decisions -------------------------------------------------------------------------
+
+
+def test_decisions_are_counted_by_what_was_expected_of_their_board() -> None:
+    registry = CollectorRegistry()
+    policy = InstrumentedPolicy(PrefixPolicy(settings=NOTHING_ELSE), RouterMetrics(registry))
+    known = boards()
+    policy.watch("m", known)
+    board = join(known, "a")
+    assert (policy.name, policy.uses_prefixes) == ("prefix", True)
+    for reuse in (Reuse(0, live=False), Reuse(8, live=False), Reuse(8, live=True)):
+        offer = (ask(), SendTo(board, reuse))
+        assert policy.satisfied(offer[1]) is (reuse.tokens > 0)
+        assert policy.first([offer]) == 0
+    assert isinstance(policy.choose(ask(), known, 0.0), SendTo)
+    for tell in known.listeners:
+        tell(Reuse(80, live=True), 64)
+
+    def counted(name: str, **labels: str) -> float | None:
+        return registry.get_sample_value(name, labels)
+
+    found = {
+        reuse: counted("rkserve_routing_decisions_total", model="m", reuse=reuse)
+        for reuse in ("none", "file", "live", "wait")
+    }
+    assert found == {"none": 1, "file": 1, "live": 1, "wait": None}
+    assert counted("rkserve_routing_decision_seconds_count") == 1
+    assert counted("rkserve_prefix_tokens_total", model="m", what="expected") == 80
+    assert counted("rkserve_prefix_tokens_total", model="m", what="found") == 64
