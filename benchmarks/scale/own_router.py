@@ -79,7 +79,7 @@ class OwnRouter:
             self._leave(entry, exc)
             return
         if leaves is not None:
-            self._leave(leaves.what, self._queue.full(leaves.claim, supply, now_s))
+            self._leave(leaves.what, self._queue.full(leaves.terms, supply, now_s))
 
     def starts(self, now_s: float, /) -> list[tuple[Request, PaperBoard]]:
         """See ``Router``."""

@@ -101,7 +101,7 @@ class BoardTable:
             if report.replica and (model is None or report.model == model)
         ]
 
-    def ask(self, request: GenerateRequest, *, hashed: bool) -> RoutingRequest:
+    def routing_request(self, request: GenerateRequest, *, hashed: bool) -> RoutingRequest:
         """Return the routing features of a request; see ``RoutingRequest.of``."""
         ref = request.adapter
         if ref is None and request.line is not None:

@@ -116,23 +116,25 @@ class InFlightRequest:
     """
 
     def __init__(
-        self, boards: ModelBoards, candidate: Candidate, ask: RoutingRequest, now_s: float
+        self, boards: ModelBoards, candidate: Candidate, routing: RoutingRequest, now_s: float
     ) -> None:
         self.candidate = candidate
         self.expected: Reuse = NOTHING
         self._boards = boards
-        self._ask = ask
+        self._routing = routing
         self._resting = False
         self._over = False
         self._tokens = 0
         self._answer: list[int] = []
         self._unknown = False
         self._finished = False
-        boards.unbook(ask.request_id)
-        boards.visited(ask.session, candidate)
+        boards.unbook(routing.request_id)
+        boards.visited(routing.session, candidate)
         if boards.index is not None:
-            self.expected = boards.index.began(candidate.slot, ask.chain, now_s)
-        prefill_ms = max(0, ask.prompt_tokens - self.expected.tokens) * candidate.speed.prefill_ms
+            self.expected = boards.index.began(candidate.slot, routing.chain, now_s)
+        prefill_ms = (
+            max(0, routing.prompt_tokens - self.expected.tokens) * candidate.speed.prefill_ms
+        )
         self._first_s = now_s + prefill_ms / 1e3  # when its first token is expected
         candidate.began(self, now_s)
 
@@ -141,7 +143,7 @@ class InFlightRequest:
         if self._resting:
             return 0.0
         typical = self._boards.typical_tokens
-        limit = self._ask.max_tokens - self._tokens
+        limit = self._routing.max_tokens - self._tokens
         rest = min(max(typical - self._tokens, MIN_REST * typical), max(0, limit))
         prefill_ms = 0.0 if self._tokens else max(0.0, (self._first_s - now_s) * 1e3)
         return prefill_ms + rest * self.candidate.speed.decode_ms
@@ -162,11 +164,11 @@ class InFlightRequest:
 
     def _accepted(self, event: Accepted) -> None:
         """Compare the adapter version chosen by the board with the assumed one."""
-        chain, adapter = self._ask.chain, event.adapter
+        chain, adapter = self._routing.chain, event.adapter
         if chain is None:
             return
         key = None if adapter is None else adapter.key
-        if chain.seed != seed_of(origin_of(key, self._ask.salt)):
+        if chain.seed != seed_of(origin_of(key, self._routing.salt)):
             self._unknown = True
 
     def _pause(self, event: Event) -> None:
@@ -191,7 +193,7 @@ class InFlightRequest:
             self._resting = False
             self.candidate.went_on()
         self.candidate.ended(self, left=left)
-        if self._finished and self._ask.max_tokens:  # an embedding request has no answer length
+        if self._finished and self._routing.max_tokens:  # an embedding request has no answer length
             self._boards.answered(self._tokens)
         if self._boards.index is not None:
             file = self.expected.tokens > 0 and not self.expected.live
@@ -199,7 +201,7 @@ class InFlightRequest:
 
     def _left(self) -> BlockHashes | None:
         """Return the reusable context left at the board, unless the run was aborted."""
-        chain = self._ask.chain
+        chain = self._routing.chain
         if chain is None or not self._finished or self._unknown:
             return None
         # The last token was emitted but not yet evaluated; the next run would do that.

@@ -302,7 +302,7 @@ class Urgency(Protocol):
         """The time after which the answer is useless."""
 
 
-def claim_of(
+def queue_terms(
     call: Urgency,
     caller: Caller,
     timeout_s: float | None,

@@ -84,7 +84,7 @@ class RoutingPolicy(Protocol):
         The offers are in queue order. The policy increments ``overtaken`` of skipped requests.
         """
 
-    def choose(self, ask: RoutingRequest, boards: ModelBoards, now_s: float, /) -> Decision:
+    def choose(self, request: RoutingRequest, boards: ModelBoards, now_s: float, /) -> Decision:
         """Return the board to send the request to or to wait for; None without a free board."""
 
 
@@ -109,7 +109,7 @@ class QueueOrderPolicy(ABC):
         return 0
 
     @abstractmethod
-    def choose(self, ask: RoutingRequest, boards: ModelBoards, now_s: float, /) -> Decision:
+    def choose(self, request: RoutingRequest, boards: ModelBoards, now_s: float, /) -> Decision:
         """See ``RoutingPolicy``."""
 
 
@@ -129,9 +129,9 @@ class LeastLoadPolicy(QueueOrderPolicy):
 
     name = "least_load"
 
-    def choose(self, ask: RoutingRequest, boards: ModelBoards, _now_s: float, /) -> Decision:
+    def choose(self, request: RoutingRequest, boards: ModelBoards, _now_s: float, /) -> Decision:
         """See ``RoutingPolicy``."""
-        free = boards.free(ask.tried, ask.most)
+        free = boards.free(request.tried, request.most)
         if not free:
             return None
         least = min(board.load for board in free)
@@ -147,9 +147,9 @@ class RoundRobinPolicy(QueueOrderPolicy):
 
     name = "round_robin"
 
-    def choose(self, ask: RoutingRequest, boards: ModelBoards, _now_s: float, /) -> Decision:
+    def choose(self, request: RoutingRequest, boards: ModelBoards, _now_s: float, /) -> Decision:
         """See ``RoutingPolicy``."""
-        free = boards.free(ask.tried, ask.most)
+        free = boards.free(request.tried, request.most)
         if not free:
             return None
         return SendTo(min(free, key=lambda board: (board.used_s, board.slot)))
@@ -171,26 +171,26 @@ class SessionPolicy(QueueOrderPolicy):
         super().__init__(rng, settings)
         self._least_load = LeastLoadPolicy(self.rng, settings)
 
-    def choose(self, ask: RoutingRequest, boards: ModelBoards, now_s: float, /) -> Decision:
+    def choose(self, request: RoutingRequest, boards: ModelBoards, now_s: float, /) -> Decision:
         """See ``RoutingPolicy``."""
-        mine = self._mine(ask, boards) if ask.session else None
+        mine = self._mine(request, boards) if request.session else None
         if mine is None:
-            return self._least_load.choose(ask, boards, now_s)
+            return self._least_load.choose(request, boards, now_s)
         if mine.has_place:
             return SendTo(mine)
-        left_ms = self.settings.max_wait_s * 1e3 - ask.waited_ms(now_s)
+        left_ms = self.settings.max_wait_s * 1e3 - request.waited_ms(now_s)
         if mine.wait_ms(now_s) <= left_ms:
             return WaitFor(mine, left_ms, boards.typical_ms(mine))
-        return self._least_load.choose(ask, boards, now_s)
+        return self._least_load.choose(request, boards, now_s)
 
-    def _mine(self, ask: RoutingRequest, boards: ModelBoards) -> Candidate | None:
+    def _mine(self, request: RoutingRequest, boards: ModelBoards) -> Candidate | None:
         """Return the first board on the hash ring that may serve the session, free or busy."""
-        tier = boards.tier(ask.tried)
-        for name in boards.ring.of(ask.session):
+        tier = boards.tier(request.tried)
+        for name in boards.ring.of(request.session):
             board = boards.named(name)
-            if board is None or not board.ready or board.key in ask.tried:
+            if board is None or not board.ready or board.key in request.tried:
                 continue
-            if board.held == tier and board.held <= ask.most:
+            if board.held == tier and board.held <= request.most:
                 return board
         return None
 
@@ -228,30 +228,30 @@ class PrefixPolicy(QueueOrderPolicy):
     OVERTAKEN = 4
     GAIN_MS = 100.0
 
-    def choose(self, ask: RoutingRequest, boards: ModelBoards, now_s: float, /) -> Decision:
+    def choose(self, request: RoutingRequest, boards: ModelBoards, now_s: float, /) -> Decision:
         """See ``RoutingPolicy``."""
-        free = boards.free(ask.tried, ask.most)
+        free = boards.free(request.tried, request.most)
         if not free:
             return None
-        index, chain = boards.index, ask.chain
+        index, chain = boards.index, request.chain
         looked = {board.slot: board for board in free}
         known: dict[int, Reuse] = {}
         if index is not None and chain is not None:
             known = index.holders(chain, also=looked)
         busy: list[Candidate] = []
         for board in filter(None, map(boards.at, known)):
-            if _may(board, ask, free[0].held):
+            if _may(board, request, free[0].held):
                 if board.has_place:
                     looked[board.slot] = board
                 else:
                     busy.append(board)
-        last = None if known else boards.last(ask.session)
-        if last is not None and last.has_place and _may(last, ask, free[0].held):
+        last = None if known else boards.last(request.session)
+        if last is not None and last.has_place and _may(last, request, free[0].held):
             looked[last.slot] = last
-        weighed = [self._weigh(ask, boards, one, known, now_s) for one in looked.values()]
+        weighed = [self._weigh(request, boards, one, known, now_s) for one in looked.values()]
         best = self._best([_hinted(one) if one.board is last else one for one in weighed])
-        waits = [self._weigh(ask, boards, one, known, now_s) for one in busy]
-        return self._patient(ask, best, waits, now_s)
+        waits = [self._weigh(request, boards, one, known, now_s) for one in busy]
+        return self._patient(request, best, waits, now_s)
 
     def satisfied(self, take: SendTo, /) -> bool:
         """See ``RoutingPolicy``."""
@@ -263,13 +263,13 @@ class PrefixPolicy(QueueOrderPolicy):
         A request is overtaken at most ``OVERTAKEN`` times.
         """
         chosen = 0
-        for number, (ask, take) in enumerate(offers):
+        for number, (request, take) in enumerate(offers):
             if take.spared_ms > offers[chosen][1].spared_ms + self.GAIN_MS:
                 chosen = number
-            if ask.overtaken >= self.OVERTAKEN:
+            if request.overtaken >= self.OVERTAKEN:
                 break
-        for ask, _ in offers[:chosen]:
-            ask.overtaken += 1
+        for request, _ in offers[:chosen]:
+            request.overtaken += 1
         return chosen
 
     def _best(self, weighed: list[_Estimate]) -> _Estimate:
@@ -284,26 +284,28 @@ class PrefixPolicy(QueueOrderPolicy):
         return min(allowed or weighed, key=lambda one: one.score)
 
     def _patient(
-        self, ask: RoutingRequest, best: _Estimate, waits: list[_Estimate], now_s: float
+        self, request: RoutingRequest, best: _Estimate, waits: list[_Estimate], now_s: float
     ) -> Decision:
         take = SendTo(best.board, best.reuse, best.ttft_ms, best.cold_ms - best.ttft_ms)
         if not waits:
             return take
         chosen = min(waits, key=lambda one: one.ttft_ms)
-        left_ms = self.settings.max_wait_s * 1e3 - ask.waited_ms(now_s)
+        left_ms = self.settings.max_wait_s * 1e3 - request.waited_ms(now_s)
         after_ms = chosen.ttft_ms - chosen.wait_ms
         until_ms = min(best.ttft_ms - after_ms, left_ms)
         if chosen.wait_ms > until_ms:
             return take
-        return WaitFor(chosen.board, until_ms, self._kept_ms(ask, chosen), chosen.reuse)
+        return WaitFor(chosen.board, until_ms, self._kept_ms(request, chosen), chosen.reuse)
 
-    def _kept_ms(self, ask: RoutingRequest, one: _Estimate) -> float:
+    def _kept_ms(self, request: RoutingRequest, one: _Estimate) -> float:
         """Return how long the request would occupy the board."""
-        return one.ttft_ms - one.wait_ms + min(DECODED, ask.max_tokens) * one.board.speed.decode_ms
+        return (
+            one.ttft_ms - one.wait_ms + min(DECODED, request.max_tokens) * one.board.speed.decode_ms
+        )
 
     def _weigh(
         self,
-        ask: RoutingRequest,
+        request: RoutingRequest,
         boards: ModelBoards,
         board: Candidate,
         known: dict[int, Reuse],
@@ -313,7 +315,7 @@ class PrefixPolicy(QueueOrderPolicy):
         reuse = known.get(board.slot, NOTHING)
         live = index.live_tokens(board.slot) if index is not None else 0
         wait_ms = 0.0 if board.has_place else board.wait_ms(now_s)
-        wait_ms += boards.booked_ms(board, ask.request_id) if board.has_place else 0.0
+        wait_ms += boards.booked_ms(board, request.request_id) if board.has_place else 0.0
         parking_ms = lost_ms = 0.0
         if live and not reuse.live:
             again_ms = live * speed.prefill_ms
@@ -322,18 +324,18 @@ class PrefixPolicy(QueueOrderPolicy):
                 again_ms = live * self.settings.restore_ms
             idle_s = max(0.0, now_s - board.used_s)
             lost_ms = again_ms * RETURNS / (1.0 + idle_s / FORGOTTEN_S)
-        cold_ms = wait_ms + parking_ms + ask.prompt_tokens * speed.prefill_ms
+        cold_ms = wait_ms + parking_ms + request.prompt_tokens * speed.prefill_ms
         spared_ms = reuse.tokens * speed.prefill_ms
         if reuse.tokens and not reuse.live:
             spared_ms -= reuse.tokens * self.settings.restore_ms
         ttft_ms = cold_ms - spared_ms
-        decode_ms = min(DECODED, ask.max_tokens) * speed.decode_ms
+        decode_ms = min(DECODED, request.max_tokens) * speed.decode_ms
         return _Estimate(board, reuse, wait_ms, ttft_ms, cold_ms, ttft_ms + decode_ms + lost_ms)
 
 
-def _may(board: Candidate, ask: RoutingRequest, held: PauseEffect) -> bool:
+def _may(board: Candidate, request: RoutingRequest, held: PauseEffect) -> bool:
     """Return whether the request may go to the board, apart from its load."""
-    return board.ready and board.held == held and board.key not in ask.tried
+    return board.ready and board.held == held and board.key not in request.tried
 
 
 def _hinted(one: _Estimate) -> _Estimate:
@@ -360,17 +362,17 @@ class InstrumentedPolicy:
     def first(self, offers: Sequence[tuple[RoutingRequest, SendTo]], /) -> int:
         """See ``RoutingPolicy``. The result is the decision that is carried out."""
         chosen = self._policy.first(offers)
-        ask, take = offers[chosen]
-        self._seen.decisions.labels(ask.model, _word(take.reuse)).inc()
+        request, take = offers[chosen]
+        self._seen.decisions.labels(request.model, _word(take.reuse)).inc()
         return chosen
 
-    def choose(self, ask: RoutingRequest, boards: ModelBoards, now_s: float, /) -> Decision:
+    def choose(self, request: RoutingRequest, boards: ModelBoards, now_s: float, /) -> Decision:
         """See ``RoutingPolicy``."""
         began_s = time.perf_counter()
-        verdict = self._policy.choose(ask, boards, now_s)
+        verdict = self._policy.choose(request, boards, now_s)
         self._seen.decision.observe(time.perf_counter() - began_s)
         if isinstance(verdict, WaitFor):
-            self._seen.decisions.labels(ask.model, "wait").inc()
+            self._seen.decisions.labels(request.model, "wait").inc()
         return verdict
 
     def _found(self, model: str, expected: Reuse, cached: int) -> None:

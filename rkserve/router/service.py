@@ -7,7 +7,8 @@ import logging
 import secrets
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
@@ -55,8 +56,8 @@ from rkserve.core.messages import (
     Paused,
 )
 from rkserve.core.metrics import BoardCollector, RouterMetrics
-from rkserve.core.run_params import Guide, Picture, Sampling
-from rkserve.router.auth import Caller, Callers, claim_of, open_keys
+from rkserve.core.run_params import Picture, Sampling
+from rkserve.router.auth import Caller, Callers, open_keys, queue_terms
 from rkserve.router.coordinator_client import CoordinatorClient, WakeOnRequest
 from rkserve.router.dispatch.dispatch import Dispatch
 from rkserve.router.images import ImageInputs, fetch_of
@@ -161,9 +162,9 @@ class Service:
         state, reason = self._dispatch.circuit(report.replica)
         return state.value, reason
 
-    def events(self, request: GenerateRequest, claim: QueueTerms) -> AsyncGenerator[Event, None]:
+    def events(self, request: GenerateRequest, terms: QueueTerms) -> AsyncGenerator[Event, None]:
         """Yield the events of one request; see ``Dispatch.generate``."""
-        return self._dispatch.generate(request, claim)
+        return self._dispatch.generate(request, terms)
 
     # -- calls --------------------------------------------------------------------------------
 
@@ -185,20 +186,18 @@ class Service:
         """
         started_s = time.monotonic()
         caller = caller or self.callers.anybody
-        try:
-            caller.enter()
-        except RateLimited:
-            self.metrics.rate_limited.inc()
-            raise
+        self.admit(caller)
         completion = ""
         try:
             call = await memory.recall(await read_call(body, dialect.parse))
             call = call if call.model else replace(call, model=self.models.only)
-            claim = claim_of(call, caller, timeout_s, self.config, started_s)
+            terms = queue_terms(call, caller, timeout_s, self.config, started_s)
             meant = await self.models.resolve(call.model, policy)
             call = held(call, self.models.served(meant.model).renderer)
             if call.steps.guide is not None:
-                await self._check_guide(*call.steps.guide, caller)
+                param, guide = call.steps.guide
+                with self._counts_rejections():
+                    await self.guiding.check(guide, param, caller.name)
             completion = self._name(dialect, call)
             of = read_session(session, call.session, completion)
             pictures = await self._pictures(call, meant)
@@ -206,7 +205,7 @@ class Service:
             size = max(len(body), INLINE_BODY_BYTES + 1 if memory.recalled else 0)
             requests = await off_loop(size, work)
             lexicon = await self._lexicon(call, meant, requests)
-            choices, accepted = await self._woken(meant.model, requests, claim)
+            choices, accepted = await self._woken(meant.model, requests, terms)
         except BaseException:
             self._named.discard(completion)
             caller.leave()
@@ -233,10 +232,15 @@ class Service:
             started_s,
         )
 
-    async def _check_guide(self, param: str, guide: Guide, caller: Caller) -> None:
-        """Raise ``RequestError`` for an unusable grammar, or ``RateLimited``."""
+    def admit(self, caller: Caller) -> None:
+        """Admit a call of the caller until ``caller.leave``. Raises ``RateLimited``, counted."""
+        with self._counts_rejections():
+            caller.enter()
+
+    @contextmanager
+    def _counts_rejections(self) -> Iterator[None]:
         try:
-            await self.guiding.check(guide, param, caller.name)
+            yield
         except RateLimited:
             self.metrics.rate_limited.inc()
             raise
@@ -254,21 +258,21 @@ class Service:
         return name
 
     async def _woken(
-        self, model: str, requests: list[GenerateRequest], claim: QueueTerms
+        self, model: str, requests: list[GenerateRequest], terms: QueueTerms
     ) -> tuple[Choices, list[Accepted]]:
         """Have boards accept the requests of a call, waking a sleeping model."""
         epoch = await self.waking.ready(model)  # only a valid request wakes the model
         try:
-            return await self._accepted(requests, epoch, claim)
+            return await self._accepted(requests, epoch, terms)
         except (EnginePaused, NoBoard, BoardAsleep):
             # The model may have gone to sleep a moment ago; the request wakes it.
             if not self.waking.needed(model):
                 raise
         epoch = await self.waking.ready(model)
-        return await self._accepted(requests, epoch, claim)
+        return await self._accepted(requests, epoch, terms)
 
     async def _accepted(
-        self, requests: list[GenerateRequest], epoch: int, claim: QueueTerms
+        self, requests: list[GenerateRequest], epoch: int, terms: QueueTerms
     ) -> tuple[Choices, list[Accepted]]:
         """Have boards accept all requests of a call, or none; boards older than ``epoch`` wait."""
         if epoch:
@@ -276,21 +280,21 @@ class Service:
         used: dict[str, float] = {}
 
         def use(request_id: str, seconds: float) -> None:
-            claim.use(request_id, seconds)
+            terms.use(request_id, seconds)
             self.metrics.board_seconds.labels(requests[0].model).inc(seconds)
             before, limit_s = used.get(request_id, 0.0), self.config.max_board_s
             used[request_id] = before + seconds
             if limit_s is not None and before < limit_s <= used[request_id]:
                 choices.fail(BoardTimeExceeded(limit_s))
 
-        metered = replace(claim, use=use)
-        choices = Choices(partial(self._dispatch.generate, claim=metered), requests)
-        if claim.deadline_s is not None:
+        metered = replace(terms, use=use)
+        choices = Choices(partial(self._dispatch.generate, terms=metered), requests)
+        if terms.deadline_s is not None:
             # The queue may reject it earlier; at the deadline it is stopped in any case.
-            choices.fail_at(claim.deadline_s, DeadlineExceeded(claim.timeout_s))
+            choices.fail_at(terms.deadline_s, DeadlineExceeded(terms.timeout_s))
         try:
-            places = self._dispatch.places
-            waits = [partial(places.waits, one.request_id) for one in requests]
+            queues = self._dispatch.queues
+            waits = [partial(queues.waits, one.request_id) for one in requests]
             return choices, await choices.accepted(lambda index: waits[index]())
         except BaseException:
             await choices.aclose()

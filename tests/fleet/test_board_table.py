@@ -222,14 +222,14 @@ def test_a_line_is_asked_for_under_the_version_that_is_served() -> None:
     ref = AdapterRef("kind", "2", "2" * 64)
     line = AdapterVersions(MODEL, "kind", active=AdapterVersion(ref, 1))
     request = GenerateRequest("r", MODEL, TALK, 10, line="kind")
-    before = house.fleet.listing.ask(request, hashed=True).chain
+    before = house.fleet.listing.routing_request(request, hashed=True).chain
     house.fleet.obey(Desired(lines=(line,)))
-    after = house.fleet.listing.ask(request, hashed=True).chain
+    after = house.fleet.listing.routing_request(request, hashed=True).chain
     assert before is not None
     assert after is not None
     assert (before.seed, after.seed) == (seed_of(None), seed_of(ref.key))
-    assert house.fleet.listing.ask(request, hashed=False).chain is None
+    assert house.fleet.listing.routing_request(request, hashed=False).chain is None
     own = replace(request, salt=salted("tenant"))
-    salty = house.fleet.listing.ask(own, hashed=True).chain
+    salty = house.fleet.listing.routing_request(own, hashed=True).chain
     assert salty is not None
     assert salty.seed == seed_of(origin_of(ref.key, salted("tenant")))

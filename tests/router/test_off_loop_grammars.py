@@ -15,7 +15,6 @@ from rkserve.core.run_params import Guide, GuideKind
 from rkserve.router.off_loop import KEPT, GrammarChecker, GrammarCheckRules
 from rkserve.sampling.trial import MAX_CHARS
 from tests.support.boards.fake_boards import FakeBoards
-from tests.support.boards.fakes import run_loop
 from tests.support.http.router_house import CHAT, House, chat
 
 
@@ -38,50 +37,41 @@ async def guiding(**rules: Any) -> AsyncIterator[GrammarChecker]:
         await made.close()
 
 
-def test_each_grammar_gets_its_own_answer() -> None:
-    async def body() -> None:
-        async with guiding(waiting_per_key=KEPT + 10) as made:
+async def test_each_grammar_gets_its_own_answer() -> None:
+    async with guiding(waiting_per_key=KEPT + 10) as made:
 
-            async def ask(guide: Guide) -> bool:
-                try:
-                    await made.check(guide, "x")
-                except RequestError as exc:
-                    return exc.param != "x"
-                return True
+        async def ask(guide: Guide) -> bool:
+            try:
+                await made.check(guide, "x")
+            except RequestError as exc:
+                return exc.param != "x"
+            return True
 
-            asked = [GOOD, BAD, GOOD, *(schema({"const": n}) for n in range(KEPT + 3)), BAD]
-            found = await asyncio.gather(*map(ask, asked))
-            assert found == [guide != BAD for guide in asked]
-
-    run_loop(body())
+        asked = [GOOD, BAD, GOOD, *(schema({"const": n}) for n in range(KEPT + 3)), BAD]
+        found = await asyncio.gather(*map(ask, asked))
+        assert found == [guide != BAD for guide in asked]
 
 
-def test_what_takes_too_long_is_refused_and_the_next_one_is_not() -> None:
-    async def body() -> None:
-        async with guiding() as made:
-            with pytest.raises(RequestError, match=r"longer than 2 s|memory") as caught:
-                await made.check(HOSTILE, "response_format")
-            assert caught.value.param == "response_format"
-            await made.check(GOOD, "response_format")
-            with pytest.raises(RequestError, match=r"longer than 2 s|memory"):
-                await made.check(HOSTILE, "response_format")  # remembered
-
-    run_loop(body())
+async def test_what_takes_too_long_is_refused_and_the_next_one_is_not() -> None:
+    async with guiding() as made:
+        with pytest.raises(RequestError, match=r"longer than 2 s|memory") as caught:
+            await made.check(HOSTILE, "response_format")
+        assert caught.value.param == "response_format"
+        await made.check(GOOD, "response_format")
+        with pytest.raises(RequestError, match=r"longer than 2 s|memory"):
+            await made.check(HOSTILE, "response_format")  # remembered
 
 
-def test_who_leaves_while_a_grammar_is_tried_leaves_no_answer_to_the_next() -> None:
-    async def body() -> None:
-        async with guiding() as made:
-            leaves = asyncio.create_task(made.check(HOSTILE, "x"))
-            await asyncio.sleep(0)
-            leaves.cancel()
-            await asyncio.wait({leaves})
-            assert leaves.cancelled()
-            with pytest.raises(RequestError, match="Unimplemented"):
-                await made.check(BAD, "x")
-            await made.check(GOOD, "x")
-
-    run_loop(body())
+async def test_who_leaves_while_a_grammar_is_tried_leaves_no_answer_to_the_next() -> None:
+    async with guiding() as made:
+        leaves = asyncio.create_task(made.check(HOSTILE, "x"))
+        await asyncio.sleep(0)
+        leaves.cancel()
+        await asyncio.wait({leaves})
+        assert leaves.cancelled()
+        with pytest.raises(RequestError, match="Unimplemented"):
+            await made.check(BAD, "x")
+        await made.check(GOOD, "x")
 
 
 class Gated(GrammarChecker):
@@ -116,155 +106,128 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-def test_a_known_grammar_waits_for_no_trial() -> None:
-    async def body() -> None:
-        made = Gated(keys=True)
-        (known,) = checks(made, "b", [GOOD])
-        await settle()
-        made.gates[GOOD].set()
-        await known
-        hostile = checks(made, "a", guides("a", 10))
-        await settle()
-        assert made.begun != [GOOD]
-        # It ends without one turn of the loop.
-        with pytest.raises(StopIteration):
-            made.check(GOOD, "x", "b").send(None)
-        await made.close()
-        await asyncio.wait(hostile)
-
-    run_loop(body())
+async def test_a_known_grammar_waits_for_no_trial() -> None:
+    made = Gated(keys=True)
+    (known,) = checks(made, "b", [GOOD])
+    await settle()
+    made.gates[GOOD].set()
+    await known
+    hostile = checks(made, "a", guides("a", 10))
+    await settle()
+    assert made.begun != [GOOD]
+    # It ends without one turn of the loop.
+    with pytest.raises(StopIteration):
+        made.check(GOOD, "x", "b").send(None)
+    await made.close()
+    await asyncio.wait(hostile)
 
 
-def test_one_key_never_has_all_processes_and_keys_take_turns() -> None:
-    async def body() -> None:
-        made = Gated(keys=True, processes=2)
-        a, b, c = guides("a", 5), guides("b", 2), guides("c", 2)
-        tasks = checks(made, "a", a)
-        await settle()
-        assert made.begun == a[:1]
-        tasks += checks(made, "b", b)
-        await settle()
-        assert made.begun == [a[0], b[0]]
-        tasks += checks(made, "c", c)
-        await settle()
-        made.gates[a[0]].set()
-        await settle()
-        assert made.begun == [a[0], b[0], c[0]]  # and not a[1], which came earlier
-        for guide in (*a, *b, *c):
-            made.gates.setdefault(guide, asyncio.Event()).set()
-        await asyncio.gather(*tasks)
-        assert sorted(made.begun, key=str) == sorted([*a, *b, *c], key=str)
-
-    run_loop(body())
+async def test_one_key_never_has_all_processes_and_keys_take_turns() -> None:
+    made = Gated(keys=True, processes=2)
+    a, b, c = guides("a", 5), guides("b", 2), guides("c", 2)
+    tasks = checks(made, "a", a)
+    await settle()
+    assert made.begun == a[:1]
+    tasks += checks(made, "b", b)
+    await settle()
+    assert made.begun == [a[0], b[0]]
+    tasks += checks(made, "c", c)
+    await settle()
+    made.gates[a[0]].set()
+    await settle()
+    assert made.begun == [a[0], b[0], c[0]]  # and not a[1], which came earlier
+    for guide in (*a, *b, *c):
+        made.gates.setdefault(guide, asyncio.Event()).set()
+    await asyncio.gather(*tasks)
+    assert sorted(made.begun, key=str) == sorted([*a, *b, *c], key=str)
 
 
-def test_without_keys_all_processes_are_used() -> None:
-    async def body() -> None:
-        made = Gated(processes=2)
-        tasks = checks(made, "", guides("a", 5))
+async def test_without_keys_all_processes_are_used() -> None:
+    made = Gated(processes=2)
+    tasks = checks(made, "", guides("a", 5))
+    await settle()
+    assert len(made.begun) == 2
+    await made.close()
+    await asyncio.wait(tasks)
+
+
+async def test_so_many_of_one_key_may_wait_and_another_key_may_still_come() -> None:
+    made = Gated(keys=True, waiting_per_key=3)
+    tasks = checks(made, "a", guides("a", 5))
+    await settle()
+    (refused,) = [task for task in tasks if task.done()]
+    error = refused.exception()
+    assert isinstance(error, RateLimited)
+    assert error.http_status == 429
+    assert error.retry_after_s
+    (other,) = checks(made, "b", [GOOD])
+    await settle()
+    made.gates[GOOD].set()
+    await other
+    await made.close()
+    await asyncio.wait(tasks)
+
+
+async def test_a_trial_ends_with_the_last_request_that_waits_for_it() -> None:
+    made = Gated(keys=True)
+    first, second = checks(made, "a", [GOOD, GOOD])
+    (queued,) = checks(made, "a", [BAD])
+    await settle()
+    assert made.begun == [GOOD]
+    first.cancel()
+    queued.cancel()
+    await settle()
+    assert made.ended == []
+    second.cancel()
+    await settle()
+    assert made.ended == [GOOD]
+    assert made.begun == [GOOD]  # the one in the queue has left it
+    (again,) = checks(made, "a", [BAD])
+    await settle()
+    made.gates[BAD].set()
+    await again
+
+
+async def test_a_key_with_many_grammars_displaces_its_own_results_only() -> None:
+    made = Gated(keys=True)
+    for flow, some in (("b", [GOOD]), ("a", guides("a", KEPT + 10))):
+        for guide in some:
+            made.gates[guide] = asyncio.Event()
+            made.gates[guide].set()
+            await made.check(guide, "x", flow)
+    begun = len(made.begun)
+    await made.check(GOOD, "x", "c")
+    assert len(made.begun) == begun
+
+
+async def test_too_many_new_grammars_are_a_429_that_is_counted() -> None:
+    house = House(FakeBoards.answering("a"))
+    made = Gated(waiting_per_key=1, processes=1)
+    house.service.guiding = made
+    waiting = checks(made, "", guides("a", 2))
+    await settle()
+    asks = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"const": 5}}}
+    refused = await house("POST", CHAT, json=chat(response_format=asks))
+    assert refused.status_code == 429
+    assert refused.json()["error"]["code"] == "rate_limit_exceeded"
+    assert int(refused.headers["retry-after"]) > 0
+    assert house.metric("rkserve_rate_limited_total") == 1
+    await made.close()
+    await asyncio.wait(waiting)
+    house.expect_nothing_left()
+
+
+async def test_a_hang_up_ends_the_process_that_tries_its_grammar() -> None:
+    async with guiding(processes=1) as made:
+        await made.check(GOOD, "x")
+        tasks = checks(made, "a", [HOSTILE])
         await settle()
-        assert len(made.begun) == 2
-        await made.close()
+        tasks[0].cancel()
         await asyncio.wait(tasks)
-
-    run_loop(body())
-
-
-def test_so_many_of_one_key_may_wait_and_another_key_may_still_come() -> None:
-    async def body() -> None:
-        made = Gated(keys=True, waiting_per_key=3)
-        tasks = checks(made, "a", guides("a", 5))
-        await settle()
-        (refused,) = [task for task in tasks if task.done()]
-        error = refused.exception()
-        assert isinstance(error, RateLimited)
-        assert error.http_status == 429
-        assert error.retry_after_s
-        (other,) = checks(made, "b", [GOOD])
-        await settle()
-        made.gates[GOOD].set()
-        await other
-        await made.close()
-        await asyncio.wait(tasks)
-
-    run_loop(body())
+        await made.check(schema({"const": 1}), "x")  # by a process that works on nothing else
 
 
-def test_a_trial_ends_with_the_last_request_that_waits_for_it() -> None:
-    async def body() -> None:
-        made = Gated(keys=True)
-        first, second = checks(made, "a", [GOOD, GOOD])
-        (queued,) = checks(made, "a", [BAD])
-        await settle()
-        assert made.begun == [GOOD]
-        first.cancel()
-        queued.cancel()
-        await settle()
-        assert made.ended == []
-        second.cancel()
-        await settle()
-        assert made.ended == [GOOD]
-        assert made.begun == [GOOD]  # the one in the queue has left it
-        (again,) = checks(made, "a", [BAD])
-        await settle()
-        made.gates[BAD].set()
-        await again
-
-    run_loop(body())
-
-
-def test_a_key_with_many_grammars_displaces_its_own_results_only() -> None:
-    async def body() -> None:
-        made = Gated(keys=True)
-        for flow, some in (("b", [GOOD]), ("a", guides("a", KEPT + 10))):
-            for guide in some:
-                made.gates[guide] = asyncio.Event()
-                made.gates[guide].set()
-                await made.check(guide, "x", flow)
-        begun = len(made.begun)
-        await made.check(GOOD, "x", "c")
-        assert len(made.begun) == begun
-
-    run_loop(body())
-
-
-def test_too_many_new_grammars_are_a_429_that_is_counted() -> None:
-    async def body() -> None:
-        house = House(FakeBoards.answering("a"))
-        made = Gated(waiting_per_key=1, processes=1)
-        house.service.guiding = made
-        waiting = checks(made, "", guides("a", 2))
-        await settle()
-        asks = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"const": 5}}}
-        refused = await house("POST", CHAT, json=chat(response_format=asks))
-        assert refused.status_code == 429
-        assert refused.json()["error"]["code"] == "rate_limit_exceeded"
-        assert int(refused.headers["retry-after"]) > 0
-        assert house.metric("rkserve_rate_limited_total") == 1
-        await made.close()
-        await asyncio.wait(waiting)
-        house.expect_nothing_left()
-
-    run_loop(body())
-
-
-def test_a_hang_up_ends_the_process_that_tries_its_grammar() -> None:
-    async def body() -> None:
-        async with guiding(processes=1) as made:
-            await made.check(GOOD, "x")
-            tasks = checks(made, "a", [HOSTILE])
-            await settle()
-            tasks[0].cancel()
-            await asyncio.wait(tasks)
-            await made.check(schema({"const": 1}), "x")  # by a process that works on nothing else
-
-    run_loop(body())
-
-
-def test_a_grammar_that_is_too_long_is_not_even_tried() -> None:
-    async def body() -> None:
-        async with guiding() as made:
-            with pytest.raises(RequestError, match="characters"):
-                await made.check(Guide(GuideKind.REGEX, "a" * (MAX_CHARS + 1)), "x")
-
-    run_loop(body())
+async def test_a_grammar_that_is_too_long_is_not_even_tried() -> None:
+    async with guiding() as made:
+        with pytest.raises(RequestError, match="characters"):
+            await made.check(Guide(GuideKind.REGEX, "a" * (MAX_CHARS + 1)), "x")

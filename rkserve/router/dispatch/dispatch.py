@@ -100,7 +100,7 @@ class ReservationQueue(Protocol):
     """The queue for boards; see ``queues.ModelQueues``."""
 
     async def take(
-        self, request: GenerateRequest, tried: TriedBoards, claim: QueueTerms
+        self, request: GenerateRequest, tried: TriedBoards, terms: QueueTerms
     ) -> BoardReservation:
         """Wait for a reservation. Raises the error for which no board takes the request."""
 
@@ -127,8 +127,8 @@ class FailoverFigures(Protocol):
 class _Attempt:
     """The outcome of a request on one board."""
 
-    def __init__(self, place: BoardReservation) -> None:
-        self.place = place
+    def __init__(self, reservation: BoardReservation) -> None:
+        self.reservation = reservation
         self.accepted = self.finished = self.left = False
 
 
@@ -138,7 +138,7 @@ class Dispatch:
     def __init__(
         self,
         fleet: Fleet,
-        places: ReservationQueue,
+        queues: ReservationQueue,
         rng: random.Random,
         limits: FailoverLimits | None = None,
         *,
@@ -147,7 +147,7 @@ class Dispatch:
     ) -> None:
         """``breaker`` records outcomes; the queues must be set up to respect it."""
         self.fleet = fleet
-        self.places = places
+        self.queues = queues
         self.breaker = CircuitBreaker() if breaker is None else breaker
         self._rng = rng
         self._limits = limits or FailoverLimits()
@@ -166,7 +166,7 @@ class Dispatch:
         self.breaker.keep(frozenset(seat.replica for seat in self.fleet.seats()))
 
     async def generate(
-        self, request: GenerateRequest, claim: QueueTerms | None = None
+        self, request: GenerateRequest, terms: QueueTerms | None = None
     ) -> AsyncGenerator[Event, None]:
         """Yield the events of one generation, over as many boards as it takes.
 
@@ -181,22 +181,26 @@ class Dispatch:
         """
         progress = GenerationProgress(request, self._limits.continuations)
         tried = TriedBoards()
-        terms = claim or QueueTerms()
+        terms = terms or QueueTerms()
         with self.unassigned.locate(progress, terms) as location:
-            while (place := await self._place(location, tried, terms)) is not None:
-                one = _Attempt(place)
-                link = self.fleet.links[place.group]
+            while (reservation := await self._reservation(location, tried, terms)) is not None:
+                one = _Attempt(reservation)
+                link = self.fleet.links[reservation.group]
                 try:
-                    async with aclosing(link.open(place.request, place.replica)) as events:
-                        event = await location.unless_changed(self._first(events, place.replica))
+                    async with aclosing(
+                        link.open(reservation.request, reservation.replica)
+                    ) as events:
+                        event = await location.unless_changed(
+                            self._first(events, reservation.replica)
+                        )
                         one.accepted = True
-                        location.enter(place.group, place.replica)
-                        place.heard(event)
+                        location.enter(reservation.group, reservation.replica)
+                        reservation.heard(event)
                         if (sent := progress.heard(event)) is not None:
                             yield sent
                         async for event in events:
                             one.finished = isinstance(event, Finished)
-                            place.heard(event)
+                            reservation.heard(event)
                             if progress.waits or location.paused or isinstance(event, Paused):
                                 self._noted(location, event)
                             if (sent := progress.heard(event)) is not None:
@@ -211,14 +215,14 @@ class Dispatch:
                 else:
                     return
                 finally:
-                    self.breaker.undecided(place.replica)
-                    place.ended(left=one.left)
+                    self.breaker.undecided(reservation.replica)
+                    reservation.ended(left=one.left)
                 await self._between(location)
             for last in self.unassigned.end(location):
                 yield last
 
-    async def _place(
-        self, location: RequestLocation, tried: TriedBoards, claim: QueueTerms
+    async def _reservation(
+        self, location: RequestLocation, tried: TriedBoards, terms: QueueTerms
     ) -> BoardReservation | None:
         """Return a reservation, through any control calls meanwhile; None if aborted.
 
@@ -226,11 +230,11 @@ class Dispatch:
         """
         while not location.ended:
             with suppress(ControlChange):
-                place = await location.unless_changed(
-                    self._take(location.progress, tried, claim), self._give_back
+                reservation = await location.unless_changed(
+                    self._take(location.progress, tried, terms), self._give_back
                 )
-                location.progress.queued_ms += place.waited_ms
-                return place
+                location.progress.queued_ms += reservation.waited_ms
+                return reservation
         return None
 
     async def _between(self, location: RequestLocation) -> None:
@@ -241,15 +245,15 @@ class Dispatch:
         with suppress(ControlChange):
             await location.unless_changed(self._pause(location.progress, location.failures))
 
-    def _give_back(self, place: BoardReservation) -> None:
+    def _give_back(self, reservation: BoardReservation) -> None:
         """Release a reservation that is no longer needed."""
-        self.breaker.undecided(place.replica)
-        place.ended(left=False)
+        self.breaker.undecided(reservation.replica)
+        reservation.ended(left=False)
 
     # -- before a board has it ----------------------------------------------------------------
 
     async def _take(
-        self, progress: GenerationProgress, tried: TriedBoards, claim: QueueTerms
+        self, progress: GenerationProgress, tried: TriedBoards, terms: QueueTerms
     ) -> BoardReservation:
         """Return a reservation; wait for a restart if no board is left for a begun answer.
 
@@ -259,7 +263,7 @@ class Dispatch:
         tries = 0
         while True:
             try:
-                place = await self.places.take(progress.request, tried, claim)
+                reservation = await self.queues.take(progress.request, tried, terms)
             except _LATER as exc:
                 if not progress.accepted:
                     raise
@@ -270,8 +274,8 @@ class Dispatch:
                 if not progress.begun and self._is_hopeless(progress.request.model):
                     raise
             else:
-                self.breaker.sent(place.replica, time.monotonic())
-                return place
+                self.breaker.sent(reservation.replica, time.monotonic())
+                return reservation
             tries += 1
             await asyncio.sleep(self._pause_s(tries))
             tried.clear()  # boards that failed or rejected it earlier may have recovered
@@ -304,8 +308,8 @@ class Dispatch:
     def _require_end(self, one: _Attempt) -> None:
         """Raise ``BoardFailed`` if the stream ended normally before the answer did."""
         if not one.finished:
-            raise BoardFailed(one.place.replica, "its answer has no end")
-        self.breaker.worked(one.place.replica)
+            raise BoardFailed(one.reservation.replica, "its answer has no end")
+        self.breaker.worked(one.reservation.replica)
 
     async def _pause(self, progress: GenerationProgress, failures: int) -> None:
         """Wait before the next attempt; the first retry of a begun answer does not wait."""
@@ -344,21 +348,21 @@ class Dispatch:
         """Handle a rejection or a loss. Raises the client's error if the request ends by it."""
         if isinstance(exc, QueueTimeout) and not progress.begun:
             raise exc  # it has waited as long as a request without any text may
-        place, now_s = one.place, time.monotonic()
+        reservation, now_s = one.reservation, time.monotonic()
         if isinstance(exc, BoardFailed) and not isinstance(exc, _WAITING):
-            place.lost(exc)
+            reservation.lost(exc)
         if isinstance(exc, _FAULTS):
-            self._blame(place.replica, exc, now_s)
+            self._blame(reservation.replica, exc, now_s)
         if isinstance(exc, AdapterBroken):
-            log.warning("board %s is passed over: %s", place.replica, exc)
+            log.warning("board %s is passed over: %s", reservation.replica, exc)
         if not one.accepted:
-            tried[place.replica] = exc
+            tried[reservation.replica] = exc
             return
         one.left = True
         if not isinstance(exc, _LACKING):
             tried.clear()  # earlier rejections of other boards may be outdated
-        tried[place.replica] = exc
-        if (error := progress.lost(place.replica, exc, now_s)) is not None:
+        tried[reservation.replica] = exc
+        if (error := progress.lost(reservation.replica, exc, now_s)) is not None:
             if isinstance(error, PoisonRequest):
                 self._forgive(progress)
             raise error
@@ -366,7 +370,7 @@ class Dispatch:
             self._losses.continued(why(exc))
         log.warning(
             "%s goes on elsewhere after %d tokens: %s",
-            place.request.request_id,
+            reservation.request.request_id,
             progress.tokens,
             exc,
         )

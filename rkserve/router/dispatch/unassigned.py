@@ -153,10 +153,10 @@ class UnassignedRequests:
         # The times of aborts of all requests, by model or of everything.
         self._aborts: dict[str | None, float] = {}
 
-    def locate(self, progress: GenerationProgress, claim: QueueTerms) -> RequestLocation:
+    def locate(self, progress: GenerationProgress, terms: QueueTerms) -> RequestLocation:
         """Return the location of a new request, ``ended`` if all were aborted since its call."""
         location = RequestLocation(progress, self._fleet, self._known)
-        location.ended = self._is_aborted(progress, claim)
+        location.ended = self._is_aborted(progress, terms)
         return location
 
     def infos(self) -> list[GenerationInfo]:
@@ -211,13 +211,13 @@ class UnassignedRequests:
             del self._ended[next(iter(self._ended))]
         return location.progress.aborted((time.monotonic() - location.since_s) * 1e3)
 
-    def _is_aborted(self, progress: GenerationProgress, claim: QueueTerms) -> bool:
+    def _is_aborted(self, progress: GenerationProgress, terms: QueueTerms) -> bool:
         """Return whether everything was aborted between the call's arrival and now."""
         request = progress.asked
-        if claim.came_s is None or isinstance(request, EmbedRequest):
+        if terms.came_s is None or isinstance(request, EmbedRequest):
             return False
         latest_s = max(self._aborts.get(model, -math.inf) for model in (None, request.model))
-        return claim.came_s < latest_s
+        return terms.came_s < latest_s
 
 
 def _is_of(request_id: str, generation: str, choice: int | None) -> bool:

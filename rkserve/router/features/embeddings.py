@@ -38,7 +38,6 @@ from rkserve.core.errors import (
     InputTooLong,
     NoBoard,
     QueueFull,
-    RateLimited,
     RkserveError,
     RunFailed,
 )
@@ -53,7 +52,7 @@ from rkserve.core.messages import (
 )
 from rkserve.core.run_params import Pooling
 from rkserve.models.settings import EmbeddingSettings
-from rkserve.router.auth import Caller, claim_of
+from rkserve.router.auth import Caller, queue_terms
 from rkserve.router.off_loop import off_loop
 from rkserve.router.queue.admission import QueueTerms
 from rkserve.router.service import Service
@@ -164,11 +163,7 @@ class Embeddings:
     def entered(self, visit: CallContext) -> Iterator[None]:
         """Count a call while it runs. Raises ``RateLimited``."""
         metrics = self._service.metrics
-        try:
-            visit.caller.enter()
-        except RateLimited:
-            metrics.rate_limited.inc()
-            raise
+        self._service.admit(visit.caller)
         metrics.in_flight.inc()
         try:
             yield
@@ -224,7 +219,7 @@ class Embeddings:
             RkserveError: the error of one request; the others are cancelled.
         """
         service, name = self._service, model.meant.model
-        claim = claim_of(wanted, visit.caller, visit.timeout_s, service.config, visit.started_s)
+        terms = queue_terms(wanted, visit.caller, visit.timeout_s, service.config, visit.started_s)
         call_id = EMBEDDING + uuid.uuid4().hex
         boards = boards_at_work(service, name)
         chunks = chunks_of(
@@ -237,7 +232,7 @@ class Embeddings:
             pooling=pooling,
         )
         spread: RequestSpread[EmbedRequest, tuple[bytes, ...]] = RequestSpread(
-            service, visit, claim, [chunk.request for chunk in chunks]
+            service, visit, terms, [chunk.request for chunk in chunks]
         )
         found = await spread.run(boards, _vectors, "it made no vectors")
         vectors = [b""] * len(texts)
@@ -256,9 +251,9 @@ class RequestSpread(Generic[RequestT, T]):
     """
 
     def __init__(
-        self, service: Service, visit: CallContext, claim: QueueTerms, requests: Sequence[RequestT]
+        self, service: Service, visit: CallContext, terms: QueueTerms, requests: Sequence[RequestT]
     ) -> None:
-        self._service, self._visit, self._claim = service, visit, claim
+        self._service, self._visit, self._claim = service, visit, terms
         self._left = deque(enumerate(requests))
         self._values: dict[int, T] = {}
         self._versions: list[str] = []
@@ -282,19 +277,19 @@ class RequestSpread(Generic[RequestT, T]):
             DeadlineExceeded: not in time.
             RkserveError: the error of one request; the others are cancelled.
         """
-        claim = self._claim
+        terms = self._claim
 
         async def work() -> None:
             while self._left:
                 at, request = self._left.popleft()
                 self._values[at] = await self._awake(request, value, missing)
 
-        limit_s = None if claim.deadline_s is None else claim.deadline_s - time.monotonic()
+        limit_s = None if terms.deadline_s is None else terms.deadline_s - time.monotonic()
         most = min(max(1, boards), len(self._left))
         try:
             await asyncio.wait_for(_side_by_side(work, most), limit_s)
         except (TimeoutError, asyncio.TimeoutError):  # two classes before Python 3.11
-            raise DeadlineExceeded(claim.timeout_s) from None
+            raise DeadlineExceeded(terms.timeout_s) from None
         self._visit.caller.spend(self.tokens)
         return [self._values[at] for at in sorted(self._values)]
 

@@ -29,7 +29,7 @@ from rkserve.api.openai.rerank import (
     verdict,
 )
 from rkserve.core.messages import Delta, Event, GenerateRequest
-from rkserve.router.auth import claim_of
+from rkserve.router.auth import queue_terms
 from rkserve.router.features.embeddings import (
     CallContext,
     EmbeddingModel,
@@ -73,12 +73,12 @@ class RerankerModel:
         requests.
         """
         service, name = self._service, judge.meant.model
-        claim = claim_of(wanted, visit.caller, visit.timeout_s, service.config, visit.started_s)
+        terms = queue_terms(wanted, visit.caller, visit.timeout_s, service.config, visit.started_s)
         call_id = f"{_PREFIX}{uuid.uuid4().hex}"
         session = read_session(visit.session, wanted.session, call_id)
         requests = await off_loop(size, partial(requests_of, judge, pairs, call_id, session))
         spread: RequestSpread[GenerateRequest, float] = RequestSpread(
-            service, visit, claim, requests
+            service, visit, terms, requests
         )
 
         def score(_: GenerateRequest, event: Event, _board_id: str) -> float | None:

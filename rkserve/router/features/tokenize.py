@@ -25,7 +25,7 @@ from rkserve.api.openai.tokenize import (
     tokenized,
     tokenizer_info,
 )
-from rkserve.core.errors import RateLimited, UnsupportedParameter
+from rkserve.core.errors import UnsupportedParameter
 from rkserve.router.auth import Caller
 from rkserve.router.off_loop import off_loop
 from rkserve.router.served_models import ServedModel
@@ -35,11 +35,7 @@ from rkserve.router.service import Service, read_call
 @contextmanager
 def let_in(service: Service, caller: Caller) -> Iterator[None]:
     """Count a call of the caller. Raises ``RateLimited``."""
-    try:
-        caller.enter()
-    except RateLimited:
-        service.metrics.rate_limited.inc()
-        raise
+    service.admit(caller)
     try:
         yield
     finally:

@@ -253,7 +253,7 @@ class QueueEntry(Waiting, Generic[T]):
     """
 
     what: T
-    claim: QueueTerms
+    terms: QueueTerms
     safe_ms: float
     since_s: float
     start_by_s: float
@@ -286,7 +286,7 @@ class AdmissionQueue(Generic[T]):
     def offer(
         self,
         what: T,
-        claim: QueueTerms,
+        terms: QueueTerms,
         expected: ServiceTime | None,
         supply: Capacity,
         now_s: float,
@@ -297,23 +297,23 @@ class AdmissionQueue(Generic[T]):
             QueueFull: the new request itself would be evicted.
             DeadlineUnreachable: it cannot meet its deadline.
         """
-        ticket = self._ticket(what, claim, expected, now_s)
-        wait_ms = self._wait_ms(claim, supply, now_s)
-        if now_s + wait_ms / 1e3 > ticket.start_by_s:
-            raise _unreachable(ticket, now_s, wait_ms)
+        entry = self._entry(what, terms, expected, now_s)
+        wait_ms = self._wait_ms(terms, supply, now_s)
+        if now_s + wait_ms / 1e3 > entry.start_by_s:
+            raise _unreachable(entry, now_s, wait_ms)
         leaves = None
         if self._queue.size + supply.elsewhere >= supply.limit + supply.free:
-            leaves = self._queue.victim(ticket)
-            if leaves is ticket:
-                raise self.full(claim, supply, now_s)
+            leaves = self._queue.victim(entry)
+            if leaves is entry:
+                raise self.full(terms, supply, now_s)
             self.withdraw(leaves)
-        self._enter(ticket)
-        return ticket, leaves
+        self._enter(entry)
+        return entry, leaves
 
     def readmit(
         self,
         what: T,
-        claim: QueueTerms,
+        terms: QueueTerms,
         expected: ServiceTime | None,
         since_s: float,
         *,
@@ -325,57 +325,57 @@ class AdmissionQueue(Generic[T]):
         begun or was promised, and its client decides how long to wait.
         """
         if ahead:
-            claim = replace(claim, deadline_s=None)
-        ticket = self._ticket(what, claim, expected, since_s, ahead=ahead)
-        self._enter(ticket)
-        return ticket
+            terms = replace(terms, deadline_s=None)
+        entry = self._entry(what, terms, expected, since_s, ahead=ahead)
+        self._enter(entry)
+        return entry
 
-    def withdraw(self, ticket: QueueEntry[T]) -> None:
+    def withdraw(self, entry: QueueEntry[T]) -> None:
         """Remove an entry; do nothing if it is not waiting."""
-        if ticket.queued:
-            ticket.queued = False
-            self._queue.remove(ticket)
+        if entry.queued:
+            entry.queued = False
+            self._queue.remove(entry)
 
     def order(self) -> Iterator[QueueEntry[T]]:
         """Yield the waiting entries in serving order; the queue must not change meanwhile."""
         return self._queue.order()
 
-    def start(self, ticket: QueueEntry[T], now_s: float) -> None:
+    def start(self, entry: QueueEntry[T], now_s: float) -> None:
         """Move an entry from the queue to a board."""
-        ticket.queued = False
-        ticket.started_s = now_s
-        self._queue.serve(ticket)
-        ticket.charged_ms = ticket.cost_ms
+        entry.queued = False
+        entry.started_s = now_s
+        self._queue.serve(entry)
+        entry.charged_ms = entry.cost_ms
         self._served += 1
-        self._served_until_s += _until_s(ticket)
+        self._served_until_s += _until_s(entry)
 
-    def charge(self, ticket: QueueEntry[T], used_ms: float) -> None:
+    def charge(self, entry: QueueEntry[T], used_ms: float) -> None:
         """Charge an entry for ``used_ms`` on a board so far, as far as that exceeds the
         estimate.
         """
-        if used_ms > ticket.charged_ms:
-            self._queue.charge(ticket.flow, ticket.weight, used_ms - ticket.charged_ms)
-            ticket.charged_ms = used_ms
+        if used_ms > entry.charged_ms:
+            self._queue.charge(entry.flow, entry.weight, used_ms - entry.charged_ms)
+            entry.charged_ms = used_ms
 
-    def ended(self, ticket: QueueEntry[T], used_ms: float) -> None:
+    def ended(self, entry: QueueEntry[T], used_ms: float) -> None:
         """Settle an entry that leaves its board after ``used_ms``, pauses on the board included."""
         self._served -= 1
-        self._served_until_s -= _until_s(ticket)
+        self._served_until_s -= _until_s(entry)
         if not self._served:
             self._served_until_s = 0.0  # float sums do not cancel exactly
-        self._queue.charge(ticket.flow, ticket.weight, used_ms - ticket.charged_ms)
+        self._queue.charge(entry.flow, entry.weight, used_ms - entry.charged_ms)
 
     def expire(self, now_s: float) -> list[tuple[QueueEntry[T], RkserveError]]:
         """Remove the entries that have waited too long; return each with its error."""
         found: list[tuple[QueueEntry[T], RkserveError]] = []
         while (end_s := self.next_event_s()) is not None and end_s <= now_s:
-            _, _, ticket = heapq.heappop(self._ends)
-            self.withdraw(ticket)
-            if ticket.start_by_s <= now_s:
-                found.append((ticket, _unreachable(ticket, now_s, 0.0)))
+            _, _, entry = heapq.heappop(self._ends)
+            self.withdraw(entry)
+            if entry.start_by_s <= now_s:
+                found.append((entry, _unreachable(entry, now_s, 0.0)))
             else:
-                waited_s = now_s - ticket.since_s
-                found.append((ticket, QueueTimeout(waited_s, _seconds(ticket.cost_ms))))
+                waited_s = now_s - entry.since_s
+                found.append((entry, QueueTimeout(waited_s, _seconds(entry.cost_ms))))
         return found
 
     def next_event_s(self) -> float | None:
@@ -384,26 +384,26 @@ class AdmissionQueue(Generic[T]):
             heapq.heappop(self._ends)
         return self._ends[0][0] if self._ends else None
 
-    def full(self, claim: QueueTerms, supply: Capacity, now_s: float) -> QueueFull:
+    def full(self, terms: QueueTerms, supply: Capacity, now_s: float) -> QueueFull:
         """Return the error of a request that finds no room, with the expected time to a free
         place.
         """
         waiting = self._queue.size + supply.elsewhere
-        return QueueFull(waiting, _seconds(self._wait_ms(claim, supply, now_s)))
+        return QueueFull(waiting, _seconds(self._wait_ms(terms, supply, now_s)))
 
-    def _wait_ms(self, claim: QueueTerms, supply: Capacity, now_s: float) -> float:
+    def _wait_ms(self, terms: QueueTerms, supply: Capacity, now_s: float) -> float:
         """Return the expected wait of one more request with these terms."""
         if supply.free > len(self._queue):
             return 0.0
         busy_ms = max(0.0, (self._served_until_s - self._served * now_s) * 1e3)
-        ahead_ms = self._queue.ahead_of(claim.flow, claim.priority)
+        ahead_ms = self._queue.ahead_of(terms.flow, terms.priority)
         ahead_ms += supply.elsewhere * supply.typical_ms
         return (busy_ms + ahead_ms) / max(1, supply.places)
 
-    def _ticket(
+    def _entry(
         self,
         what: T,
-        claim: QueueTerms,
+        terms: QueueTerms,
         expected: ServiceTime | None,
         since_s: float,
         *,
@@ -413,34 +413,34 @@ class AdmissionQueue(Generic[T]):
         safe_ms = 0.0 if expected is None else expected.safe_ms
         return QueueEntry(
             number=next(self._numbers),
-            flow=claim.flow,
-            weight=claim.weight,
-            priority=claim.priority,
+            flow=terms.flow,
+            weight=terms.weight,
+            priority=terms.priority,
             cost_ms=likely_ms,
             ahead=ahead,
             what=what,
-            claim=claim,
+            terms=terms,
             safe_ms=safe_ms,
             since_s=since_s,
-            start_by_s=math.inf if claim.deadline_s is None else claim.deadline_s - safe_ms / 1e3,
+            start_by_s=math.inf if terms.deadline_s is None else terms.deadline_s - safe_ms / 1e3,
         )
 
-    def _enter(self, ticket: QueueEntry[T]) -> None:
-        self._queue.add(ticket)
-        end_s = min(ticket.since_s + self._timeout_s, ticket.start_by_s)
-        heapq.heappush(self._ends, (end_s, ticket.number, ticket))
+    def _enter(self, entry: QueueEntry[T]) -> None:
+        self._queue.add(entry)
+        end_s = min(entry.since_s + self._timeout_s, entry.start_by_s)
+        heapq.heappush(self._ends, (end_s, entry.number, entry))
 
 
-def _until_s(ticket: QueueEntry[T]) -> float:
-    return ticket.started_s + ticket.cost_ms / 1e3
+def _until_s(entry: QueueEntry[T]) -> float:
+    return entry.started_s + entry.cost_ms / 1e3
 
 
-def _unreachable(ticket: QueueEntry[T], now_s: float, wait_ms: float) -> DeadlineUnreachable:
-    timeout_s = ticket.claim.timeout_s
+def _unreachable(entry: QueueEntry[T], now_s: float, wait_ms: float) -> DeadlineUnreachable:
+    timeout_s = entry.terms.timeout_s
     # Alone it would meet its deadline: the client may retry when the queue is that much shorter.
-    late_ms = wait_ms + ticket.safe_ms - timeout_s * 1e3
-    retry_s = _seconds(late_ms) if ticket.safe_ms < timeout_s * 1e3 else None
-    needs_s = now_s - ticket.since_s + (wait_ms + ticket.safe_ms) / 1e3
+    late_ms = wait_ms + entry.safe_ms - timeout_s * 1e3
+    retry_s = _seconds(late_ms) if entry.safe_ms < timeout_s * 1e3 else None
+    needs_s = now_s - entry.since_s + (wait_ms + entry.safe_ms) / 1e3
     return DeadlineUnreachable(timeout_s, needs_s, retry_s)
 
 

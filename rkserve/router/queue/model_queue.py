@@ -45,8 +45,8 @@ class Waiter:
     """
 
     request: GenerateRequest
-    ask: RoutingRequest
-    claim: QueueTerms
+    routing: RoutingRequest
+    terms: QueueTerms
     since_s: float
     ahead: bool = False
     let_in: bool = False
@@ -55,7 +55,7 @@ class Waiter:
     held: tuple[float, ServedWeights] | None = (
         None  # since when the cluster pauses it, and what it served before
     )
-    ticket: QueueEntry[Waiter] | None = None
+    entry: QueueEntry[Waiter] | None = None
     granted: asyncio.Future[Reservation | None] | None = None
 
     @property
@@ -67,17 +67,17 @@ class Waiter:
     @property
     def asked(self) -> RequestSize:
         """The size of the request."""
-        return RequestSize(max(1, self.ask.prompt_tokens), self.ask.max_tokens)
+        return RequestSize(max(1, self.routing.prompt_tokens), self.routing.max_tokens)
 
     @property
     def gone(self) -> bool:
         """Return whether the request no longer waits."""
         return self.granted is None or self.granted.done()
 
-    def tell(self, place: Reservation | None) -> None:
+    def tell(self, reservation: Reservation | None) -> None:
         """Give it a reservation; with None, its prospects must be checked again."""
         if self.granted is not None and not self.granted.done():
-            self.granted.set_result(place)
+            self.granted.set_result(reservation)
 
     def fail(self, exc: RkserveError) -> None:
         """End the wait with an error."""
@@ -89,8 +89,8 @@ class Waiter:
 class _Running:
     """A request on a board, with the seconds already ``told`` to its owner's meter."""
 
-    claim: QueueTerms
-    ticket: QueueEntry[Waiter] | None
+    terms: QueueTerms
+    entry: QueueEntry[Waiter] | None
     told_s: float = 0.0
 
 
@@ -127,7 +127,7 @@ class ModelQueue:
         """Return the number of waiting requests at each priority."""
         counts = dict(self._admission.by_priority())
         for waiter in self._aside:
-            counts[waiter.claim.priority] = counts.get(waiter.claim.priority, 0) + 1
+            counts[waiter.terms.priority] = counts.get(waiter.terms.priority, 0) + 1
         return counts
 
     # -- waiting ------------------------------------------------------------------------------
@@ -141,27 +141,27 @@ class ModelQueue:
         now_s = time.monotonic()
         expected = self._expectation.of(waiter.asked)
         if waiter.let_in or waiter.ahead:
-            waiter.ticket = self._admission.readmit(
-                waiter, waiter.claim, expected, waiter.since_s, ahead=waiter.ahead
+            waiter.entry = self._admission.readmit(
+                waiter, waiter.terms, expected, waiter.since_s, ahead=waiter.ahead
             )
         else:
             supply = self._supply()
-            waiter.ticket, leaves = self._admission.offer(
-                waiter, waiter.claim, expected, supply, now_s
+            waiter.entry, leaves = self._admission.offer(
+                waiter, waiter.terms, expected, supply, now_s
             )
             if leaves is not None:
                 leaves.what.shed = True
-                self._left(leaves.what, self._admission.full(leaves.claim, supply, now_s))
+                self._left(leaves.what, self._admission.full(leaves.terms, supply, now_s))
         waiter.let_in = True
         waiter.granted = asyncio.get_running_loop().create_future()
-        self.waiters[waiter.ask.request_id] = waiter
+        self.waiters[waiter.routing.request_id] = waiter
         if waiter.barred or waiter.adapter is not None:
             self._picky[waiter] = None
         try:
             self.pump()
             return await self._granted(waiter, waiter.granted)
         finally:
-            self.waiters.pop(waiter.ask.request_id, None)
+            self.waiters.pop(waiter.routing.request_id, None)
             self._picky.pop(waiter, None)
 
     async def aside(self, waiter: Waiter, again_s: float | None = None) -> Reservation | None:
@@ -171,13 +171,13 @@ class ModelQueue:
         """
         now_s = time.monotonic()
         if not (waiter.let_in or waiter.ahead) and len(self) >= self._limit:
-            raise self._admission.full(waiter.claim, self._supply(), now_s)
+            raise self._admission.full(waiter.terms, self._supply(), now_s)
         waiter.let_in = True
         until_s = waiter.since_s + self._timeout_s
-        deadline_s = waiter.claim.deadline_s
+        deadline_s = waiter.terms.deadline_s
         granted = waiter.granted = asyncio.get_running_loop().create_future()
         self._aside[waiter] = None
-        self.waiters[waiter.ask.request_id] = waiter
+        self.waiters[waiter.routing.request_id] = waiter
         try:
             limit_s = until_s if deadline_s is None else min(until_s, deadline_s)
             wake_s = limit_s if again_s is None else min(limit_s, again_s)
@@ -187,11 +187,11 @@ class ModelQueue:
                 return None
             waited_s = time.monotonic() - waiter.since_s
             if deadline_s is not None and deadline_s <= until_s:
-                raise DeadlineUnreachable(waiter.claim.timeout_s, waited_s) from None
+                raise DeadlineUnreachable(waiter.terms.timeout_s, waited_s) from None
             raise QueueTimeout(waited_s, 1) from None
         finally:
             self._aside.pop(waiter, None)
-            self.waiters.pop(waiter.ask.request_id, None)
+            self.waiters.pop(waiter.routing.request_id, None)
 
     def at_once(self, waiter: Waiter, board: Candidate) -> Reservation:
         """Reserve a board even if it is busy; it will reject the request itself."""
@@ -207,15 +207,15 @@ class ModelQueue:
         except asyncio.CancelledError:
             self._withdraw(waiter)
             if granted.done() and not granted.cancelled() and granted.exception() is None:
-                place = granted.result()
-                if place is not None:  # the reservation came after the request was cancelled
-                    place.ended(left=False)
+                reservation = granted.result()
+                if reservation is not None:  # the reservation came after the request was cancelled
+                    reservation.ended(left=False)
             raise
 
     def _withdraw(self, waiter: Waiter) -> None:
-        if waiter.ticket is not None:
-            self._admission.withdraw(waiter.ticket)
-        self.boards.unbook(waiter.ask.request_id)
+        if waiter.entry is not None:
+            self._admission.withdraw(waiter.entry)
+        self.boards.unbook(waiter.routing.request_id)
 
     def _left(self, waiter: Waiter, exc: RkserveError) -> None:
         self._withdraw(waiter)
@@ -233,7 +233,7 @@ class ModelQueue:
         for waiter in self._aside:
             waiter.tell(None)
         if self._blocked():
-            self._call_off([ticket.what for ticket in self._admission.order()])
+            self._call_off([entry.what for entry in self._admission.order()])
         else:
             # Reports arrive every second; most waiting requests need no new check for them.
             self._call_off([one for one in self._picky if one.barred or one.adapter in paused])
@@ -248,20 +248,20 @@ class ModelQueue:
     def pump(self) -> None:
         """Assign the free boards, and set a timer for the next thing to do."""
         now_s = time.monotonic()
-        for place in list(self._running):
-            self._meter(place, now_s)
-        for ticket, exc in self._admission.expire(now_s):
-            self._left(ticket.what, exc)
+        for reservation in list(self._running):
+            self._meter(reservation, now_s)
+        for entry, exc in self._admission.expire(now_s):
+            self._left(entry.what, exc)
         if len(self._admission) and self.boards.held in (None, PauseEffect.REFUSES):
             # No board will become free.
-            self._call_off([ticket.what for ticket in self._admission.order()])
+            self._call_off([entry.what for entry in self._admission.order()])
         while (found := self._next(now_s)) is not None:
-            ticket, board = found
-            if ticket.what.gone:
-                self._withdraw(ticket.what)  # it will handle that itself shortly
+            entry, board = found
+            if entry.what.gone:
+                self._withdraw(entry.what)  # it will handle that itself shortly
             else:
-                self._admission.start(ticket, now_s)
-                ticket.what.tell(self._place(ticket.what, board, ticket))
+                self._admission.start(entry, now_s)
+                entry.what.tell(self._place(entry.what, board, entry))
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -276,14 +276,14 @@ class ModelQueue:
             return None
         offers = self._offers(now_s)
         if offers:
-            chosen = self._policy.first([(ticket.what.ask, take) for ticket, take in offers])
+            chosen = self._policy.first([(entry.what.routing, take) for entry, take in offers])
             return offers[chosen][0], offers[chosen][1].board
-        for ticket in self._admission.order() if self._shared else ():
-            ask = ticket.what.ask
-            board = self._behind_others(ask)
+        for entry in self._admission.order() if self._shared else ():
+            routing = entry.what.routing
+            board = self._behind_others(routing)
             if board is not None:
-                return ticket, board
-            if not ask.tried:
+                return entry, board
+            if not routing.tried:
                 break
         return None
 
@@ -292,92 +292,93 @@ class ModelQueue:
         blocked = self._blocked()
         offers: list[tuple[QueueEntry[Waiter], SendTo]] = []
         patient = 0
-        for ticket in self._admission.order():
-            if offers and _rank(offers[0][0]) != _rank(ticket):
+        for entry in self._admission.order():
+            if offers and _rank(offers[0][0]) != _rank(entry):
                 break
-            ask = ticket.what.ask
-            ask.tried = {*ticket.what.barred, *blocked} if blocked else ticket.what.barred
-            if ask.waits(now_s):
-                self._again_s = min(self._again_s, ask.until_s)
+            routing = entry.what.routing
+            routing.tried = {*entry.what.barred, *blocked} if blocked else entry.what.barred
+            if routing.waits(now_s):
+                self._again_s = min(self._again_s, routing.until_s)
                 continue
             if len(offers) + patient == LOOKED_AT:
                 if not offers:
                     self._again_s = now_s  # the next ones, after those before them were considered
                 break
-            verdict = self._policy.choose(ask, self.boards, now_s)
+            verdict = self._policy.choose(routing, self.boards, now_s)
             if isinstance(verdict, SendTo):
-                offers.append((ticket, verdict))
-                if ticket.ahead or self._policy.satisfied(verdict):
+                offers.append((entry, verdict))
+                if entry.ahead or self._policy.satisfied(verdict):
                     break
             elif isinstance(verdict, WaitFor):
                 patient += 1
-                self.boards.book(ask.request_id, verdict.board, verdict.work_ms)
-                ask.wait_for(verdict.board, verdict.until_ms, now_s)
-                self._again_s = min(self._again_s, ask.until_s)
-            elif not ask.tried:
+                self.boards.book(routing.request_id, verdict.board, verdict.work_ms)
+                routing.wait_for(verdict.board, verdict.until_ms, now_s)
+                self._again_s = min(self._again_s, routing.until_s)
+            elif not routing.tried:
                 break  # without a board for this request, there is none for any
         return offers
 
-    def _behind_others(self, ask: RoutingRequest) -> Candidate | None:
+    def _behind_others(self, routing: RoutingRequest) -> Candidate | None:
         """Return a board that only other Routers' requests or a pause keep busy.
 
         Other Routers' requests are known from reports only and may have ended, and a board ends a
         pause inside the runtime only for a request that waits there. One request of this Router
         therefore waits at the board, which leaves no other board without work.
         """
-        tier = self.boards.tier(ask.tried) if ask.tried else self.boards.held
+        tier = self.boards.tier(routing.tried) if routing.tried else self.boards.held
         found = [
             board
             for board in self._shared
-            if _is_shared(board) and board.key not in ask.tried and board.held == tier
+            if _is_shared(board) and board.key not in routing.tried and board.held == tier
         ]
         return min(found, key=lambda board: board.load, default=None)
 
     # -- places -------------------------------------------------------------------------------
 
     def _place(
-        self, waiter: Waiter, board: Candidate, ticket: QueueEntry[Waiter] | None
+        self, waiter: Waiter, board: Candidate, entry: QueueEntry[Waiter] | None
     ) -> Reservation:
         now_s = time.monotonic()
         request = replace(waiter.request, patient=self._patient(waiter, board))
         if isinstance(request, GenerateRequest) and request.native_pause:
-            request = replace(request, native_pause=self._may_keep(waiter.claim))
+            request = replace(request, native_pause=self._may_keep(waiter.terms))
         waited_ms = (now_s - waiter.since_s) * 1e3
 
         def freed(held_ms: float | None, took: AnswerTiming | None) -> None:
             if held_ms is not None:
-                self._meter(place, time.monotonic())
-                del self._running[place]
-                held_ms = sum(place.used_s(now_s)) * 1e3
-            self._freed(board, waiter.asked, ticket, held_ms, took)
+                self._meter(reservation, time.monotonic())
+                del self._running[reservation]
+                held_ms = sum(reservation.used_s(now_s)) * 1e3
+            self._freed(board, waiter.asked, entry, held_ms, took)
 
-        place = Reservation(
-            request, self.boards, board, waiter.ask, waited_ms=waited_ms, freed=freed
+        reservation = Reservation(
+            request, self.boards, board, waiter.routing, waited_ms=waited_ms, freed=freed
         )
-        self._running[place] = _Running(waiter.claim, ticket)
-        return place
+        self._running[reservation] = _Running(waiter.terms, entry)
+        return reservation
 
-    def _may_keep(self, claim: QueueTerms) -> bool:
+    def _may_keep(self, terms: QueueTerms) -> bool:
         """Return whether one more request may occupy its board while it is paused.
 
         Each key may have as many of those as half of the boards, and at least one, so that others
         find a free board.
         """
-        if claim.flow == ANONYMOUS:
+        if terms.flow == ANONYMOUS:
             return True
         keeps = sum(
-            place.keeps and one.claim.flow == claim.flow for place, one in self._running.items()
+            reservation.keeps and one.terms.flow == terms.flow
+            for reservation, one in self._running.items()
         )
         return keeps < max(1, len(list(self.boards)) // 2)
 
-    def _meter(self, place: Reservation, now_s: float) -> None:
+    def _meter(self, reservation: Reservation, now_s: float) -> None:
         """Charge a request's owner with its board time."""
-        running, used_s = self._running[place], sum(place.used_s(now_s))
-        if running.ticket is not None:
-            self._admission.charge(running.ticket, used_s * 1e3)
+        running, used_s = self._running[reservation], sum(reservation.used_s(now_s))
+        if running.entry is not None:
+            self._admission.charge(running.entry, used_s * 1e3)
         since_s, running.told_s = used_s - running.told_s, used_s
         if since_s > 0:
-            running.claim.use(place.request.request_id, since_s)
+            running.terms.use(reservation.request.request_id, since_s)
 
     def _patient(self, waiter: Waiter, chosen: Candidate) -> bool:
         """Return whether to wait for a board that went to sleep: if no other one is awake."""
@@ -393,12 +394,12 @@ class ModelQueue:
         self,
         board: Candidate,
         asked: RequestSize,
-        ticket: QueueEntry[Waiter] | None,
+        entry: QueueEntry[Waiter] | None,
         held_ms: float | None,
         took: AnswerTiming | None,
     ) -> None:
-        if held_ms is not None and ticket is not None:
-            self._admission.ended(ticket, held_ms)
+        if held_ms is not None and entry is not None:
+            self._admission.ended(entry, held_ms)
         if took is not None:
             self._expectation.heard(asked, took)
         if _is_shared(board):
@@ -426,6 +427,6 @@ def _is_shared(board: Candidate) -> bool:
     )
 
 
-def _rank(ticket: QueueEntry[Waiter]) -> tuple[bool, int]:
+def _rank(entry: QueueEntry[Waiter]) -> tuple[bool, int]:
     """Return the sort key of urgency: a request is never preferred to a more urgent one."""
-    return ticket.ahead, ticket.priority
+    return entry.ahead, entry.priority

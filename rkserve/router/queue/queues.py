@@ -215,7 +215,7 @@ class ModelQueues:
         self,
         request: GenerateRequest,
         tried: TriedBoards,
-        claim: QueueTerms = NOBODY,
+        terms: QueueTerms = NOBODY,
     ) -> Reservation:
         """Wait until a board is free for the request, and reserve it.
 
@@ -231,22 +231,22 @@ class ModelQueues:
         queue = self._queues.get(request.model)
         if queue is None:
             raise ModelNotFound(request.model)
-        ask = self._fleet.listing.ask(request, hashed=self._hashed)
+        routing = self._fleet.listing.routing_request(request, hashed=self._hashed)
         ahead = bool(tried) or request.continued is not None
-        waiter = Waiter(request, ask, claim, time.monotonic(), ahead=ahead)
+        waiter = Waiter(request, routing, terms, time.monotonic(), ahead=ahead)
         try:
-            place = await self._place(queue, waiter, tried)
+            reservation = await self._place(queue, waiter, tried)
         except RkserveError as exc:
             if self._figures is not None:
                 self._figures.refused(request.model, "shed" if waiter.shed else exc.code or "")
             raise
         if self._figures is not None:
-            self._figures.waited(request.model, place.waited_ms / 1e3)
+            self._figures.waited(request.model, reservation.waited_ms / 1e3)
             if waiter.held is not None:
                 since_s, before = waiter.held
                 by = before.held_by(self._fleet.listing.desired.served(request.model))
                 self._figures.held(request.model, by, time.monotonic() - since_s)
-        return place
+        return reservation
 
     async def _place(self, queue: ModelQueue, waiter: Waiter, tried: TriedBoards) -> Reservation:
         """Wait in the queue; without a board, check for new ones before failing.
@@ -257,7 +257,7 @@ class ModelQueues:
         looked, step_s = False, CATCH_UP_STEP_S
         while True:
             try:
-                place = await self._turn(queue, waiter, tried)
+                reservation = await self._turn(queue, waiter, tried)
             except (NoBoard, BoardBehind):
                 if not looked:
                     looked = True
@@ -271,8 +271,8 @@ class ModelQueues:
                     del tried[key]
                 await self._fleet.look_again()
             else:
-                if place is not None:
-                    return place
+                if reservation is not None:
+                    return reservation
 
     async def _turn(
         self, queue: ModelQueue, waiter: Waiter, tried: Mapping[str, RkserveError]
@@ -283,8 +283,8 @@ class ModelQueues:
         """
         listing, blocked = self._fleet.listing, self._blocked()
         found = prospect(waiter.request, queue.boards, listing.desired, tried, blocked)
-        waiter.barred = waiter.ask.tried = found.barred
-        waiter.ask.most = found.most
+        waiter.barred = waiter.routing.tried = found.barred
+        waiter.routing.most = found.most
         if found.nobody:
             soon = prospect(waiter.request, queue.boards, listing.desired, tried, ())
             if blocked and not soon.nobody and soon.asks is None:

@@ -132,7 +132,7 @@ class Reservation:
         request: GenerateRequest,
         boards: ModelBoards,
         board: Candidate,
-        ask: RoutingRequest,
+        routing: RoutingRequest,
         *,
         waited_ms: float,
         freed: Freed,
@@ -142,7 +142,7 @@ class Reservation:
         self.request = request
         self.waited_ms = waited_ms
         self._since_s = time.monotonic()
-        self._stay = InFlightRequest(boards, board, ask, self._since_s)
+        self._in_flight = InFlightRequest(boards, board, routing, self._since_s)
         self._freed = freed
         self._over = self._paused = self._interrupted = False
         self._held_s = 0.0
@@ -151,7 +151,7 @@ class Reservation:
 
     def heard(self, event: Event) -> None:
         """Process an event of the answer; the last one frees the board."""
-        self._stay.heard(event)
+        self._in_flight.heard(event)
         if isinstance(event, Finished):
             self._end(event, left=False)
         elif isinstance(event, Paused) if not self._paused else _goes_on(event):
@@ -177,7 +177,7 @@ class Reservation:
 
     def lost(self, exc: RkserveError) -> None:  # noqa: ARG002 - the board's own report says why
         """Stop sending requests to the failed board until its next report."""
-        self._stay.candidate.lost()
+        self._in_flight.candidate.lost()
 
     def ended(self, *, left: bool) -> None:
         """End the reservation; ``left``: the client disconnected before the board was done.
@@ -201,7 +201,7 @@ class Reservation:
         now_s = time.monotonic()
         self._held_s, self._kept_s = self.used_s(now_s)
         self._over = True
-        self._stay.ended(now_s, left=left)
+        self._in_flight.ended(now_s, left=left)
         held_ms = self._held_s * 1e3
         self._freed(held_ms, None if finished is None else self._took(finished, held_ms))
 

@@ -364,8 +364,8 @@ class Shop:
 
     def _count(self, ticket: QueueEntry[str], now_s: float) -> None:
         self.done[ticket.what] += 1
-        assert ticket.claim.deadline_s is not None
-        if now_s <= ticket.claim.deadline_s:
+        assert ticket.terms.deadline_s is not None
+        if now_s <= ticket.terms.deadline_s:
             self.in_time[ticket.what] += 1
         else:
             self.late += 1
