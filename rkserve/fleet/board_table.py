@@ -87,7 +87,7 @@ class BoardTable:
         """Return the current throughput of each board."""
         return {board: rates.now() for (_, board), rates in self._rates.items()}
 
-    def seats(self, model: str | None = None) -> list[BoardAddress]:
+    def addresses(self, model: str | None = None) -> list[BoardAddress]:
         """Return the boards that have a replica, including those that just fell silent."""
         return [
             BoardAddress(

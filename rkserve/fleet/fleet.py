@@ -157,9 +157,9 @@ class Fleet:
         """Return the current throughput of each board."""
         return self.listing.rates()
 
-    def seats(self, model: str | None = None) -> list[BoardAddress]:
+    def addresses(self, model: str | None = None) -> list[BoardAddress]:
         """Return the boards that have a replica, including those that just fell silent."""
-        return self.listing.seats(model)
+        return self.listing.addresses(model)
 
     def obey(self, desired: Desired) -> None:
         """Apply a new desired state to the choice of boards."""
@@ -175,23 +175,23 @@ class Fleet:
 
     def holders(self, generation: str, choice: int | None = None) -> list[BoardAddress]:
         """Return the boards of a generation; empty unless this Router started it."""
-        known = {(seat.group, seat.replica): seat for seat in self.seats()}
+        known = {(address.group, address.replica): address for address in self.addresses()}
         return [
             known.get((group, replica), BoardAddress(group, replica, replica, self.groups[group]))
             for group, replica in self.entries.of(generation, choice)
         ]
 
     async def ask_together(
-        self, seats: Collection[BoardAddress], method: str, *args: Any, timeout_s: float
+        self, addresses: Collection[BoardAddress], method: str, *args: Any, timeout_s: float
     ) -> Answers[Any]:
         """Ask boards by one call to each group that has several of them.
 
-        All boards of such a group are asked, also those not in ``seats``, so that ``method`` must
+        All boards of such a group are asked, also those not among ``addresses``: ``method`` must
         be idempotent; answers carry their ``board_id``. The caller asks boards without an answer
         singly.
         """
         answers: Answers[Any] = Answers()
-        meant = {seat.board_id for seat in seats}
+        meant = {address.board_id for address in addresses}
         began_s = time.monotonic()
 
         def heard(said: Any) -> None:
@@ -199,7 +199,7 @@ class Fleet:
                 answers.said[said.board_id] = said
                 answers.took_ms[said.board_id] = (time.monotonic() - began_s) * 1e3
 
-        counts = Counter(seat.group for seat in seats)
+        counts = Counter(address.group for address in addresses)
         limit_s = min(timeout_s, TOGETHER_S)
         await asyncio.gather(
             *(
@@ -212,7 +212,7 @@ class Fleet:
 
     async def ask(
         self,
-        seats: Collection[BoardAddress],
+        addresses: Collection[BoardAddress],
         method: str,
         *args: Any,
         timeout_s: float,
@@ -225,23 +225,23 @@ class Fleet:
         """
         answers: Answers[Any] = Answers()
         if together:
-            answers = await self.ask_together(seats, method, *args, timeout_s=timeout_s)
+            answers = await self.ask_together(addresses, method, *args, timeout_s=timeout_s)
 
-        async def one(seat: BoardAddress) -> None:
-            if seat.silent:
-                answers.failed[seat.board_id] = BoardFailed(seat.board_id, SILENT)
+        async def one(address: BoardAddress) -> None:
+            if address.silent:
+                answers.failed[address.board_id] = BoardFailed(address.board_id, SILENT)
                 return
             began_s = time.monotonic()
             try:
-                answers.said[seat.board_id] = await self.links[seat.group].ask(
-                    seat.replica, method, *args, timeout_s=timeout_s
+                answers.said[address.board_id] = await self.links[address.group].ask(
+                    address.replica, method, *args, timeout_s=timeout_s
                 )
             except RkserveError as exc:
-                answers.failed[seat.board_id] = _by_name(exc, seat)
-            answers.took_ms[seat.board_id] = (time.monotonic() - began_s) * 1e3
+                answers.failed[address.board_id] = _by_name(exc, address)
+            answers.took_ms[address.board_id] = (time.monotonic() - began_s) * 1e3
 
-        left = [seat for seat in seats if seat.board_id not in answers.said]
-        await asyncio.gather(*(one(seat) for seat in left))
+        left = [address for address in addresses if address.board_id not in answers.said]
+        await asyncio.gather(*(one(address) for address in left))
         return answers
 
     def is_ready(self, model: str) -> bool:
@@ -334,8 +334,8 @@ class Fleet:
         return True
 
 
-def _by_name(exc: RkserveError, seat: BoardAddress) -> RkserveError:
+def _by_name(exc: RkserveError, address: BoardAddress) -> RkserveError:
     """Put the board's name into an error of a link that knew only the replica's ID."""
-    if isinstance(exc, BoardFailed) and exc.board_id == seat.replica:
-        return type(exc)(seat.board_id, exc.reason)
+    if isinstance(exc, BoardFailed) and exc.board_id == address.replica:
+        return type(exc)(address.board_id, exc.reason)
     return exc

@@ -127,15 +127,15 @@ class OpenStreams:
         arrived may belong to an earlier pause.
         """
         meant = {
-            flow.request_id: seats
+            flow.request_id: addresses
             for flow in self._flows.values()
-            if scope.adapter in (None, flow.adapter) and (seats := self._seats(flow, scope))
+            if scope.adapter in (None, flow.adapter) and (addresses := self._addresses(flow, scope))
         }
         goals: dict[str, int | None] = {one: known[one] for one in meant if one in known}
-        meant = {one: seats for one, seats in meant.items() if one not in goals}
+        meant = {one: addresses for one, addresses in meant.items() if one not in goals}
         if not meant:
             return goals
-        asked = {seat.board_id: seat for seats in meant.values() for seat in seats}
+        asked = {address.board_id: address for addresses in meant.values() for address in addresses}
         answers: Answers[Emitted] = await self._fleet.ask(
             asked.values(), "emitted", timeout_s=timeout_s, together=True
         )
@@ -143,15 +143,15 @@ class OpenStreams:
         # The count of a board that does not answer is unknown; its streams are not awaited.
         goals |= {
             request_id: tokens.get(request_id)
-            for request_id, seats in meant.items()
-            if all(seat.board_id in answers.said for seat in seats)
+            for request_id, addresses in meant.items()
+            if all(address.board_id in answers.said for address in addresses)
         }
         return goals
 
-    def _seats(self, flow: _OpenStream, scope: Scope) -> list[BoardAddress]:
+    def _addresses(self, flow: _OpenStream, scope: Scope) -> list[BoardAddress]:
         completion, _, choice = flow.request_id.rpartition("/")
-        seats = self._fleet.holders(completion, int(choice))
-        return [seat for seat in seats if scope.covers(seat.board_id, seat.model)]
+        addresses = self._fleet.holders(completion, int(choice))
+        return [address for address in addresses if scope.covers(address.board_id, address.model)]
 
 
 Generate = Callable[[GenerateRequest], AsyncGenerator[Event, None]]

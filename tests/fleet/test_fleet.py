@@ -483,7 +483,7 @@ async def test_a_board_that_fails_or_is_silent_hides_nobody_s_answer() -> None:
     await it.refresh()
     boards.reported = [report(b) for b in "abd"]  # c falls silent
     await it.refresh()
-    answers = await it.ask(it.seats(), "kv", timeout_s=1)
+    answers = await it.ask(it.addresses(), "kv", timeout_s=1)
     assert answers.said == {"a": 7}
     assert {b: str(exc) for b, exc in answers.failed.items()} == {
         "b": "Board b failed while it answered: its replica died.",
@@ -501,8 +501,8 @@ async def test_only_boards_with_a_replica_have_a_seat() -> None:
     await it.refresh()
     await it.refresh_failures()
     assert [r.board_id for r in it.reports()] == ["a", "b"]
-    assert [seat.board_id for seat in it.seats()] == ["a"]
-    assert it.seats("another") == []
+    assert [seat.board_id for seat in it.addresses()] == ["a"]
+    assert it.addresses("another") == []
 
 
 # -- boards that are held, behind or joining -------------------------------------------------------

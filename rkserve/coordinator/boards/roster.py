@@ -101,7 +101,9 @@ class Roster:
         began_s = time.monotonic()
         await self._fleet.refresh()
         self.asked_s = began_s
-        present = {(address.group, address.board_id): address for address in self._fleet.seats()}
+        present = {
+            (address.group, address.board_id): address for address in self._fleet.addresses()
+        }
         self._known |= present
         for key, address in self._known.items():
             if (key not in present or present[key].silent) and key not in self._looked_after:

@@ -163,7 +163,7 @@ class Dispatch:
 
     def _forget_boards(self) -> None:
         """Forget replicas that no longer exist; their successors have other keys."""
-        self.breaker.keep(frozenset(seat.replica for seat in self.fleet.seats()))
+        self.breaker.keep(frozenset(address.replica for address in self.fleet.addresses()))
 
     async def generate(
         self, request: GenerateRequest, terms: QueueTerms | None = None
@@ -402,7 +402,7 @@ class Dispatch:
 
     def _forgive(self, progress: GenerationProgress) -> None:
         """Clear the boards that failed during a request that caused it itself."""
-        groups = {seat.replica: seat.group for seat in self.fleet.seats()}
+        groups = {address.replica: address.group for address in self.fleet.addresses()}
         for strike in progress.strikes:
             self.breaker.forgive(strike.board)
             if strike.board in groups:

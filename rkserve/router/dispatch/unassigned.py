@@ -189,7 +189,7 @@ class UnassignedRequests:
         Requests on boards are aborted by the boards, and here if they lose their board first. With
         ``scope.boards`` only requests on these boards are meant.
         """
-        boards = {seat.replica: seat.board_id for seat in self._fleet.seats()}
+        boards = {address.replica: address.board_id for address in self._fleet.addresses()}
         if request_ids is None and not scope.boards:
             now_s = time.monotonic()
             self._aborts |= dict.fromkeys(scope.models or (None,), now_s)

@@ -59,8 +59,8 @@ class Caches:
 
     async def kv(self, asked: ControlRequest) -> JsonObject:
         """Return the contents of KV caches, optionally of one model or some boards."""
-        seats = await self._seats(parse_size(asked))
-        answers = await self._ask(seats, "kv", timeout_s=self._service.config.report_timeout_s)
+        addresses = await self._addresses(parse_size(asked))
+        answers = await self._ask(addresses, "kv", timeout_s=self._service.config.report_timeout_s)
         return kv_list(list(answers.said.values()), answers.failed)
 
     async def clear(self, asked: ControlRequest) -> tuple[int, JsonObject]:
@@ -72,8 +72,8 @@ class Caches:
         return await self._clear_boards(call)
 
     async def _clear_boards(self, call: ClearCall) -> tuple[int, JsonObject]:
-        seats = self._some(await self._seats(call.where), call.where.model)
-        answers = await self._ask(seats, "clear_kv", call.keep_system_prompt)
+        addresses = self._some(await self._addresses(call.where), call.where.model)
+        answers = await self._ask(addresses, "clear_kv", call.keep_system_prompt)
         self._service.fleet.forget_prompts(lambda board, _: board in answers.said, files=False)
         answers.require_one()
         results = {
@@ -92,8 +92,8 @@ class Caches:
         served = self._service.models.served(meant.model)
         work = partial(ids_of, call, served.renderer, served.folder.settings.context_length)
         ids = await off_loop(len(asked.body), work)
-        seats = self._some(self._service.fleet.seats(meant.model), meant.model)
-        answers = await self._ask(seats, "build_cache", call.cache_name, ids, meant.ref)
+        addresses = self._some(self._service.fleet.addresses(meant.model), meant.model)
+        answers = await self._ask(addresses, "build_cache", call.cache_name, ids, meant.ref)
         for board, exc in answers.failed.items():
             if isinstance(exc, BoardSilent):
                 # The link has cancelled the call, which removes it from the board's queue.
@@ -113,9 +113,9 @@ class Caches:
         try:
             await self._service.cluster.keep_cache(cache)
         except RequestError:
-            seats = self._service.fleet.seats(cache.model)
+            addresses = self._service.fleet.addresses(cache.model)
             if cache.name != SYSTEM_PROMPT:
-                await self._ask(seats, "delete_cache", cache.name)
+                await self._ask(addresses, "delete_cache", cache.name)
             raise
         except (CoordinatorAway, LedgerFailed) as exc:
             log.warning("prompt cache %s: boards that join will not have it: %s", cache.name, exc)
@@ -126,7 +126,7 @@ class Caches:
         """Return the prompt caches of a model, optionally of one adapter."""
         meant = await self._service.models.resolve(model)
         answers = await self._ask(
-            self._service.fleet.seats(meant.model),
+            self._service.fleet.addresses(meant.model),
             "caches",
             timeout_s=self._service.config.report_timeout_s,
         )
@@ -155,7 +155,7 @@ class Caches:
         check_cache_name(name)
         meant = await self._service.models.resolve(model)
         kept = await self._service.cluster.drop_cache(meant.model, name)
-        answers = await self._ask(self._service.fleet.seats(meant.model), "delete_cache", name)
+        answers = await self._ask(self._service.fleet.addresses(meant.model), "delete_cache", name)
         had = sorted(board for board, deleted in answers.said.items() if deleted)
         if not had and not kept:
             if answers.failed:
@@ -171,33 +171,33 @@ class Caches:
 
     # -- which boards -------------------------------------------------------------------------
 
-    async def _seats(self, where: KvScope) -> list[BoardAddress]:
+    async def _addresses(self, where: KvScope) -> list[BoardAddress]:
         """Return the boards that are meant. Raises ``ModelNotFound``, ``BoardNotFound``."""
         base = (
             None if where.model is None else (await self._service.models.resolve(where.model)).model
         )
-        seats = self._service.fleet.seats(base)
+        addresses = self._service.fleet.addresses(base)
         if where.boards is None:
-            return seats
-        by_name = {seat.board_id: seat for seat in seats}
+            return addresses
+        by_name = {address.board_id: address for address in addresses}
         for board in where.boards:
             if board not in by_name:
                 raise BoardNotFound(board[:80], "boards")
         return [by_name[board] for board in where.boards]
 
-    def _some(self, seats: list[BoardAddress], model: str | None) -> list[BoardAddress]:
+    def _some(self, addresses: list[BoardAddress], model: str | None) -> list[BoardAddress]:
         """Return the boards, of which there must be one. Raises ``NoBoard``."""
-        if seats:
-            return seats
+        if addresses:
+            return addresses
         fleet = self._service.fleet
         wanted = fleet.models[0] if model is None else model
         raise NoBoard(wanted, fleet.why_not_ready(wanted))
 
     async def _ask(
-        self, seats: list[BoardAddress], method: str, *args: Any, timeout_s: float | None = None
+        self, addresses: list[BoardAddress], method: str, *args: Any, timeout_s: float | None = None
     ) -> Answers[Any]:
         limit_s = self._service.config.control_timeout_s if timeout_s is None else timeout_s
-        return await self._service.fleet.ask(seats, method, *args, timeout_s=limit_s)
+        return await self._service.fleet.ask(addresses, method, *args, timeout_s=limit_s)
 
 
 def _to_keep(

@@ -81,7 +81,7 @@ class _Found:
     remember its end.
     """
 
-    seats: list[BoardAddress]
+    addresses: list[BoardAddress]
     sure: bool
     failed: dict[str, RkserveError]
 
@@ -120,7 +120,7 @@ class Generations:
 
     async def listed(self) -> JsonObject:
         """Return all generations without their texts, including those without a board."""
-        answers, others = await asyncio.gather(self._held(self._fleet.seats()), self._others())
+        answers, others = await asyncio.gather(self._held(self._fleet.addresses()), self._others())
         unassigned = {
             one.request_id: one for one in [*others.unassigned, *self._service.unassigned.infos()]
         }
@@ -177,7 +177,7 @@ class Generations:
             found = await self._find(generation, choice)
             edit = None if call is None else await self._edit(found, call)
             answers = await self._fleet.ask(
-                found.seats,
+                found.addresses,
                 "control",
                 generation,
                 action,
@@ -232,9 +232,9 @@ class Generations:
         held = self._fleet.holders(generation, choice)
         if held:
             return _Found(held, True, {})
-        seats, answers = await self._survey(generation, choice)
+        addresses, answers = await self._survey(generation, choice)
         holding = _holding(answers, generation, choice)
-        among = [seat for seat in seats if seat.board_id in (holding or answers.said)]
+        among = [address for address in addresses if address.board_id in (holding or answers.said)]
         return _Found(among, bool(holding), answers.failed)
 
     async def _survey(
@@ -244,22 +244,24 @@ class Generations:
 
         A newly started Router learns of boards a moment after the Routers that serve already.
         """
-        seats = self._fleet.seats()
-        answers = await self._held(seats)
+        addresses = self._fleet.addresses()
+        answers = await self._held(addresses)
         if _holding(answers, generation, choice) or not await self._fleet.look_again():
-            return seats, answers
-        seats = self._fleet.seats()
-        return seats, await self._held(seats)
+            return addresses, answers
+        addresses = self._fleet.addresses()
+        return addresses, await self._held(addresses)
 
-    async def _held(self, seats: list[BoardAddress]) -> Answers[list[GenerationInfo]]:
-        return await self._fleet.ask(seats, "generations", timeout_s=self._config.report_timeout_s)
+    async def _held(self, addresses: list[BoardAddress]) -> Answers[list[GenerationInfo]]:
+        return await self._fleet.ask(
+            addresses, "generations", timeout_s=self._config.report_timeout_s
+        )
 
     async def _edit(self, found: _Found, call: EditCall) -> Edit:
         if not found.sure:
             return Edit()  # a board without the generation answers that before it checks the edit
-        if len(found.seats) > 1:  # with a single board, its own error says the same
+        if len(found.addresses) > 1:  # with a single board, its own error says the same
             raise RequestError("The answer has several choices; say which one to edit.", "choice")
-        served = self._service.models.served(found.seats[0].model)
+        served = self._service.models.served(found.addresses[0].model)
         work = partial(edit_of, call, served.renderer, served.folder.settings.context_length)
         return await off_loop(len(call.text or call.token_ids or ""), work)
 
