@@ -32,6 +32,20 @@ def did(requests: int, failed: int = 0, tokens: int = 0, per_s: float = 10.0) ->
             {"a": did(10, 3, 100)}, {"a": did(10, 3, 100)}, V.GOOD, "", id="as bad as the other"
         ),
         pytest.param(
+            {"a": did(10, 4, 100)},
+            {"a": did(30, 3, 100)},
+            V.BAD,
+            "4 of 10",
+            id="worse than the other, by requests",
+        ),
+        pytest.param(
+            {"a": did(5, 0, 100), "b": did(5)},
+            {"a": did(5, 0, 100), "b": did(5)},
+            V.GOOD,
+            "100%",
+            id="a board without tokens says nothing of speed",
+        ),
+        pytest.param(
             {"a": did(10, 0, 100, 8.0)}, {"a": did(10, 0, 100, 10.0)}, V.GOOD, "80%", id="slow"
         ),
         pytest.param(
