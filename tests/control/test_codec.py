@@ -56,7 +56,7 @@ def test_whole_numbers_in_a_field_of_seconds_come_back_as_such() -> None:
     assert type(found.since_s) is float
 
 
-def test_what_is_kept_is_one_line_that_says_its_schema() -> None:
+def test_a_stored_value_is_one_line_with_its_schema() -> None:
     text = write_desired(STATE)
     assert "\n" not in text
     assert json.loads(text)["schema"] == SCHEMA
@@ -128,7 +128,7 @@ PAUSE, LINE = (D, "pauses", 0), (D, "lines", 0)
         ),
     ],
 )
-def test_what_was_not_written_by_us_is_refused(text: str, said: str) -> None:
+def test_a_text_of_another_form_is_refused(text: str, said: str) -> None:
     with pytest.raises(LedgerFailed) as failure:
         read_desired(text)
     assert said in failure.value.message
@@ -142,7 +142,7 @@ def test_a_phase_of_three_parts_is_refused() -> None:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, {1, 2}], ids=repr)
-def test_what_json_cannot_hold_is_not_written(value: Any) -> None:
+def test_a_value_that_json_cannot_hold_is_not_written(value: Any) -> None:
     results = {"b1": BoardOutcome(ResultStatus.OK, details={"kept": value})}
     with pytest.raises(LedgerFailed):
         write_operation(recorded("o", OperationKind.PAUSE, results=results))

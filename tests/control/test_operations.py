@@ -169,7 +169,9 @@ NEIGHBOURS = [
 
 
 @pytest.mark.parametrize(("one", "kind", "params"), CONFLICTS)
-def test_who_must_not_meet_whom(one: ControlOperation, kind: K, params: dict[str, Any]) -> None:
+def test_operations_that_exclude_each_other(
+    one: ControlOperation, kind: K, params: dict[str, Any]
+) -> None:
     why = conflict([one], action(kind, params))
     assert why is not None
     assert "op-1" in why
@@ -178,11 +180,13 @@ def test_who_must_not_meet_whom(one: ControlOperation, kind: K, params: dict[str
 
 
 @pytest.mark.parametrize(("one", "kind", "params"), NEIGHBOURS)
-def test_who_may_go_on_beside_whom(one: ControlOperation, kind: K, params: dict[str, Any]) -> None:
+def test_operations_that_may_run_concurrently(
+    one: ControlOperation, kind: K, params: dict[str, Any]
+) -> None:
     assert conflict([one], action(kind, params)) is None
 
 
-def test_a_canary_that_is_observed_is_told_the_decision() -> None:
+def test_an_observed_canary_receives_the_decision() -> None:
     observed = going(K.ADAPTER_ROLLOUT, CANARY, P.OBSERVING)
     assert deciding([observed], action(K.ADAPTER_PROMOTE, LAW)) is observed
     assert deciding([observed], action(K.ADAPTER_ROLLBACK, LAW)) is observed
@@ -203,7 +207,7 @@ def test_an_operation_takes_the_listed_ways_and_no_other(before: S, after: S) ->
             one.end(after, 5.0)
 
 
-def test_what_is_over_has_no_next_phase() -> None:
+def test_an_ended_operation_has_no_next_phase() -> None:
     one = recorded("op", K.PAUSE).at(P.STOPPING, epoch=4).at(P.UNDOING)
     assert (one.phase, one.epoch) == (P.UNDOING, 4)
     with pytest.raises(OperationConflict, match="is over"):
@@ -231,7 +235,7 @@ def test_boards_that_are_gone_count_as_done() -> None:
         pytest.param(S.FAILED, OperationConflict("no"), 409, id="failed"),
     ],
 )
-def test_an_operation_says_its_status(state: S, error: RkserveError | None, status: int) -> None:
+def test_an_operation_has_a_status(state: S, error: RkserveError | None, status: int) -> None:
     said = None if error is None else ControlError.of(error)
     assert recorded("op", K.PAUSE, state=state, error=said).status == status
 

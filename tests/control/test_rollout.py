@@ -276,7 +276,7 @@ def test_a_canary_is_taken_back(
     assert line(one.desired) == replace(line(one.before), epoch=one.desired.epoch)  # type: ignore[type-var]
 
 
-def test_a_canary_without_auto_waits_for_whoever_decides() -> None:
+def test_a_canary_without_auto_waits_for_a_decision() -> None:
     one = observing(canary(auto=False))
     one.now_s += 30.0 * PATIENCE + PATIENCE_S
     one.tell(CanaryAssessed(GOOD))
@@ -321,7 +321,7 @@ def test_a_board_that_cannot_be_held_lets_all_go_on_as_before() -> None:
     assert line(one.desired) == line(one.before)
 
 
-def test_the_first_failure_is_the_one_that_is_told() -> None:
+def test_the_first_failure_is_the_reason() -> None:
     one = Performer(rolling(max_unavailable=2), served(V1))
     one.answer(Move.STAGE)
     one.answer(Move.OFFER)
@@ -544,7 +544,7 @@ def check_order(one: Performer) -> None:
 
 
 def check_end(one: Performer) -> None:
-    """Look at what the cluster shall be: the new version, or what it was, and nobody paused."""
+    """Check the desired state: the new version, or what it was, and nobody paused."""
     assert one.finish is not None
     state, after, before = one.finish.state, line(one.desired), line(one.before)
     assert one.desired.pauses == ()
@@ -625,7 +625,7 @@ def test_a_coordinator_that_dies_at_any_moment_leaves_one_of_the_two_as_well(
 
 @settings(deadline=None)
 @given(plans, st.lists(st.tuples(fates, st.integers(0, 1000)), max_size=30))
-def test_whoever_runs_out_of_time_ends_it_by_cancelling_twice(
+def test_two_cancellations_end_a_rollout(
     plan: AdapterRolloutPlan, events: list[tuple[str, int]]
 ) -> None:
     one = Performer(plan, served(V1, V2))

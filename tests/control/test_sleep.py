@@ -1,4 +1,4 @@
-"""Sleep and wake-up as changes of what the cluster shall be, and who sleeps, may, or shall wake."""
+"""Sleep and wake-up as changes of the desired state, and the rules for both."""
 
 from __future__ import annotations
 
@@ -276,7 +276,7 @@ def going(kind: K, params: dict[str, Any], phase: Phase = Phase.ACCEPTED) -> Con
         (going(K.SLEEP, {}), K.ABORT, {}, True),
     ],
 )
-def test_who_may_go_on_beside_a_sleep(
+def test_operations_beside_a_sleep_or_a_wake_up(
     one: ControlOperation, kind: K, params: dict[str, Any], meet: bool
 ) -> None:
     why = conflict([one], action(kind, params))

@@ -115,7 +115,7 @@ def test_half_a_pause_cannot_be_resumed(paused: Scope, resumed: Scope, said: str
         state_changes.resume(desired, resumed)
 
 
-def test_a_lease_ends_when_it_says_and_not_before() -> None:
+def test_a_lease_ends_at_its_time_and_not_before() -> None:
     desired = state_changes.pause(Desired(), "op", Scope(), KEEP, 100.0, lease_s=2)
     assert state_changes.expire(desired, 101.9) == (desired, ())
     freed, gone = state_changes.expire(desired, 102.0)
@@ -144,7 +144,7 @@ def test_a_lease_that_is_renewed_for_ever_leaves_no_pile() -> None:
     assert desired.target("b", "m").hold == EffectivePause(KEEP, expires_s=999.0 + 3600)
 
 
-def test_more_pauses_than_anyone_needs_are_refused() -> None:
+def test_too_many_pauses_are_refused() -> None:
     desired = Desired()
     for n in range(state_changes.MAX_PAUSES):
         desired = state_changes.pause(desired, "op", Scope((), (f"b{n}",)), KEEP, 0.0)
@@ -414,7 +414,7 @@ CANARY = state_changes.begin(serving(V1, V2), "m", V3, weight=0.5)
         pytest.param(lambda: state_changes.expect(Desired(4), 5), StaleEpoch, id="a later epoch"),
     ],
 )
-def test_what_may_not_be_is_refused(change: Callable[[], object], error: type[Exception]) -> None:
+def test_an_invalid_change_is_refused(change: Callable[[], object], error: type[Exception]) -> None:
     with pytest.raises(error) as failure:
         change()
     assert type(failure.value) is error

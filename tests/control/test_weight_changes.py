@@ -56,7 +56,7 @@ def on_base(base: BaseVersion | None = OLD, step: int | None = 4) -> Desired:
 
 
 def loads(desired: Desired, *boards: str) -> list[str]:
-    """Return what boards shall load, by its label."""
+    """Return the label of the weights that boards must load."""
     return [desired.target(board, "m").label for board in boards]
 
 
@@ -124,7 +124,7 @@ def test_nothing_changes_where_nothing_is_on_its_way_to_be_undone() -> None:
         pytest.param(lambda d: at_once(step=3).check(d), StaleWeights, id="an earlier step"),
     ],
 )
-def test_what_may_not_be_done_is_said(change: object, error: type[Exception]) -> None:
+def test_a_change_that_may_not_be_made_has_a_reason(change: object, error: type[Exception]) -> None:
     with pytest.raises(error):
         change(on_base())  # type: ignore[operator]
 
@@ -230,7 +230,7 @@ class World:
         self.tell(BoardLeft(board))
 
     def join(self, board: str) -> None:
-        """A board comes, or comes back; whoever carries it out notices that where it asks many."""
+        """A board joins or returns; the performer notices that where it asks several boards."""
         self.there.add(board)
         known = board in self.rollout.boards
         at = self.rollout.at
@@ -516,7 +516,7 @@ TURNS = recorded("op-3", K.REBASE, params={"model": "m"})
         pytest.param(PINNED.at(Phase.LOADING), K.PAUSE, {}, True, id="it loads, and is not held"),
     ],
 )
-def test_what_must_not_meet_an_update_is_refused(
+def test_operations_that_an_update_excludes_are_refused(
     running: ControlOperation, kind: OperationKind, params: dict[str, object], meet: bool
 ) -> None:
     assert (conflict([running], action(kind, params)) is None) is meet

@@ -81,7 +81,7 @@ async def test_a_pause_holds_what_it_names_and_nothing_else(
         pytest.param({"lease_s": -1}, RequestError, id="a lease of the past"),
     ],
 )
-async def test_what_cannot_be_paused_is_refused_and_audited(
+async def test_an_invalid_pause_is_refused_and_audited(
     tmp_path: Path, params: dict[str, Any], expected: type[Exception]
 ) -> None:
     async with controlled(tmp_path) as it:
@@ -401,7 +401,7 @@ async def test_a_reset_of_running_requests_that_fails_leaves_nobody_held(tmp_pat
         pytest.param(["a", "b", "c"], 503, S.FAILED, id="all"),
     ],
 )
-async def test_boards_that_fail_to_clear_are_told(
+async def test_boards_that_fail_to_clear_are_named(
     tmp_path: Path, failing: list[str], status: int, state: OperationState
 ) -> None:
     async with controlled(tmp_path) as it:
@@ -421,7 +421,7 @@ async def test_a_label_reaches_every_board(tmp_path: Path) -> None:
         assert (await it.call(K.LABEL, model=MODEL, label="step 7")).applied is False
 
 
-async def test_an_operation_that_is_not_known_is_said_so(tmp_path: Path) -> None:
+async def test_an_unknown_operation_is_not_found(tmp_path: Path) -> None:
     async with controlled(tmp_path) as it:
         with pytest.raises(OperationNotFound):
             it.it.operation("op-none")
@@ -440,7 +440,7 @@ async def test_a_board_that_joins_or_comes_back_is_told_before_it_serves(tmp_pat
         assert it.held == ["a", "new"]
 
 
-async def test_a_board_that_fails_is_told_again_later_and_later_and_said_once(
+async def test_a_failing_board_is_retried_with_growing_delays_and_logged_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with controlled(tmp_path) as it:
@@ -494,7 +494,7 @@ async def test_a_router_that_knows_a_later_epoch_is_believed(tmp_path: Path) -> 
         assert (await it.it.desired(41, 0.01)).epoch == 42
 
 
-async def test_who_waits_for_a_change_hears_of_it_at_once_and_else_in_time(tmp_path: Path) -> None:
+async def test_a_wait_for_a_change_ends_at_once_or_in_time(tmp_path: Path) -> None:
     async with controlled(tmp_path) as it:
         assert (await it.it.desired(0, 0.01)).epoch == 0
         waiting = asyncio.create_task(it.it.desired(0, 20.0))
@@ -525,7 +525,7 @@ async def test_what_went_on_is_ended_however_many_operations_came_after_it(tmp_p
 # -- the ledger --------------------------------------------------------------------------------
 
 
-async def test_what_cannot_be_written_down_is_not_done(tmp_path: Path) -> None:
+async def test_a_change_that_cannot_be_stored_is_not_made(tmp_path: Path) -> None:
     async with controlled(tmp_path) as it:
         database = it.ledger._database
         pages = database.execute("PRAGMA page_count").fetchone()[0]

@@ -1,4 +1,4 @@
-"""The Router's side of the Coordinator: hearing what shall be, and calls that must not be lost."""
+"""The Router's side of the Coordinator: its desired state, and calls that must not be lost."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ async def test_one_more_than_the_limit_is_refused_until_one_has_ended(
     fetching.close()
 
 
-async def test_what_a_fetch_raises_is_told(gate: threading.Event) -> None:
+async def test_an_error_of_a_fetch_is_passed_on(gate: threading.Event) -> None:
     def missing() -> None:
         raise ArtifactNotFound("There is no such file (test).")
 

@@ -113,7 +113,7 @@ def test_the_same_content_twice_is_one_file(store: ArtifactStore) -> None:
         pytest.param({}, {"skale": 1}, "did you mean 'scale'", id="an unknown key"),
     ],
 )
-def test_what_is_not_what_was_said_is_refused_and_removed(
+def test_a_file_that_differs_from_its_declaration_is_refused_and_removed(
     store: ArtifactStore, tmp_path: Path, begun: Any, ended: Any, words: str
 ) -> None:
     key = upload(store, **begun)
@@ -303,14 +303,14 @@ def test_a_disk_that_fills_up_meanwhile_costs_that_upload_alone(
         pytest.param({"allowed_paths": (Path("models"),)}, id="a relative folder"),
     ],
 )
-def test_allow_lists_that_cannot_be_meant_are_said_at_the_start(
+def test_invalid_allow_lists_are_refused_at_the_start(
     tmp_path: Path, rules: dict[str, Any]
 ) -> None:
     with pytest.raises(ConfigError, match=r"coordinator\.allowed_"):
         store_in(tmp_path, **rules)
 
 
-def test_a_folder_that_cannot_be_used_is_said_at_the_start(tmp_path: Path) -> None:
+def test_an_unusable_folder_is_refused_at_the_start(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"adapter files .* cannot be used"):
         store_in(tmp_path / "file" / "store")
@@ -319,7 +319,7 @@ def test_a_folder_that_cannot_be_used_is_said_at_the_start(tmp_path: Path) -> No
 # -- what is there --------------------------------------------------------------------------------
 
 
-def test_a_file_that_is_not_what_it_was_is_removed_and_said(
+def test_a_file_with_a_checksum_mismatch_is_removed_and_reported(
     store: ArtifactStore, tmp_path: Path
 ) -> None:
     store.upload_end(upload(store))
@@ -510,7 +510,7 @@ class Site(http.server.BaseHTTPRequestHandler):
                 self.wfile.write(b"x" * (10 if pause_s else 10_000))
                 ended.wait(pause_s)
         except OSError:
-            return  # whoever asked has gone
+            return  # the client has gone
 
     def log_message(self, *_: object) -> None:
         """Keep the test's output to itself."""
@@ -567,7 +567,7 @@ def test_nothing_else_is_fetched(
     assert left(store, tmp_path) == []
 
 
-def test_a_server_that_is_not_there_is_said(tmp_path: Path) -> None:
+def test_an_unreachable_server_is_an_error(tmp_path: Path) -> None:
     store = store_in(tmp_path, allowed_urls=("http://127.0.0.1:1/",))
     with pytest.raises(ArtifactRefused, match="did not send the file"):
         store.register_url("http://127.0.0.1:1/x", DeclaredArtifact("legal", "v1", "qwen"))

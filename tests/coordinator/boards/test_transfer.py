@@ -359,7 +359,7 @@ async def test_an_error_that_no_board_should_raise_is_not_tried_again(house: Hou
     assert done["board-1"].tries == 1
 
 
-async def test_a_board_that_says_that_it_takes_nothing_is_given_up(house: House) -> None:
+async def test_a_board_that_takes_nothing_is_given_up(house: House) -> None:
     async def ask(board_id: str, method: str, *args: Any, timeout_s: float) -> int:
         return 0
 
@@ -368,6 +368,6 @@ async def test_a_board_that_says_that_it_takes_nothing_is_given_up(house: House)
     assert failed(done) == {"board-0": StageFailed}
 
 
-async def test_nobody_to_send_to_is_nothing_to_do(house: House) -> None:
+async def test_a_transfer_to_no_boards_does_nothing(house: House) -> None:
     assert await house.run([]) == {}
     assert issubclass(BoardGone, BoardFailed)

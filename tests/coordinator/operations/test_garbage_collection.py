@@ -186,7 +186,7 @@ async def test_what_was_forgotten_long_ago_is_what_nobody_has(tmp_path: Path) ->
         assert len(made._known) == 1
 
 
-async def test_a_file_that_nobody_staged_is_removed_after_a_while(tmp_path: Path) -> None:
+async def test_a_file_that_was_never_staged_is_removed_after_a_while(tmp_path: Path) -> None:
     async with serving(tmp_path, "v1") as it:
         pushed = it.store.add("v2", CONTENT["v2"])
         with pytest.raises(StaleEpoch):

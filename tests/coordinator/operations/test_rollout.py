@@ -263,7 +263,7 @@ async def test_a_disk_that_fills_up_in_a_rollout_undoes_it_as_soon_as_that_can_b
         assert it.held == []
 
 
-async def test_a_commit_that_runs_out_of_time_says_who_lags_until_they_follow(
+async def test_a_commit_that_runs_out_of_time_names_lagging_boards_until_they_follow(
     tmp_path: Path,
 ) -> None:
     async with serving(tmp_path, "v1", "v2") as it:
@@ -393,7 +393,7 @@ async def test_a_pause_whose_end_cannot_be_written_down_holds_nobody(tmp_path: P
         assert it.held == []
 
 
-async def test_a_version_that_nobody_staged_is_not_found(tmp_path: Path) -> None:
+async def test_a_version_that_was_never_staged_is_not_found(tmp_path: Path) -> None:
     async with serving(tmp_path, "v1") as it:
         with pytest.raises(ModelNotFound):
             await it.roll("v9")

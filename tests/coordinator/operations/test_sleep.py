@@ -108,7 +108,7 @@ async def test_the_record_says_what_became_of_each_kv_cache(
         pytest.param({"lease_s": 0}, RequestError, id="a lease of no time"),
     ],
 )
-async def test_what_cannot_sleep_is_refused(
+async def test_an_invalid_sleep_is_refused(
     tmp_path: Path, params: dict[str, Any], expected: type[Exception]
 ) -> None:
     async with control(tmp_path) as it:
@@ -286,7 +286,7 @@ async def test_a_board_that_sleeps_where_it_should_not_is_told_again(tmp_path: P
         await eventually(lambda: it.asleep == ["a", "b", "c"])
 
 
-async def test_whoever_looks_sees_how_many_boards_have_loaded(tmp_path: Path) -> None:
+async def test_the_record_shows_how_many_boards_have_loaded(tmp_path: Path) -> None:
     async with control(tmp_path) as it:
         await it.sleep()
         it.cluster["b"].frozen = True

@@ -247,7 +247,7 @@ def test_the_oldest_records_are_forgotten_but_never_what_goes_on(tmp_path: Path)
         assert [line.at_s for line in ledger.audit()] == [5.0, 4.0, 3.0]
 
 
-def test_nobody_else_may_read_it(tmp_path: Path) -> None:
+def test_no_other_account_may_read_the_ledger(tmp_path: Path) -> None:
     folder = tmp_path / "data"
     Ledger.open(folder).close()
     assert folder.stat().st_mode & 0o077 == 0

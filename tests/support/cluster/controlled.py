@@ -145,7 +145,7 @@ def kill(pid: int) -> None:
 
 
 def coordinator_pid(app: App) -> int:
-    """Return the process that keeps what the cluster shall be, once there is one."""
+    """Return the process that keeps the desired state, once there is one."""
     return app.replica_pid("Coordinator")
 
 

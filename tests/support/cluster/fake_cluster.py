@@ -116,7 +116,7 @@ class FakeBoard:
 
     @property
     def wanted_base(self) -> str:
-        """The sha256 of the weights that it shall load."""
+        """The sha256 of the weights that it must load."""
         base = None if self.target is None else self.target.base
         return "" if base is None else base.digest
 
@@ -191,7 +191,7 @@ class FakeBoard:
         )
 
     def _load(self) -> str:
-        """Load the weights that it shall have; one that cannot goes on with those that it had, and
+        """Load its desired weights; one that cannot goes on with those that it had, and
         says so at once when it is told the same again.
         """
         wanted = self.wanted_base
