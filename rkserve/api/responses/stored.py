@@ -9,13 +9,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 from typing_extensions import TypedDict
 
+from rkserve.api.common.parameters import OpenModel
 from rkserve.api.json.body import JsonObject
-from rkserve.api.json.fields import Fields, Range, quoted
+from rkserve.api.json.fields import quoted
 from rkserve.api.json.schemas import RequestModel
 from rkserve.api.responses.answers import PREFIX
 from rkserve.core.errors import ItemNotFound, RequestError
@@ -72,11 +73,20 @@ class LookupQuery(RequestModel):
     )
 
 
-class ItemsQuery(RequestModel):
+def _whole(value: object) -> object:
+    """Return the number of a text with as few digits as there may be; other values unchanged."""
+    if isinstance(value, str) and value.isascii() and value.isdigit():
+        return int(value) if len(value) <= len(str(_MOST)) else value
+    return value
+
+
+class ItemsQuery(OpenModel):
     """The query of a list of items."""
 
     after: str | None = Field(None, description="The id of an item: the list begins behind it.")
-    limit: int = Field(_LIMIT, ge=1, le=_MOST, description="How many; 20 unless it is said.")
+    limit: Annotated[int, Field(ge=1, le=_MOST), BeforeValidator(_whole)] = Field(
+        _LIMIT, description="How many; 20 unless it is said."
+    )
     order: Literal["asc", "desc"] = Field("desc", description="`desc` unless it is said.")
 
 
@@ -157,11 +167,5 @@ class ListPage:
 
 def read_page(query: Sequence[tuple[str, str]]) -> ListPage:
     """Read the query of a list. Raises ``RequestError``."""
-    values: dict[str, Any] = dict(query)
-    limit = values.get("limit")
-    if limit is not None and limit.isascii() and limit.isdigit() and len(limit) <= len(str(_MOST)):
-        values["limit"] = int(limit)
-    fields = Fields(values)
-    order = fields.choice("order", "asc", "desc")
-    asked = fields.integer("limit", Range(1, _MOST))
-    return ListPage(fields.text("after"), _LIMIT if asked is None else asked, order != "asc")
+    asked = ItemsQuery.read(dict(query))
+    return ListPage(asked.after, asked.limit, asked.order != "asc")
