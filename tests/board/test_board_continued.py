@@ -242,7 +242,7 @@ def test_in_text_mode_it_goes_on_from_what_was_said(tmp_path: Path, release: str
 def test_all_of_a_batch_go_on_and_suspects_run_alone(tmp_path: Path, release: str) -> None:
     async def main() -> None:
         sims = made(tmp_path, release)
-        settings = {"n_batch": 2, "batch_window_s": 5.0, "queue_limit": 8}
+        settings = {"n_batch": 2, "batch_window_s": 1.5, "queue_limit": 8}
         async with two(sims, **settings) as (site, [first, _]):
             asked = [
                 replace(ask(words(said), 40), request_id=f"r{at}/0")

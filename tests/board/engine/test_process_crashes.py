@@ -25,10 +25,10 @@ from tests.support.boards.fakes import run_loop
 from tests.support.sim.sim_board import FOLDER, Sim, ask, both_releases, chat, in_loop
 
 # Longer than a busy machine keeps the engine's heartbeat from being sent.
-SILENCE_S = 3.0
+SILENCE_S = 2.0
 FREED_WITHIN_S = 30.0
 # As long, where the library really hangs.
-PATIENCE = RunTimeouts(first_token_s=3.0, token_s=3.0, abort_s=1.0)
+PATIENCE = RunTimeouts(first_token_s=2.0, token_s=2.0, abort_s=0.5)
 
 
 @pytest.fixture

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from rkserve.native.sim import build
 from tests.support.sim.sim_driver import Sim, chat, probe, run_probe
 
 pytest_plugins = ["tests.support.sim.sim_fixtures"]
@@ -33,16 +37,30 @@ def test_a_hundred_idle_boards_cost_nothing(release: str) -> None:
         assert board.destroy() == 0
 
 
+ADDRESSES, THREADS = "address,undefined", "thread"
+
+
+@pytest.fixture(scope="module")
+def probes() -> dict[tuple[str, str], Path]:
+    """The instrumented programs, by release and sanitizer, built side by side."""
+    kinds = list(itertools.product(build.RELEASES, (ADDRESSES, THREADS)))
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        programs = pool.map(lambda kind: probe("sim_probe", *kind), kinds)
+        return dict(zip(kinds, programs, strict=True))
+
+
 @pytest.mark.parametrize(
     ("sanitize", "scenario"),
     [
-        pytest.param("address,undefined", ["tour"], id="a tour of everything"),
-        pytest.param("address,undefined", ["fuzz", "2000"], id="any ids in any order"),
-        pytest.param("address,undefined", ["mutate", "500", "broken.rkllm"], id="any model file"),
-        pytest.param("thread", ["threads"], id="threads"),
+        pytest.param(ADDRESSES, ["tour"], id="a tour of everything"),
+        pytest.param(ADDRESSES, ["fuzz", "2000"], id="any ids in any order"),
+        pytest.param(ADDRESSES, ["mutate", "500", "broken.rkllm"], id="any model file"),
+        pytest.param(THREADS, ["threads"], id="threads"),
     ],
 )
 def test_sanitizers_find_nothing(
+    *,
+    probes: dict[tuple[str, str], Path],
     release: str,
     sanitize: str,
     scenario: list[str],
@@ -50,9 +68,7 @@ def test_sanitizers_find_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    code, _, printed = run_probe(
-        probe("sim_probe", release, sanitize), *scenario, time_scale="0.002"
-    )
+    code, _, printed = run_probe(probes[release, sanitize], *scenario, time_scale="0.002")
     assert code == 0, printed[-4000:]
     assert "Sanitizer" not in printed
 
