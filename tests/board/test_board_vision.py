@@ -30,7 +30,6 @@ from rkserve.native.runtime import VisionParams
 from rkserve.native.sim.build import ensure_encoder_built
 from rkserve.native.sim.inputs import SimEncoder, pattern
 from tests.support.boards.board_bench import collect, until
-from tests.support.boards.fakes import run_loop
 from tests.support.sim.sim_board import (
     CALM,
     CONTEXT_LEN,
@@ -106,23 +105,20 @@ async def told(of: Board, request: GenerateRequest) -> tuple[str, Finished]:
 
 
 @both_releases
-def test_an_answer_tells_what_is_on_the_pictures(sim: Sim, release: str) -> None:
-    async def main() -> None:
-        async with board(sim) as seer:
-            one, end = await told(seer, asked("<image>What is this?", 1))
-            assert one.startswith(shows(1))
-            assert end.timings.encode_ms > 0
-            # Both the words and the rows of the picture are counted, by the runtime.
-            blind = await told(seer, asked("What is this?"))
-            assert blind[1].timings.encode_ms == 0
-            assert end.usage.prompt_tokens > blind[1].usage.prompt_tokens + TOKENS
-            two, _ = await told(seer, asked("<image> or <image>: which one?", 2, 3))
-            assert two.startswith(shows(2, 3))
-            again, _ = await told(seer, asked("<image> or <image>: which one?", 3, 2))
-            assert again.startswith(shows(3, 2))
-
+async def test_an_answer_tells_what_is_on_the_pictures(sim: Sim, release: str) -> None:
     sim.release = release
-    run_loop(main())
+    async with board(sim) as seer:
+        one, end = await told(seer, asked("<image>What is this?", 1))
+        assert one.startswith(shows(1))
+        assert end.timings.encode_ms > 0
+        # Both the words and the rows of the picture are counted, by the runtime.
+        blind = await told(seer, asked("What is this?"))
+        assert blind[1].timings.encode_ms == 0
+        assert end.usage.prompt_tokens > blind[1].usage.prompt_tokens + TOKENS
+        two, _ = await told(seer, asked("<image> or <image>: which one?", 2, 3))
+        assert two.startswith(shows(2, 3))
+        again, _ = await told(seer, asked("<image> or <image>: which one?", 3, 2))
+        assert again.startswith(shows(3, 2))
 
 
 async def test_the_same_words_with_another_picture_are_another_prompt(sim: Sim) -> None:
@@ -187,30 +183,24 @@ async def test_a_generation_goes_on_with_its_pictures_on_another_board(sim: Sim)
         assert end.usage.completion_tokens >= half
 
 
-def test_an_encoder_that_fails_costs_one_answer(sim: Sim) -> None:
-    async def main() -> None:
-        async with board(sim) as seer:
-            with pytest.raises(RunFailed, match="rknn_run returned -1"):
-                await told(seer, asked("<image>What is this?", 1))
-            plain = await ask(seer, chat("Count to 3"))
-            assert "".join(one.text for one in plain if isinstance(one, Delta)) == "1, 2, 3."
-
+async def test_an_encoder_that_fails_costs_one_answer(sim: Sim) -> None:
     sim.environ["RKSIM_ENCODER_FAULT"] = "run"
-    run_loop(main())
+    async with board(sim) as seer:
+        with pytest.raises(RunFailed, match="rknn_run returned -1"):
+            await told(seer, asked("<image>What is this?", 1))
+        plain = await ask(seer, chat("Count to 3"))
+        assert "".join(one.text for one in plain if isinstance(one, Delta)) == "1, 2, 3."
 
 
-def test_an_encoder_that_crashes_is_replaced_with_its_engine(sim: Sim) -> None:
-    async def main() -> None:
-        async with board(sim) as seer:
-            starts = seer.report().engine_starts
-            with pytest.raises(EngineDied, match="SIGSEGV"):
-                await told(seer, asked("<image>What is this?", 1))
-            await until(lambda: seer.report().engine_starts == starts + 1)
-            plain = await ask(seer, chat("Count to 3"))
-            assert isinstance(plain[-1], Finished)
-
+async def test_an_encoder_that_crashes_is_replaced_with_its_engine(sim: Sim) -> None:
     sim.environ["RKSIM_ENCODER_FAULT"] = "segv"
-    run_loop(main())
+    async with board(sim) as seer:
+        starts = seer.report().engine_starts
+        with pytest.raises(EngineDied, match="SIGSEGV"):
+            await told(seer, asked("<image>What is this?", 1))
+        await until(lambda: seer.report().engine_starts == starts + 1)
+        plain = await ask(seer, chat("Count to 3"))
+        assert isinstance(plain[-1], Finished)
 
 
 @pytest.mark.parametrize(

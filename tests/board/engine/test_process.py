@@ -35,7 +35,7 @@ from rkserve.native.sim.build import ensure_built
 from tests.support.boards.board_bench import answer, text_of, until
 from tests.support.boards.engine_bench import Recorder, command
 from tests.support.boards.fakes import run_loop
-from tests.support.sim.sim_board import TOKENIZER, Sim, ask, both_releases, chat, in_loop
+from tests.support.sim.sim_board import TOKENIZER, Sim, ask, both_releases, chat
 
 
 @pytest.fixture
@@ -48,44 +48,38 @@ def sim(tmp_path: Path) -> Sim:
 
 
 @both_releases
-def test_an_engine_loads_runs_and_stops_in_order(sim: Sim, release: str) -> None:
-    async def main() -> None:
-        async with sim.engine() as engine:
-            assert engine.facts.release == release
-            assert engine.facts.per_run_sampling is (release == "1.3.0")
-            got = Recorder()
-            prompt = chat("Repeat after me: Grüße, 你好 🍵!")
-            ended = await engine.run(command(prompt, keep_history=True), got)
-            assert got.data.decode() == "Grüße, 你好 🍵!"
-            assert ended.end is RunEnd.FINISHED
-            assert ended.perf.prefill_tokens == len(prompt)
-            assert ended.kv_positions == (len(prompt) + len(got.ids) - 1,)  # without the EOS
-            await engine.stop()
-            assert engine.died.result() == "the engine process ended (exit code 0)"
-
+async def test_an_engine_loads_runs_and_stops_in_order(sim: Sim, release: str) -> None:
     sim.release = release
-    run_loop(main())
+    async with sim.engine() as engine:
+        assert engine.facts.release == release
+        assert engine.facts.per_run_sampling is (release == "1.3.0")
+        got = Recorder()
+        prompt = chat("Repeat after me: Grüße, 你好 🍵!")
+        ended = await engine.run(command(prompt, keep_history=True), got)
+        assert got.data.decode() == "Grüße, 你好 🍵!"
+        assert ended.end is RunEnd.FINISHED
+        assert ended.perf.prefill_tokens == len(prompt)
+        assert ended.kv_positions == (len(prompt) + len(got.ids) - 1,)  # without the EOS
+        await engine.stop()
+        assert engine.died.result() == "the engine process ended (exit code 0)"
 
 
 @both_releases
-def test_the_second_turn_prefills_only_what_is_new(sim: Sim, release: str) -> None:
-    async def main() -> None:
-        async with sim.board() as board:
-            first = await ask(board, chat("Count to 5"))
-            prompt = chat("Count to 5", text_of(first), "What did I say first?")
-            held = board.report().kv_positions
-            second = await ask(board, prompt)
-            end = second[-1]
-            assert isinstance(end, Finished)
-            assert 0 < held < len(prompt)
-            assert end.usage.cached_tokens == held
-            assert end.timings.prefill_tokens == len(prompt) - held
-            assert "Count to 5" in text_of(second)
-            fresh = await ask(board, chat("Count to 3"))
-            assert text_of(fresh) == "1, 2, 3."
-
+async def test_the_second_turn_prefills_only_what_is_new(sim: Sim, release: str) -> None:
     sim.release = release
-    run_loop(main())
+    async with sim.board() as board:
+        first = await ask(board, chat("Count to 5"))
+        prompt = chat("Count to 5", text_of(first), "What did I say first?")
+        held = board.report().kv_positions
+        second = await ask(board, prompt)
+        end = second[-1]
+        assert isinstance(end, Finished)
+        assert 0 < held < len(prompt)
+        assert end.usage.cached_tokens == held
+        assert end.timings.prefill_tokens == len(prompt) - held
+        assert "Count to 5" in text_of(second)
+        fresh = await ask(board, chat("Count to 3"))
+        assert text_of(fresh) == "1, 2, 3."
 
 
 @both_releases
@@ -96,64 +90,52 @@ def test_the_second_turn_prefills_only_what_is_new(sim: Sim, release: str) -> No
         pytest.param({"stop": ("4, 5",)}, "1, 2, 3, ", FinishReason.STOP, id="a stop string"),
     ],
 )
-def test_an_answer_that_is_cut_leaves_the_board_clean(
+async def test_an_answer_that_is_cut_leaves_the_board_clean(
     sim: Sim, release: str, extra: dict[str, Any], text: str | None, reason: FinishReason
 ) -> None:
-    async def main() -> None:
-        async with sim.board() as board:
-            cut = await ask(board, chat("Count to 50"), **extra)
-            end = cut[-1]
-            assert isinstance(end, Finished)
-            assert end.reason is reason
-            assert text_of(cut)
-            assert "1, 2, 3, 4, 5".startswith(text_of(cut))
-            assert text in (None, text_of(cut))
-            assert end.usage.completion_tokens == extra.get(
-                "max_tokens", end.usage.completion_tokens
-            )
-            whole = await ask(board, chat("Count to 6"))
-            assert text_of(whole) == "1, 2, 3, 4, 5, 6."
-            assert board.report().engine_starts == 1
-
     sim.release = release
-    run_loop(main())
+    async with sim.board() as board:
+        cut = await ask(board, chat("Count to 50"), **extra)
+        end = cut[-1]
+        assert isinstance(end, Finished)
+        assert end.reason is reason
+        assert text_of(cut)
+        assert "1, 2, 3, 4, 5".startswith(text_of(cut))
+        assert text in (None, text_of(cut))
+        assert end.usage.completion_tokens == extra.get("max_tokens", end.usage.completion_tokens)
+        whole = await ask(board, chat("Count to 6"))
+        assert text_of(whole) == "1, 2, 3, 4, 5, 6."
+        assert board.report().engine_starts == 1
 
 
 @both_releases
-def test_an_abort_ends_the_run_within_a_token(sim: Sim, release: str) -> None:
-    async def main() -> None:
-        async with sim.engine() as engine:
-            got = Recorder()
-            ended = engine.run(command(chat("Write 3000 tokens")), got)
-            await got.first.wait()
-            engine.abort(1)
-            assert (await ended).end is RunEnd.FINISHED
-            assert len(got.ids) < 3000
-            again = Recorder()
-            await engine.run(replace(command(chat("Count to 3"), 2), clear=True), again)
-            assert again.data == b"1, 2, 3."
-
+async def test_an_abort_ends_the_run_within_a_token(sim: Sim, release: str) -> None:
     sim.release = release
     sim.environ["RKSIM_TIME_SCALE"] = "0.1"
-    run_loop(main())
+    async with sim.engine() as engine:
+        got = Recorder()
+        ended = engine.run(command(chat("Write 3000 tokens")), got)
+        await got.first.wait()
+        engine.abort(1)
+        assert (await ended).end is RunEnd.FINISHED
+        assert len(got.ids) < 3000
+        again = Recorder()
+        await engine.run(replace(command(chat("Count to 3"), 2), clear=True), again)
+        assert again.data == b"1, 2, 3."
 
 
-def test_an_abort_right_behind_its_run_is_not_lost(sim: Sim) -> None:
-    async def main() -> None:
-        async with sim.engine() as engine:
-            for run_id in range(1, 21):
-                got = Recorder()
-                prompt = replace(command(chat("Write 3000 tokens"), run_id), clear=True)
-                ended = engine.run(prompt, got)
-                engine.abort(run_id)
-                assert (await ended).end in (RunEnd.FINISHED, None)
-                assert len(got.ids) < 3000
-
+async def test_an_abort_right_behind_its_run_is_not_lost(sim: Sim) -> None:
     sim.environ["RKSIM_TIME_SCALE"] = "0.1"  # slow enough for a busy machine to abort in time
-    run_loop(main())
+    async with sim.engine() as engine:
+        for run_id in range(1, 21):
+            got = Recorder()
+            prompt = replace(command(chat("Write 3000 tokens"), run_id), clear=True)
+            ended = engine.run(prompt, got)
+            engine.abort(run_id)
+            assert (await ended).end in (RunEnd.FINISHED, None)
+            assert len(got.ids) < 3000
 
 
-@in_loop
 async def test_a_late_abort_does_not_touch_the_next_run(sim: Sim) -> None:
     async with sim.engine() as engine:
         for run_id in range(1, 21):
@@ -164,25 +146,21 @@ async def test_a_late_abort_does_not_touch_the_next_run(sim: Sim) -> None:
 
 
 @both_releases
-def test_hanging_up_frees_the_board(sim: Sim, release: str) -> None:
-    async def main() -> None:
-        async with sim.board() as board:
-            events = board.generate(GenerateRequest("r", "m", chat("Write 3000 tokens"), 3000))
-            async for event in events:
-                if isinstance(event, Delta):
-                    break
-            await events.aclose()
-            started_s = time.monotonic()
-            assert text_of(await ask(board, chat("Count to 3"))) == "1, 2, 3."
-            assert time.monotonic() - started_s < 60.0  # 3,000 tokens would take over 100 s
-            assert board.report().aborted == 1
-
+async def test_hanging_up_frees_the_board(sim: Sim, release: str) -> None:
     sim.release = release
     sim.environ["RKSIM_TIME_SCALE"] = "0.5"
-    run_loop(main())
+    async with sim.board() as board:
+        events = board.generate(GenerateRequest("r", "m", chat("Write 3000 tokens"), 3000))
+        async for event in events:
+            if isinstance(event, Delta):
+                break
+        await events.aclose()
+        started_s = time.monotonic()
+        assert text_of(await ask(board, chat("Count to 3"))) == "1, 2, 3."
+        assert time.monotonic() - started_s < 60.0  # 3,000 tokens would take over 100 s
+        assert board.report().aborted == 1
 
 
-@in_loop
 async def test_what_the_library_refuses_is_explained_in_its_own_words(sim: Sim) -> None:
     async with sim.board(context_len=100_000) as board:
         with pytest.raises(RunFailed, match="E rkllm"):
@@ -191,7 +169,6 @@ async def test_what_the_library_refuses_is_explained_in_its_own_words(sim: Sim) 
         assert board.report().engine_starts == 1
 
 
-@in_loop
 async def test_a_request_that_cannot_travel_fails_alone(sim: Sim) -> None:
     async with sim.board() as board:
         with pytest.raises(FrameCorrupt, match="32 bits"):
@@ -243,34 +220,28 @@ async def test_a_library_that_cannot_be_used_is_refused_with_the_reason(
         pytest.param("init_hang", "not loaded within 2 s", id="hang"),
     ],
 )
-def test_a_load_that_fails_says_why(sim: Sim, release: str, fault: str, words: str) -> None:
-    async def main() -> None:
-        sim.fault(fault)
-        limit_s = 2.0 if fault == "init_hang" else 30.0
-        spec = replace(sim.spec(), load_timeout_s=limit_s, fence_timeout_s=0.0)
-        with pytest.raises(LoadFailed, match=words):
-            await EngineProcess.start("b", spec)
-        with (sim.place / "npu.fence").open() as fence:
-            fcntl.flock(fence, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the process is really gone
-
+async def test_a_load_that_fails_says_why(sim: Sim, release: str, fault: str, words: str) -> None:
     sim.release = release
-    run_loop(main())
+    sim.fault(fault)
+    limit_s = 2.0 if fault == "init_hang" else 30.0
+    spec = replace(sim.spec(), load_timeout_s=limit_s, fence_timeout_s=0.0)
+    with pytest.raises(LoadFailed, match=words):
+        await EngineProcess.start("b", spec)
+    with (sim.place / "npu.fence").open() as fence:
+        fcntl.flock(fence, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the process is really gone
 
 
-@in_loop
 async def test_a_model_that_does_not_fit_is_explained_by_the_library(sim: Sim) -> None:
     params = replace(sim.spec().params, max_context_len=1 << 20)
     with pytest.raises(LoadFailed, match="max_context_limit"):
         await EngineProcess.start("b", replace(sim.spec(), params=params))
 
 
-@in_loop
 async def test_an_unknown_quirk_is_refused_by_name(sim: Sim) -> None:
     with pytest.raises(LoadFailed, match="unknown name flies"):
         await EngineProcess.start("b", replace(sim.spec(), quirks={"flies": True}))
 
 
-@in_loop
 async def test_the_fence_keeps_a_second_engine_off_the_npu(sim: Sim) -> None:
     async with sim.engine() as engine:
         with pytest.raises(LoadFailed, match=f"held by another engine .pid {engine.pid},"):
@@ -282,7 +253,6 @@ async def test_the_fence_keeps_a_second_engine_off_the_npu(sim: Sim) -> None:
         await second.stop()
 
 
-@in_loop
 async def test_text_mode_sends_the_prompt_as_it_is(sim: Sim) -> None:
     rendered = "<|im_start|>user\nRepeat after me: once<|im_end|>\n<|im_start|>assistant\n"
     async with sim.engine(text_mode=True) as engine:
@@ -293,7 +263,6 @@ async def test_text_mode_sends_the_prompt_as_it_is(sim: Sim) -> None:
         assert ended.perf.prefill_tokens == len(TOKENIZER.encode(rendered).ids)
 
 
-@in_loop
 async def test_cancelling_a_start_leaves_no_process(sim: Sim) -> None:
     sim.fault("init_hang")
     starting = asyncio.create_task(EngineProcess.start("b", sim.spec()))
@@ -379,19 +348,16 @@ def test_what_the_library_prints_does_not_get_between_the_frames(sim: Sim) -> No
     run_loop(main())
 
 
-def test_stop_ends_a_board_in_the_middle_of_a_run(sim: Sim) -> None:
-    async def main() -> None:
-        async with sim.board() as board:
-            pid = board.report().engine_pid
-            asked = GenerateRequest("r", "m", chat("Write 3000 tokens"), 3000)
-            running = asyncio.create_task(answer(board, *asked.prompt_ids, max_tokens=3000))
-            await until(lambda: board.report().running == 1)
-            await asyncio.sleep(0.2)
-            await board.stop()
-            with pytest.raises(BoardFailed, match="shuts down"):
-                await running
-            with pytest.raises(ProcessLookupError):
-                os.kill(pid, 0)
-
+async def test_stop_ends_a_board_in_the_middle_of_a_run(sim: Sim) -> None:
     sim.environ["RKSIM_TIME_SCALE"] = "0.5"
-    run_loop(main())
+    async with sim.board() as board:
+        pid = board.report().engine_pid
+        asked = GenerateRequest("r", "m", chat("Write 3000 tokens"), 3000)
+        running = asyncio.create_task(answer(board, *asked.prompt_ids, max_tokens=3000))
+        await until(lambda: board.report().running == 1)
+        await asyncio.sleep(0.2)
+        await board.stop()
+        with pytest.raises(BoardFailed, match="shuts down"):
+            await running
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)

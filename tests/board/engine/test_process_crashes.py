@@ -21,8 +21,7 @@ from rkserve.core.errors import (
 )
 from rkserve.core.messages import Delta, Finished, GenerateRequest
 from tests.support.boards.board_bench import text_of, until
-from tests.support.boards.fakes import run_loop
-from tests.support.sim.sim_board import FOLDER, Sim, ask, both_releases, chat, in_loop
+from tests.support.sim.sim_board import FOLDER, Sim, ask, both_releases, chat
 
 # Longer than a busy machine keeps the engine's heartbeat from being sent.
 SILENCE_S = 2.0
@@ -48,25 +47,22 @@ def sim(tmp_path: Path) -> Sim:
         pytest.param("abort_at_token:3", "SIGABRT: .*GGML_ASSERT", id="GGML_ASSERT"),
     ],
 )
-def test_a_crash_in_the_library_costs_one_answer_and_no_replica(
+async def test_a_crash_in_the_library_costs_one_answer_and_no_replica(
     sim: Sim, release: str, fault: str, cause: str
 ) -> None:
-    async def main() -> None:
-        async with sim.board() as board:
-            before = board.report()
-            sim.fault(fault)
-            with pytest.raises(EngineDied, match=cause):
-                await ask(board, chat("Count to 50"))
-            assert text_of(await ask(board, chat("Count to 3"))) == "1, 2, 3."
-            after = board.report()
-            assert after.pid == before.pid == os.getpid()
-            assert after.engine_pid != before.engine_pid
-            assert (after.state, after.engine_starts) == (BoardState.READY, 2)
-            assert fault.startswith("abort") == ("GGML_ASSERT" in after.reason)
-            board.check()
-
     sim.release = release
-    run_loop(main())
+    async with sim.board() as board:
+        before = board.report()
+        sim.fault(fault)
+        with pytest.raises(EngineDied, match=cause):
+            await ask(board, chat("Count to 50"))
+        assert text_of(await ask(board, chat("Count to 3"))) == "1, 2, 3."
+        after = board.report()
+        assert after.pid == before.pid == os.getpid()
+        assert after.engine_pid != before.engine_pid
+        assert (after.state, after.engine_starts) == (BoardState.READY, 2)
+        assert fault.startswith("abort") == ("GGML_ASSERT" in after.reason)
+        board.check()
 
 
 HANGS = [
@@ -78,41 +74,34 @@ HANGS = [
 
 
 @pytest.mark.parametrize(("release", "fault", "missing"), HANGS)
-def test_a_hang_in_the_library_is_ended_and_the_board_serves_again(
+async def test_a_hang_in_the_library_is_ended_and_the_board_serves_again(
     sim: Sim, release: str, fault: str, missing: str
 ) -> None:
-    async def main() -> None:
-        async with sim.board(patience=PATIENCE) as board:
-            sim.fault(fault)
-            with pytest.raises(EngineHung, match=missing):
-                await ask(board, chat("Count to 5"))
-            await until(lambda: board.report().state is BoardState.READY)
-            assert missing in board.report().reason
-            assert text_of(await ask(board, chat("Count to 3"))) == "1, 2, 3."
-            assert board.report().engine_starts == 2
-
     sim.release = release
-    run_loop(main())
+    async with sim.board(patience=PATIENCE) as board:
+        sim.fault(fault)
+        with pytest.raises(EngineHung, match=missing):
+            await ask(board, chat("Count to 5"))
+        await until(lambda: board.report().state is BoardState.READY)
+        assert missing in board.report().reason
+        assert text_of(await ask(board, chat("Count to 3"))) == "1, 2, 3."
+        assert board.report().engine_starts == 2
 
 
 @both_releases
 @pytest.mark.parametrize("fault", ["no_callback", "error_at_token:2"])
-def test_a_run_that_returns_without_an_answer_leaves_the_engine_in_place(
+async def test_a_run_that_returns_without_an_answer_leaves_the_engine_in_place(
     sim: Sim, release: str, fault: str
 ) -> None:
-    async def main() -> None:
-        async with sim.board() as board:
-            sim.fault(fault)
-            with pytest.raises(RunFailed):
-                await ask(board, chat("Count to 50"))
-            assert text_of(await ask(board, chat("Count to 3"))) == "1, 2, 3."
-            assert board.report().engine_starts == 1
-
     sim.release = release
-    run_loop(main())
+    async with sim.board() as board:
+        sim.fault(fault)
+        with pytest.raises(RunFailed):
+            await ask(board, chat("Count to 50"))
+        assert text_of(await ask(board, chat("Count to 3"))) == "1, 2, 3."
+        assert board.report().engine_starts == 1
 
 
-@in_loop
 async def test_the_words_of_an_old_failure_do_not_explain_a_new_one(sim: Sim) -> None:
     async with sim.board(context_len=100_000) as board:
         with pytest.raises(RunFailed, match="E rkllm"):
@@ -122,7 +111,6 @@ async def test_the_words_of_an_old_failure_do_not_explain_a_new_one(sim: Sim) ->
         assert board.report().reason == "the engine process ended (killed by SIGKILL)"
 
 
-@in_loop
 async def test_an_engine_killed_while_idle_is_replaced(sim: Sim) -> None:
     async with sim.board() as board:
         os.kill(board.report().engine_pid, signal.SIGKILL)
@@ -131,7 +119,6 @@ async def test_an_engine_killed_while_idle_is_replaced(sim: Sim) -> None:
         assert text_of(await ask(board, chat("Count to 3"))) == "1, 2, 3."
 
 
-@in_loop
 async def test_an_engine_killed_in_a_run_fails_that_run_only(sim: Sim) -> None:
     async with sim.board() as board:
         sim.fault("hang_at_token:4")
@@ -145,7 +132,6 @@ async def test_an_engine_killed_in_a_run_fails_that_run_only(sim: Sim) -> None:
         assert text_of(await queued) == "1, 2, 3."
 
 
-@in_loop
 async def test_a_frozen_engine_is_noticed_without_a_run(sim: Sim) -> None:
     async with sim.board(silence_timeout_s=SILENCE_S) as board:
         os.kill(board.report().engine_pid, signal.SIGSTOP)
@@ -154,7 +140,6 @@ async def test_a_frozen_engine_is_noticed_without_a_run(sim: Sim) -> None:
         assert text_of(await ask(board, chat("Count to 3"))) == "1, 2, 3."
 
 
-@in_loop
 async def test_a_loop_that_slept_does_not_blame_its_engine(sim: Sim) -> None:
     async with sim.board(silence_timeout_s=SILENCE_S) as board:
         time.sleep(1.3 * SILENCE_S)  # noqa: ASYNC251 - blocking the loop is the point
@@ -177,30 +162,27 @@ async def _leave(board: Board, after_deltas: int, may: asyncio.Event) -> float:
 
 
 @both_releases
-def test_a_client_that_leaves_in_mid_stream_makes_room_for_the_next_run(
+async def test_a_client_that_leaves_in_mid_stream_makes_room_for_the_next_run(
     sim: Sim, release: str
 ) -> None:
     """At a real board's speed; what is left of the answer would take two minutes."""
 
-    async def main() -> None:
-        async with sim.board() as board:
-            may = asyncio.Event()
-            leaving = asyncio.create_task(_leave(board, after_deltas=4, may=may))
-            await until(lambda: board.report().running == 1)
-            waiting = asyncio.create_task(ask(board, chat("Count to 2")))
-            await until(lambda: board.report().queued == 1)
-            may.set()
-            left_s = await leaving
-            await until(lambda: board.report().queued == 0)
-            freed_s = time.monotonic() - left_s
-            events = await waiting
-            finished, report = events[-1], board.report()
-            assert isinstance(finished, Finished)
-            assert text_of(events) == "1, 2."
-            assert finished.timings.prefill_tokens == len(chat("Count to 2"))
-            assert (report.aborted, report.failed, report.engine_starts) == (1, 0, 1)
-            print(f"{release}: the next run began {freed_s * 1e3:.0f} ms after the hang-up")  # noqa: T201
-            assert freed_s < FREED_WITHIN_S
-
     sim.release, sim.environ = release, {"RKSIM_TIME_SCALE": "1"}
-    run_loop(main())
+    async with sim.board() as board:
+        may = asyncio.Event()
+        leaving = asyncio.create_task(_leave(board, after_deltas=4, may=may))
+        await until(lambda: board.report().running == 1)
+        waiting = asyncio.create_task(ask(board, chat("Count to 2")))
+        await until(lambda: board.report().queued == 1)
+        may.set()
+        left_s = await leaving
+        await until(lambda: board.report().queued == 0)
+        freed_s = time.monotonic() - left_s
+        events = await waiting
+        finished, report = events[-1], board.report()
+        assert isinstance(finished, Finished)
+        assert text_of(events) == "1, 2."
+        assert finished.timings.prefill_tokens == len(chat("Count to 2"))
+        assert (report.aborted, report.failed, report.engine_starts) == (1, 0, 1)
+        print(f"{release}: the next run began {freed_s * 1e3:.0f} ms after the hang-up")  # noqa: T201
+        assert freed_s < FREED_WITHIN_S

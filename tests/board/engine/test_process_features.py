@@ -17,7 +17,6 @@ from rkserve.core.run_params import Sampling
 from rkserve.native.runtime import RunEnd
 from rkserve.native.sim import adapters
 from tests.support.boards.engine_bench import Recorder, command
-from tests.support.boards.fakes import run_loop
 from tests.support.sim.sim_board import Sim, both_releases, chat
 
 TEXTS = ("one", "zwei Grüße", "三 🍵", "quatre, enfin")
@@ -55,24 +54,21 @@ async def say(engine: EngineProcess, prompt: tuple[int, ...], run_id: int, **ext
 
 
 @both_releases
-def test_every_entry_of_a_batch_gets_its_own_answer(sim: Sim, release: str) -> None:
-    async def main() -> None:
-        async with loaded(sim, n_batch=4) as engine:
-            assert engine.facts.n_batch == 4
-            got = Recorder()
-            entries = tuple(repeat(text) for text in TEXTS)
-            ended = await engine.run(RunCommand(1, entries, keep_history=True), got)
-            assert ended.in_order
-            assert [got.entry_data[at].decode() for at in range(4)] == list(TEXTS)
-            lengths = [len(got.entries[at]) for at in range(4)]
-            assert len(set(lengths)) > 1  # they ended at different steps
-            held = tuple(len(e.ids) + n - 1 for e, n in zip(entries, lengths, strict=True))
-            assert ended.kv_positions == held == await engine.call("kv_sizes")
-            await engine.call("clear_kv")
-            assert await engine.call("kv_sizes") == (0, 0, 0, 0)
-
+async def test_every_entry_of_a_batch_gets_its_own_answer(sim: Sim, release: str) -> None:
     sim.release = release
-    run_loop(main())
+    async with loaded(sim, n_batch=4) as engine:
+        assert engine.facts.n_batch == 4
+        got = Recorder()
+        entries = tuple(repeat(text) for text in TEXTS)
+        ended = await engine.run(RunCommand(1, entries, keep_history=True), got)
+        assert ended.in_order
+        assert [got.entry_data[at].decode() for at in range(4)] == list(TEXTS)
+        lengths = [len(got.entries[at]) for at in range(4)]
+        assert len(set(lengths)) > 1  # they ended at different steps
+        held = tuple(len(e.ids) + n - 1 for e, n in zip(entries, lengths, strict=True))
+        assert ended.kv_positions == held == await engine.call("kv_sizes")
+        await engine.call("clear_kv")
+        assert await engine.call("kv_sizes") == (0, 0, 0, 0)
 
 
 @pytest.mark.parametrize("count", [1, 3, 5])
@@ -89,38 +85,31 @@ async def test_a_batch_of_another_size_never_reaches_the_library(sim: Sim, count
         assert got.entry_data == dict.fromkeys(range(4), b"x")
 
 
-def test_an_abort_ends_every_entry_of_a_batch(sim: Sim) -> None:
-    async def main() -> None:
-        async with loaded(sim, n_batch=2) as engine:
-            got = Recorder(lambda n: engine.abort(1) if n == 3 else None)
-            entries = (EntryCommand(chat("Write 3000 tokens")),) * 2
-            ended = await engine.run(RunCommand(1, entries), got)
-            assert ended.end is RunEnd.FINISHED
-            assert {len(ids) < 3000 for ids in got.entries.values()} == {True}
-
+async def test_an_abort_ends_every_entry_of_a_batch(sim: Sim) -> None:
     sim.environ["RKSIM_TIME_SCALE"] = "0.1"
-    run_loop(main())
+    async with loaded(sim, n_batch=2) as engine:
+        got = Recorder(lambda n: engine.abort(1) if n == 3 else None)
+        entries = (EntryCommand(chat("Write 3000 tokens")),) * 2
+        ended = await engine.run(RunCommand(1, entries), got)
+        assert ended.end is RunEnd.FINISHED
+        assert {len(ids) < 3000 for ids in got.entries.values()} == {True}
 
 
 # -- adapters ---------------------------------------------------------------------------------
 
 
 @both_releases
-def test_a_run_speaks_through_the_adapter_that_it_names(sim: Sim, release: str) -> None:
+async def test_a_run_speaks_through_the_adapter_that_it_names(sim: Sim, release: str) -> None:
     files = {name: str(adapters.write(sim.place / name, f"the {name}")) for name in ("law", "sea")}
-
-    async def main() -> None:
-        async with loaded(sim) as engine:
-            plain = await say(engine, WHO, 1)
-            for name, path in files.items():
-                await engine.call("load_adapter", path=path, name=name, scale=1.0)
-            for run_id, name in enumerate(("law", "sea", "law"), 2):
-                assert f"the {name}" in await say(engine, WHO, run_id, adapter=name)
-            assert await say(engine, WHO, 9) == plain
-            assert "the sea" not in plain
-
     sim.release = release
-    run_loop(main())
+    async with loaded(sim) as engine:
+        plain = await say(engine, WHO, 1)
+        for name, path in files.items():
+            await engine.call("load_adapter", path=path, name=name, scale=1.0)
+        for run_id, name in enumerate(("law", "sea", "law"), 2):
+            assert f"the {name}" in await say(engine, WHO, run_id, adapter=name)
+        assert await say(engine, WHO, 9) == plain
+        assert "the sea" not in plain
 
 
 async def test_an_adapter_that_cannot_be_had_is_refused_and_the_engine_goes_on(sim: Sim) -> None:
@@ -144,27 +133,25 @@ async def test_an_adapter_that_cannot_be_had_is_refused_and_the_engine_goes_on(s
 
 
 @both_releases
-def test_a_cache_saves_its_prefill_and_is_gone_after_its_release(sim: Sim, release: str) -> None:
+async def test_a_cache_saves_its_prefill_and_is_gone_after_its_release(
+    sim: Sim, release: str
+) -> None:
     file = str(sim.place / "kv.cache")
     question = chat("Count to 3")
-
-    async def main() -> None:
-        async with loaded(sim) as engine:
-            assert await say(engine, question, 1, save_cache=file) == "1, 2, 3."
-            prefilled = []
-            changes: list[dict[str, Any]] = [{}, {"load_cache": file}, {}, {"release_cache": True}]
-            for run_id, extra in enumerate(changes):
-                got = Recorder()
-                ended = await engine.run(command(question, 2 + run_id, **extra), got)
-                assert (got.data, ended.cache_refused) == (b"1, 2, 3.", None)
-                prefilled.append(ended.perf.prefill_tokens)
-            whole = len(question)
-            assert prefilled[0] == prefilled[3] == whole
-            assert max(prefilled[1:3]) < whole / 2  # it stays loaded for the run after, too
-            await engine.call("release_cache")
-
     sim.release = release
-    run_loop(main())
+    async with loaded(sim) as engine:
+        assert await say(engine, question, 1, save_cache=file) == "1, 2, 3."
+        prefilled = []
+        changes: list[dict[str, Any]] = [{}, {"load_cache": file}, {}, {"release_cache": True}]
+        for run_id, extra in enumerate(changes):
+            got = Recorder()
+            ended = await engine.run(command(question, 2 + run_id, **extra), got)
+            assert (got.data, ended.cache_refused) == (b"1, 2, 3.", None)
+            prefilled.append(ended.perf.prefill_tokens)
+        whole = len(question)
+        assert prefilled[0] == prefilled[3] == whole
+        assert max(prefilled[1:3]) < whole / 2  # it stays loaded for the run after, too
+        await engine.call("release_cache")
 
 
 @pytest.mark.parametrize("content", [None, b"no cache at all"], ids=["missing", "damaged"])

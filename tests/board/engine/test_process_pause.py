@@ -19,7 +19,6 @@ from rkserve.core.errors import CallFailed, EngineDied, Misuse
 from rkserve.core.run_params import Sampling
 from rkserve.native.runtime import RunEnd
 from tests.support.boards.engine_bench import Recorder, command, interrupted, paused_at
-from tests.support.boards.fakes import run_loop
 from tests.support.sim.sim_board import Sim, both_releases, chat
 
 # A token takes 7 ms: an answer of 3000 lasts longer than any word needs to reach the engine.
@@ -80,26 +79,23 @@ async def whole(sim: Sim, engine: EngineProcess, prompt: tuple[int, ...]) -> Tel
 
 
 @both_releases
-def test_an_answer_that_is_paused_at_every_token_is_byte_for_byte_the_same(
+async def test_an_answer_that_is_paused_at_every_token_is_byte_for_byte_the_same(
     sim: Sim, release: str
 ) -> None:
-    async def main() -> None:
-        async with sim.engine() as engine:
-            got = Recorder()
-            await engine.run(command(SPEECH), got)
-            assert got.data.decode() == "1 Grüße, 2 你好, 3 🍵, 4 and so on!"
-            # Within a character the library holds text back, and cannot pause.
-            wanted = set(range(1, len(got.ids) + 1)) - got.held_back
-            assert len(wanted) >= 20
-            seen: set[int] = set()
-            for _ in range(ROUNDS):
-                seen |= await _step_by_step(sim, engine, got)
-                if seen == wanted:
-                    break
-            assert seen == wanted
-
     sim.release = release
-    run_loop(main())
+    async with sim.engine() as engine:
+        got = Recorder()
+        await engine.run(command(SPEECH), got)
+        assert got.data.decode() == "1 Grüße, 2 你好, 3 🍵, 4 and so on!"
+        # Within a character the library holds text back, and cannot pause.
+        wanted = set(range(1, len(got.ids) + 1)) - got.held_back
+        assert len(wanted) >= 20
+        seen: set[int] = set()
+        for _ in range(ROUNDS):
+            seen |= await _step_by_step(sim, engine, got)
+            if seen == wanted:
+                break
+        assert seen == wanted
 
 
 async def _step_by_step(sim: Sim, engine: EngineProcess, plain: Recorder) -> set[int]:
@@ -122,44 +118,38 @@ async def _step_by_step(sim: Sim, engine: EngineProcess, plain: Recorder) -> set
 
 
 @both_releases
-def test_an_answer_that_is_paused_once_is_byte_for_byte_the_same_wherever_that_is(
+async def test_an_answer_that_is_paused_once_is_byte_for_byte_the_same_wherever_that_is(
     sim: Sim, release: str
 ) -> None:
-    async def main() -> None:
-        async with sim.engine() as engine:
-            plain = await whole(sim, engine, SPEECH)
-            for at in range(20):
-                told = Telling(sim, engine, SPEECH)
-                assert (await told.go_on(pause_at=at)).end is RunEnd.PAUSED, at
-                assert at <= len(told.ids) < len(plain.ids)
-                assert (await told.go_on()).end is RunEnd.FINISHED
-                assert (told.ids, told.data) == (plain.ids, plain.data), at
-
     sim.release = release
-    run_loop(main())
+    async with sim.engine() as engine:
+        plain = await whole(sim, engine, SPEECH)
+        for at in range(20):
+            told = Telling(sim, engine, SPEECH)
+            assert (await told.go_on(pause_at=at)).end is RunEnd.PAUSED, at
+            assert at <= len(told.ids) < len(plain.ids)
+            assert (await told.go_on()).end is RunEnd.FINISHED
+            assert (told.ids, told.data) == (plain.ids, plain.data), at
 
 
 @both_releases
-def test_a_cut_goes_on_as_if_what_was_cut_had_never_been_said(sim: Sim, release: str) -> None:
-    async def main() -> None:
-        params = replace(sim.spec().params, sampling=GREEDY)
-        async with sim.engine(params=params) as engine:
-            told = Telling(sim, engine, COUNT)
-            ended = await told.go_on(pause_at=9)
-            assert ended.end is RunEnd.PAUSED
-            context, said = [*COUNT, *told.ids[:-1]], len(told.ids)
-            assert ended.kv_positions == (len(context),)
-            first, second = (len(COUNT) + 1, len(COUNT) + 3), (len(COUNT) + 2, len(COUNT) + 5)
-            for start, end in (first, second):  # the second counts what the first has left
-                del context[start:end]
-            await told.go_on(cut=(first, second))
-            pending = told.ids[said - 1]
-            fresh = await whole(sim, engine, (*context, pending))
-            assert told.ids[said:] == fresh.ids
-            assert fresh.ids != (await whole(sim, engine, (*COUNT, *told.ids[:said]))).ids
-
+async def test_a_cut_goes_on_as_if_what_was_cut_had_never_been_said(sim: Sim, release: str) -> None:
     sim.release = release
-    run_loop(main())
+    params = replace(sim.spec().params, sampling=GREEDY)
+    async with sim.engine(params=params) as engine:
+        told = Telling(sim, engine, COUNT)
+        ended = await told.go_on(pause_at=9)
+        assert ended.end is RunEnd.PAUSED
+        context, said = [*COUNT, *told.ids[:-1]], len(told.ids)
+        assert ended.kv_positions == (len(context),)
+        first, second = (len(COUNT) + 1, len(COUNT) + 3), (len(COUNT) + 2, len(COUNT) + 5)
+        for start, end in (first, second):  # the second counts what the first has left
+            del context[start:end]
+        await told.go_on(cut=(first, second))
+        pending = told.ids[said - 1]
+        fresh = await whole(sim, engine, (*context, pending))
+        assert told.ids[said:] == fresh.ids
+        assert fresh.ids != (await whole(sim, engine, (*COUNT, *told.ids[:said]))).ids
 
 
 # -- what may happen to a pause ---------------------------------------------------------------
@@ -167,36 +157,33 @@ def test_a_cut_goes_on_as_if_what_was_cut_had_never_been_said(sim: Sim, release:
 
 @both_releases
 @pytest.mark.parametrize("abort_first", [False, True], ids=["pause, abort", "abort, pause"])
-def test_an_abort_while_a_pause_is_wanted_ends_the_run(
+async def test_an_abort_while_a_pause_is_wanted_ends_the_run(
     sim: Sim, release: str, abort_first: bool
 ) -> None:
-    async def main() -> None:
-        sim.pace(PACE)
-        async with sim.engine() as engine:
-            interrupts: list[Callable[[int], None]] = [engine.pause, engine.abort]
-            for run_id in range(1, 11):
-
-                def both(n: int, run_id: int = run_id) -> None:
-                    for interrupt in interrupts[:: -1 if abort_first else 1]:
-                        if n == run_id:
-                            interrupt(run_id)
-
-                got = Recorder(both)
-                ended = await engine.run(command(LONG, run_id), got)
-                if ended.end is RunEnd.PAUSED:
-                    # The pause was granted between the two, and the abort came too late for it.
-                    assert not abort_first
-                    await engine.call("drain")
-                else:
-                    assert ended.end is RunEnd.FINISHED
-                assert len(got.ids) < 3000
-            sim.pace(0)
-            got = Recorder()
-            await engine.run(command(chat("Count to 3"), 99), got)
-            assert got.data == b"1, 2, 3."
-
     sim.release = release
-    run_loop(main())
+    sim.pace(PACE)
+    async with sim.engine() as engine:
+        interrupts: list[Callable[[int], None]] = [engine.pause, engine.abort]
+        for run_id in range(1, 11):
+
+            def both(n: int, run_id: int = run_id) -> None:
+                for interrupt in interrupts[:: -1 if abort_first else 1]:
+                    if n == run_id:
+                        interrupt(run_id)
+
+            got = Recorder(both)
+            ended = await engine.run(command(LONG, run_id), got)
+            if ended.end is RunEnd.PAUSED:
+                # The pause was granted between the two, and the abort came too late for it.
+                assert not abort_first
+                await engine.call("drain")
+            else:
+                assert ended.end is RunEnd.FINISHED
+            assert len(got.ids) < 3000
+        sim.pace(0)
+        got = Recorder()
+        await engine.run(command(chat("Count to 3"), 99), got)
+        assert got.data == b"1, 2, 3."
 
 
 async def test_a_resumption_that_is_aborted_before_it_begins_leaves_the_pause_in_place(
@@ -257,40 +244,34 @@ async def test_a_run_that_does_not_resume_is_refused_while_the_handle_is_paused(
 
 
 @both_releases
-def test_a_paused_run_is_drained_and_the_next_conversation_knows_nothing_of_it(
+async def test_a_paused_run_is_drained_and_the_next_conversation_knows_nothing_of_it(
     sim: Sim, release: str
 ) -> None:
-    async def main() -> None:
-        async with sim.engine() as engine:
-            for run_id in (1, 2, 3):
-                await paused_at(sim, engine, command(COUNT, run_id), 3)
-                assert await engine.call("drain") is None
-                await engine.call("clear_kv")
-                assert await engine.call("kv_sizes") == (0,)
-            with pytest.raises(Misuse, match="idle"):
-                await engine.call("drain")
-            got = Recorder()
-            ended = await engine.run(command(chat("Count to 3"), 9), got)
-            assert got.data == b"1, 2, 3."
-            assert ended.perf.prefill_tokens == len(chat("Count to 3"))
-
     sim.release = release
-    run_loop(main())
+    async with sim.engine() as engine:
+        for run_id in (1, 2, 3):
+            await paused_at(sim, engine, command(COUNT, run_id), 3)
+            assert await engine.call("drain") is None
+            await engine.call("clear_kv")
+            assert await engine.call("kv_sizes") == (0,)
+        with pytest.raises(Misuse, match="idle"):
+            await engine.call("drain")
+        got = Recorder()
+        ended = await engine.run(command(chat("Count to 3"), 9), got)
+        assert got.data == b"1, 2, 3."
+        assert ended.perf.prefill_tokens == len(chat("Count to 3"))
 
 
 # -- the end of a paused engine ---------------------------------------------------------------
 
 
 @both_releases
-def test_a_paused_engine_stops_in_order(sim: Sim, release: str) -> None:
-    async def main() -> None:
-        async with sim.engine() as engine:
-            await paused_at(sim, engine, command(COUNT), 3)
-            await engine.stop()
-            assert engine.died.result() == "the engine process ended (exit code 0)"
-
+async def test_a_paused_engine_stops_in_order(sim: Sim, release: str) -> None:
     sim.release = release
-    run_loop(main())
+    async with sim.engine() as engine:
+        await paused_at(sim, engine, command(COUNT), 3)
+        await engine.stop()
+        assert engine.died.result() == "the engine process ended (exit code 0)"
 
 
 async def test_an_engine_killed_while_paused_says_so_to_whoever_asks_and_frees_the_npu(

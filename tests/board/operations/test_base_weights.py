@@ -87,27 +87,24 @@ def caching_with(store: CacheStore) -> PromptCaching:
 
 
 @pytest.mark.parametrize("leaves", [False, True], ids=["waits", "leaves"])
-def test_caches_are_resealed_one_after_the_other_and_for_the_last_weights(
+async def test_caches_are_resealed_one_after_the_other_and_for_the_last_weights(
     tmp_path: Path, leaves: bool
 ) -> None:
-    async def main() -> None:
-        store = SlowStore(tmp_path / "cache")
-        caching = caching_with(store)
-        await caching.open()
-        first = asyncio.create_task(caching.reseal("1" * 64))
-        await until(lambda: store.inside == 1)
-        if leaves:
-            first.cancel()
-        others = [asyncio.create_task(caching.reseal(digit * 64)) for digit in "23"]
-        await rest()
-        store.gate.set()
-        await asyncio.gather(first, *others, return_exceptions=True)
-        assert store.most_inside == 1
-        assert (store.asked[0], store.asked[-1]) == ("1" * 64, "3" * 64)
-        assert "2" * 64 not in store.asked
-        await caching.close()
-
-    run_loop(main())
+    store = SlowStore(tmp_path / "cache")
+    caching = caching_with(store)
+    await caching.open()
+    first = asyncio.create_task(caching.reseal("1" * 64))
+    await until(lambda: store.inside == 1)
+    if leaves:
+        first.cancel()
+    others = [asyncio.create_task(caching.reseal(digit * 64)) for digit in "23"]
+    await rest()
+    store.gate.set()
+    await asyncio.gather(first, *others, return_exceptions=True)
+    assert store.most_inside == 1
+    assert (store.asked[0], store.asked[-1]) == ("1" * 64, "3" * 64)
+    assert "2" * 64 not in store.asked
+    await caching.close()
 
 
 def test_weights_that_are_only_noted_are_not_what_a_load_falls_back_on(tmp_path: Path) -> None:

@@ -50,23 +50,20 @@ def test_what_follows_an_answer_that_was_taken_back_as_a_whole_is_given_out() ->
 
 
 @pytest.mark.parametrize("n_batch", [1, 2])
-def test_a_character_that_is_not_whole_is_made_again_also_in_a_batch(
+async def test_a_character_that_is_not_whole_is_made_again_also_in_a_batch(
     tmp_path: Path, n_batch: int
 ) -> None:
-    async def main() -> None:
-        sim = Sim(tmp_path, sampling=GREEDY)
-        async with sim.board(patience=CALM, n_batch=n_batch, batch_window_s=0.0) as board:
-            for count in range(1, len(words(said))):
-                held = sim.tap.hold(count)
-                request = GenerateRequest("r/0", FOLDER.id, chat(f"Repeat after me: {said}"), 100)
-                listener = Listener(board, request)
-                await held
-                await board.control("r", PAUSE)
-                await board.control("r", RESUME)
-                assert await listener.end() == (said, FinishReason.STOP)
-
     said = "Grüße, 你好 🍵!"
-    run_loop(main())
+    sim = Sim(tmp_path, sampling=GREEDY)
+    async with sim.board(patience=CALM, n_batch=n_batch, batch_window_s=0.0) as board:
+        for count in range(1, len(words(said))):
+            held = sim.tap.hold(count)
+            request = GenerateRequest("r/0", FOLDER.id, chat(f"Repeat after me: {said}"), 100)
+            listener = Listener(board, request)
+            await held
+            await board.control("r", PAUSE)
+            await board.control("r", RESUME)
+            assert await listener.end() == (said, FinishReason.STOP)
 
 
 def test_an_abort_that_overtakes_a_resumption_leaves_no_paused_handle(tmp_path: Path) -> None:

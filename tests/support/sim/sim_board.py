@@ -7,7 +7,7 @@ import ctypes
 import gc
 import os
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -38,7 +38,6 @@ from rkserve.native.sim import adapters as sim_adapters
 from rkserve.native.sim import build
 from rkserve.native.sim.build import ensure_built
 from tests.support.boards.board_bench import collect, until
-from tests.support.boards.fakes import run_loop
 from tests.support.paths import PROJECT
 
 FOLDER = open_model_folder(PROJECT / "models" / "sim-chat")
@@ -374,14 +373,6 @@ def released() -> Belongings:
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     return Belongings.of()
-
-
-def in_loop(body: Callable[[Sim], Coroutine[Any, Any, None]]) -> Callable[[Sim], None]:
-    def test(sim: Sim) -> None:
-        run_loop(body(sim))
-
-    test.__name__, test.__doc__ = body.__name__, body.__doc__
-    return test
 
 
 async def ask(board: Board, ids: tuple[int, ...], **extra: Any) -> list[Any]:
