@@ -40,10 +40,10 @@ from rkserve.core.messages import (
     VersionSpan,
 )
 
-BY_CLUSTER = "cluster"  # of a pause that ends with the cluster's own
-# As long as deltas are kept one by one they cost as much memory as the tokens' text many times.
+BY_CLUSTER = "cluster"  # the origin of a pause that ends with the cluster's
+# Deltas kept one by one take many times the memory of their text.
 MERGE_AFTER = 128
-# What kills this many boards in its own run, and gets nowhere in between, is not tried again.
+# A request whose own run ends this many boards, without a new token in between, is not retried.
 STRIKES = 2
 
 _WHY: tuple[tuple[type[RkserveError], str], ...] = (
@@ -56,8 +56,8 @@ _WHY: tuple[tuple[type[RkserveError], str], ...] = (
     (BoardFailed, "unreachable"),
     (QueueTimeout, "busy"),
 )
-# The board itself says that it was this request's run that ended so. A replica or a node that is
-# lost says nothing of whose fault that was: a library that crashes ends its engine only.
+# The board reported that this request's own run ended so. The loss of a replica or a node does not
+# show its cause: a library that crashes ends its engine only.
 _OWN_RUN = (EngineDied, EngineHung, RunFailed)
 
 
@@ -81,24 +81,26 @@ class GenerationProgress:
         self.asked = request
         self._limit = limit
         self._prompt_ids: tuple[int, ...] | None = None
-        self._slots: list[TranscriptToken] = []  # without what ``_news`` has
+        self._slots: list[TranscriptToken] = []  # without those of ``_news``
         self._text: list[str] = []
-        self._tokens = 0  # of the answer, also those of ``_news``
-        self._news: list[Delta] = []  # that only add to it
+        self._tokens = 0  # of the answer, those of ``_news`` included
+        self._news: list[Delta] = []  # deltas that only append to the answer
         self._bound: Bound | None = None
         self._rest: Paused | None = None
         self._scored = False  # the client has the logprobs of the prompt
-        self._over = False  # the last token's own pause was made, and is over
-        self._arrived = False  # nothing but its acceptance was heard of this board
-        self._lost_s: float | None = None  # when its board was lost; None: somebody works on it
+        self._over = False  # the pause at the last token has ended
+        self._arrived = False  # the current board has sent its acceptance and nothing else
+        self._lost_s: float | None = None  # the time of its board's loss; None: a board has it
         self._lost_ms = 0.0
         self.accepted = False  # by any board
-        self.queued_ms = 0.0  # that it has waited for boards at this Router
+        self.queued_ms = 0.0  # its time in this Router's queue
         self.times = 0
-        self.cause: RkserveError | None = None  # what it lost a board by, if not by waiting
+        self.cause: RkserveError | None = (
+            None  # of the last loss of a board, apart from time limits
+        )
         self.strikes: list[LostBoard] = []
 
-    # -- what boards say ----------------------------------------------------------------------
+    # -- events of boards ---------------------------------------------------------------------
 
     @property
     def tokens(self) -> int:
@@ -263,7 +265,7 @@ class GenerationProgress:
             self._lost_s = now_s
         if isinstance(exc, _OWN_RUN) and self._rest is None:
             if self.strikes and self.strikes[-1].tokens != self.tokens:
-                self.strikes = []  # it got further: what that board died of is not in its way
+                self.strikes = []  # it has new tokens since then, so that failure was another one
             self.strikes.append(LostBoard(board, self.tokens))
             if len(self.strikes) >= STRIKES:
                 return exc if isinstance(exc, RunFailed) else PoisonRequest(STRIKES, exc.reason)
@@ -288,7 +290,7 @@ class GenerationProgress:
             suspect=bool(self.strikes),
             scored=self._scored,
         )
-        # What a named prompt cache was to save is saved already, or lost.
+        # A named prompt cache has saved its prefill already, or is lost with the board.
         cache = None if self.begun else self.asked.use_cache
         return replace(self.asked, continued=continued, use_cache=cache)
 
