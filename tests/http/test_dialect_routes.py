@@ -28,7 +28,6 @@ from tests.support.boards.fake_boards import (
     finished,
     report,
 )
-from tests.support.boards.own_time import run_loop
 from tests.support.http.router_house import FOLDER, House, house, model, scripted, send
 
 pytestmark = pytest.mark.virtual_time
@@ -338,47 +337,43 @@ def test_the_dialect_of_an_error_is_that_of_its_path(root: str, path: str, made:
 
 
 @each_route
-def test_a_cancelled_request_frees_the_board(path: str) -> None:
-    async def main() -> None:
-        of = scripted(accepted("a"), Delta("x", (1,)), asyncio.Event())
-        task = asyncio.create_task(of("POST", path, json={**BODIES[path], "stream": True}))
-        await eventually(lambda: of.boards.running)
-        task.cancel()
-        await asyncio.wait({task})
-        await eventually(lambda: not of.boards.running)
-        of.expect_nothing_left()
-        assert of.metric("rkserve_hang_ups_total") == 1
-
-    run_loop(main())
+async def test_a_cancelled_request_frees_the_board(path: str) -> None:
+    of = scripted(accepted("a"), Delta("x", (1,)), asyncio.Event())
+    task = asyncio.create_task(of("POST", path, json={**BODIES[path], "stream": True}))
+    await eventually(lambda: of.boards.running)
+    task.cancel()
+    await asyncio.wait({task})
+    await eventually(lambda: not of.boards.running)
+    of.expect_nothing_left()
+    assert of.metric("rkserve_hang_ups_total") == 1
 
 
 @each_route
-def test_a_silent_stream_is_kept_open_before_and_after_a_board_took_the_call(path: str) -> None:
-    async def main() -> None:
-        gate, second = asyncio.Event(), asyncio.Event()
-        held: list[Step] = [accepted("a"), second, Delta("y", (1,)), finished(1)]
-        boards = FakeBoards([report("a")], {"replica of a": [[gate, *answer("a", "x")], held]})
-        config = RouterConfig(queue_limit=9, headers_after_s=3.0, ping_s=1.0)
-        of = House(boards, config)
-        first = asyncio.create_task(of("POST", path, json={**BODIES[path], "stream": False}))
-        await eventually(lambda: of.boards.running == 1)
-        late = asyncio.create_task(of("POST", path, json={**BODIES[path], "stream": True}))
-        await asyncio.sleep(10.0)
-        gate.set()
-        await first
-        await asyncio.sleep(10.0)
-        second.set()
-        response = await late
-        told = streamed(path, response.text)
-        assert "".join(piece(path, event) for event in told) == "y"
-        if path in EVENTS:
-            assert told[0] == {"type": "ping"}
-            assert told.count({"type": "ping"}) >= 10
-        else:
-            assert sum(not piece(path, line) and not line["done"] for line in told) >= 10
-        of.expect_nothing_left()
-
-    run_loop(main())
+async def test_a_silent_stream_is_kept_open_before_and_after_a_board_took_the_call(
+    path: str,
+) -> None:
+    gate, second = asyncio.Event(), asyncio.Event()
+    held: list[Step] = [accepted("a"), second, Delta("y", (1,)), finished(1)]
+    boards = FakeBoards([report("a")], {"replica of a": [[gate, *answer("a", "x")], held]})
+    config = RouterConfig(queue_limit=9, headers_after_s=3.0, ping_s=1.0)
+    of = House(boards, config)
+    first = asyncio.create_task(of("POST", path, json={**BODIES[path], "stream": False}))
+    await eventually(lambda: of.boards.running == 1)
+    late = asyncio.create_task(of("POST", path, json={**BODIES[path], "stream": True}))
+    await asyncio.sleep(10.0)
+    gate.set()
+    await first
+    await asyncio.sleep(10.0)
+    second.set()
+    response = await late
+    told = streamed(path, response.text)
+    assert "".join(piece(path, event) for event in told) == "y"
+    if path in EVENTS:
+        assert told[0] == {"type": "ping"}
+        assert told.count({"type": "ping"}) >= 10
+    else:
+        assert sum(not piece(path, line) and not line["done"] for line in told) >= 10
+    of.expect_nothing_left()
 
 
 @each_route
