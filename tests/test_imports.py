@@ -47,7 +47,6 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "api.anthropic": BASE | API,
     "api.ollama": BASE | API | {"api.openai"},
     "api.admin": BASE | API | {"control.calls", "control.operations"},
-    "reference": BASE | {"api"},
     "fleet": BASE,
     "control": BASE,
     "router.policies": BASE | {"fleet"},
@@ -71,13 +70,13 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "coordinator": BASE | {"control", "fleet", "coordinator"},
     "transport": BASE,
     "page": frozenset(),
-    "http": BASE | {"api", "reference", "router", "page"},
+    "http": BASE | {"api", "router", "page"},
     "deployments": BASE
     | {"api", "board", "control", "coordinator", "fleet", "http", "router", "transport"}
     | ENGINE_PROTOCOL
     | {"native.quirks", "native.sim.build", "native.sim.profiles", "native.sim.telemetry"},
     # A board without Ray: of `deployments`, only the module that knows no Ray either.
-    "local": BASE | {"api", "board", "reference", "router.images", "deployments.board_factory"},
+    "local": BASE | {"api", "board", "router.images", "deployments.board_factory"},
     "app": frozenset({"deployments.build"}),
     "client": frozenset({"core"}),
     "bench": BASE | {"api.common", "app", "deployments", "native.sim"},
@@ -108,7 +107,7 @@ OWNERS: dict[str, frozenset[str]] = {
 }
 # Rooms that decide and never wait.
 WITHOUT_ASYNCIO = (
-    *("config", "models", "sampling", "native", "api", "reference", "control", "page"),
+    *("config", "models", "sampling", "native", "api", "control", "page"),
     *("board.answer", "board.rules", "board.storage", "router.policies", "router.auth"),
 )
 

@@ -214,7 +214,7 @@ def described(
             EndpointParameter(name, "path", _NAME, meaning, required=True)
             for name, meaning in (paths or {}).items()
         ),
-        *(in_query(query, query.needed()) if query else ()),
+        *(in_query(query, () if body else query.needed()) if query else ()),
         *(in_query(asked) if asked else ()),
     ]
     taken = body or asked

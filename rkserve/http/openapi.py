@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from fastapi import FastAPI
@@ -13,7 +13,6 @@ from rkserve.api.json.schemas import REF, json_schemas
 from rkserve.http.endpoints import (
     JSON,
     STATUSES,
-    TAGS,
     Access,
     Endpoint,
     EndpointAnswer,
@@ -24,8 +23,6 @@ from rkserve.http.endpoints import (
     errors_of,
     meaning_of,
 )
-from rkserve.reference.table import SCHEMAS as OLD_SCHEMAS
-from rkserve.reference.table import endpoints as old_endpoints
 
 Json = dict[str, Any]
 OPENAPI = "3.1.0"
@@ -52,11 +49,10 @@ class ApiDescription:
     """
 
     def __init__(self, app: FastAPI) -> None:
-        self.endpoints = _with_old(endpoints(app))
+        self.endpoints = endpoints(app)
         types = [one for endpoint in self.endpoints for one in _types(endpoint)]
-        found, named = json_schemas([*types, *_ERRORS])
+        found, self.schemas = json_schemas([*types, *_ERRORS])
         self._found = {id(one): schema for one, schema in zip(types, found, strict=False)}
-        self.schemas = {**OLD_SCHEMAS, **named}
 
     def schema(self, of: Any) -> Json:
         """Return the JSON Schema of a type of an endpoint."""
@@ -183,28 +179,3 @@ def _error(one: Endpoint, status: int) -> Json:
 def _refusal(shape: ErrorShape, status: int) -> Json:
     schema = {"$ref": f"{REF}{shape.value}"}
     return {"description": meaning_of(status), "content": {JSON: {"schema": schema}}}
-
-
-def _with_old(found: Iterable[Endpoint]) -> tuple[Endpoint, ...]:
-    """Add the endpoints that ``rkserve.reference`` still describes."""
-    made = list(found)
-    described = {(one.method, one.path) for one in made}
-    for old in old_endpoints():
-        if (old.method, old.path) in described:
-            continue
-        made.append(
-            Endpoint(
-                old.method,
-                old.path,
-                old.tag,
-                old.summary,
-                Access(old.access.value),
-                tuple(EndpointAnswer(**vars(answer)) for answer in old.answers),
-                old.errors,
-                tuple(EndpointParameter(**vars(each)) for each in old.parameters),
-                None if old.body is None else RequestBody(**vars(old.body)),
-                old.example,  # type: ignore[arg-type]
-                old.says,
-            )
-        )
-    return tuple(sorted(made, key=lambda one: TAGS.index(one.tag)))

@@ -13,7 +13,10 @@ import httpx
 import pytest
 from jsonschema import Draft202012Validator
 
-from rkserve.api.admin import caches, generations
+from rkserve.api.admin.caches import CacheBody, KvClearBody
+from rkserve.api.admin.generations import ChoiceBody, EditBody
+from rkserve.api.admin.query import kinds_of
+from rkserve.api.json.schemas import RequestModel
 from rkserve.config.router import RouterConfig
 from rkserve.core.errors import OperationConflict
 from rkserve.http.endpoints import JSON, Access, Endpoint, ErrorShape
@@ -211,16 +214,16 @@ def asked_by(method: str, path: str) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    ("path", "kinds"),
+    ("path", "body"),
     [
-        ("/v1/cache/kv/clear", caches._CLEAR),
-        ("/v1/cache/{model}", caches._BUILD),
-        ("/v1/generations/{generation}/edit", generations._EDIT),
-        ("/v1/generations/{generation}/abort", generations._CHOICE),
+        ("/v1/cache/kv/clear", KvClearBody),
+        ("/v1/cache/{model}", CacheBody),
+        ("/v1/generations/{generation}/edit", EditBody),
+        ("/v1/generations/{generation}/abort", ChoiceBody),
     ],
-)  # the very tables that refuse unknown keys are what the declaration is compared with
-def test_keys_of_changes_are_those_that_are_read(path: str, kinds: Any) -> None:
-    assert asked_by("POST", path) == set(kinds)
+)  # the very models that refuse unknown keys are what the description is compared with
+def test_keys_of_changes_are_those_that_are_read(path: str, body: type[RequestModel]) -> None:
+    assert asked_by("POST", path) == set(kinds_of(body))
 
 
 @pytest.mark.parametrize("one", ENDPOINTS, ids=ident)

@@ -7,42 +7,146 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Annotated, Literal
 
-from rkserve.api.admin.generations import AT_ONCE, AT_RESUME, Ranges, choice_of, ranges_of
-from rkserve.api.admin.pause import texts
-from rkserve.api.admin.query import ControlRequest, ParameterKind, ParameterKinds
-from rkserve.api.common.calls import TextOrIds, read_prompt
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    PlainValidator,
+    SkipValidation,
+    WithJsonSchema,
+    model_validator,
+)
+from typing_extensions import NotRequired, TypedDict
+
+from rkserve.api.admin.generations import (
+    AT_ONCE,
+    AT_RESUME,
+    CHOICE_MEANS,
+    Choice,
+    FailedEntry,
+    PositionRanges,
+    Ranges,
+)
+from rkserve.api.admin.pause import NAMES, read_names
+from rkserve.api.admin.query import ControlRequest, NoParameters, ParameterKind, QueryOrBody
+from rkserve.api.common.calls import ChatMessage, TextOrIds, read_prompt
 from rkserve.api.common.output import told
 from rkserve.api.common.renderer import PromptHeader, Renderer
-from rkserve.api.json.body import JsonObject
 from rkserve.api.json.fields import Fields, missing
+from rkserve.api.json.limits import MAX_MODEL_CHARS
+from rkserve.api.json.schemas import Count, Seconds, one_of
 from rkserve.api.prompting.conversation import Message, read_messages
 from rkserve.core.board_report import CacheEntry, KvReport
+from rkserve.core.durable_files import check_cache_name
 from rkserve.core.errors import ContextOverflow, RequestError, RkserveError, UnsupportedParameter
 
 Failures = Mapping[str, RkserveError]  # by board
 
-_WHERE: ParameterKinds = {
-    "model": ParameterKind.TEXT,
-    "board": ParameterKind.TEXTS,
-    "boards": ParameterKind.TEXTS,
-}
-_OF_BOARDS: ParameterKinds = {
-    **_WHERE,
-    "keep_system_prompt": ParameterKind.FLAG,
-    "all": ParameterKind.FLAG,
-}
-_OF_A_GENERATION: ParameterKinds = {
-    "generation": ParameterKind.TEXT,
-    "ranges": ParameterKind.JSON,
-    "choice": ParameterKind.NUMBER,
-}
-_CLEAR: ParameterKinds = {**_OF_BOARDS, **_OF_A_GENERATION}
-_BUILD: ParameterKinds = {
-    "cache_name": ParameterKind.TEXT,
-    "prompt": ParameterKind.TEXT,
-    "messages": ParameterKind.JSON,
-}
+MaybeNames = Annotated[
+    tuple[str, ...] | None,
+    BeforeValidator(read_names),
+    WithJsonSchema(NAMES),
+    ParameterKind.TEXTS,
+]
+Text = Annotated[str, Field(min_length=1)]
+
+
+class KvSizeQuery(QueryOrBody):
+    """The KV caches that are meant; all of them without a key."""
+
+    model: Text | None = Field(
+        None,
+        description="Only boards of this model.",
+        json_schema_extra={"maxLength": MAX_MODEL_CHARS},
+    )
+    boards: MaybeNames = Field(None, description="Only these boards.")
+    board: MaybeNames = Field(None, description="Another name of `boards`.")
+
+    @property
+    def where(self) -> KvScope:
+        """The scope. Raises ``RequestError``."""
+        if self.board is not None and self.boards is not None:
+            raise RequestError(
+                "'board' and 'boards' are two names of one value; send one.", "boards"
+            )
+        name, boards = ("boards", self.boards) if self.board is None else ("board", self.board)
+        if boards == ():
+            raise RequestError(f"Invalid '{name}': empty array.", name)
+        return KvScope(self.model, boards)
+
+
+class KvClearBody(KvSizeQuery):
+    """Either boards, or `ranges` of one paused `generation`."""
+
+    all: bool | None = Field(
+        None, description="All boards; needed where neither of these three is there."
+    )
+    keep_system_prompt: bool | None = Field(
+        None, description="Spare the system prompt; true unless it is said."
+    )
+    generation: Text | None = Field(
+        None, description="The id of a paused answer, instead of boards."
+    )
+    ranges: PositionRanges | None = Field(None, description="Positions of that answer's context.")
+    choice: Choice | None = Field(None, description=CHOICE_MEANS)
+
+    @model_validator(mode="after")
+    def _check_place(self) -> KvClearBody:
+        if self.generation is None:
+            self._refuse(("ranges", "choice"), "needs 'generation': ranges are cleared of one only")
+            _check_named(self.where, whole=bool(self.all))
+        else:
+            of_boards = ("model", "board", "boards", "keep_system_prompt", "all")
+            self._refuse(of_boards, "does not go together with 'generation'")
+            if self.ranges is None:
+                raise missing("ranges")
+        return self
+
+    def _refuse(self, names: Iterable[str], why: str) -> None:
+        for name in names:
+            if getattr(self, name) is not None:
+                raise RequestError(f"'{name}' {why}.", name)
+
+
+def _prompt(value: object) -> TextOrIds:
+    return read_prompt(value, "prompt")
+
+
+def _cache_name(value: str) -> str:
+    return check_cache_name(value, "cache_name")
+
+
+class CacheBody(QueryOrBody):
+    """A name, and either `prompt` or `messages`."""
+
+    cache_name: Annotated[str, AfterValidator(_cache_name)]
+    prompt: (
+        Annotated[
+            TextOrIds,
+            PlainValidator(_prompt),
+            WithJsonSchema(
+                {
+                    "anyOf": [
+                        {"type": "string", "minLength": 1},
+                        {"type": "array", "items": {"type": "integer"}, "minItems": 1},
+                    ]
+                }
+            ),
+            ParameterKind.TEXT,
+        ]
+        | None
+    ) = None
+    messages: SkipValidation[Annotated[list[ChatMessage], Field(min_length=1)] | None] = None
+
+    @model_validator(mode="after")
+    def _check_source(self) -> CacheBody:
+        if self.messages is None and self.prompt is None:
+            raise RequestError("Send what is to be cached as 'prompt' or 'messages'.", "prompt")
+        if self.messages is not None and self.prompt is not None:
+            raise RequestError("Send either 'prompt' or 'messages', not both.", "messages")
+        return self
 
 
 @dataclass(frozen=True)
@@ -79,7 +183,7 @@ def parse_size(asked: ControlRequest) -> KvScope:
     Raises:
         RequestError: with the ``param`` at fault.
     """
-    return _places(asked.fields(_WHERE))
+    return asked.read(KvSizeQuery).where
 
 
 def parse_clear(asked: ControlRequest) -> ClearCall:
@@ -88,29 +192,10 @@ def parse_clear(asked: ControlRequest) -> ClearCall:
     Raises:
         RequestError: with the ``param`` at fault.
     """
-    fields = asked.fields(_CLEAR)
-    if fields.get("generation") is None:
-        _refuse(fields, ("ranges", "choice"), "needs 'generation': ranges are cleared of one only")
-        where, keep = _places(fields), fields.maybe_flag("keep_system_prompt")
-        _check_named(where, whole=fields.flag("all"))
-        return ClearCall(keep is None or keep, where)
-    _refuse(fields, _OF_BOARDS, "does not go together with 'generation'")
-    return ClearCall(
-        generation=fields.required_text("generation"),
-        choice=choice_of(fields),
-        ranges=ranges_of(fields, "ranges"),
-    )
-
-
-def _places(fields: Fields) -> KvScope:
-    if fields.get("board") is not None and fields.get("boards") is not None:
-        raise RequestError("'board' and 'boards' are two names of one value; send one.", "boards")
-    name = "boards" if fields.get("board") is None else "board"
-    boards = None if fields.get(name) is None else texts(fields, name)
-    if boards == ():
-        raise RequestError(f"Invalid '{name}': empty array.", name)
-    model = None if fields.get("model") is None else fields.required_text("model")
-    return KvScope(model, boards)
+    body = asked.read(KvClearBody)
+    if body.generation is None:
+        return ClearCall(body.keep_system_prompt is not False, body.where)
+    return ClearCall(generation=body.generation, choice=body.choice, ranges=body.ranges or ())
 
 
 def _check_named(where: KvScope, *, whole: bool) -> None:
@@ -125,30 +210,16 @@ def _check_named(where: KvScope, *, whole: bool) -> None:
         raise RequestError("'all' does not go together with 'model' or 'boards'.", "all")
 
 
-def _refuse(fields: Fields, names: Iterable[str], why: str) -> None:
-    for name in names:
-        if fields.get(name) is not None:
-            raise RequestError(f"'{name}' {why}.", name)
-
-
 def parse_build(asked: ControlRequest) -> BuildCall:
     """Read POST /v1/cache/{model}.
 
     Raises:
         RequestError: with the ``param`` at fault.
     """
-    fields = asked.fields(_BUILD)
-    name = fields.cache_name("cache_name")
-    if name is None:
-        raise missing("cache_name")
-    prompt = fields.get("prompt")
-    if fields.get("messages") is None:
-        if prompt is None:
-            raise RequestError("Send what is to be cached as 'prompt' or 'messages'.", "prompt")
-        return BuildCall(name, read_prompt(prompt, "prompt"))
-    if prompt is not None:
-        raise RequestError("Send either 'prompt' or 'messages', not both.", "messages")
-    return BuildCall(name, messages=read_messages(fields))
+    body = asked.read(CacheBody)
+    if body.messages is None:
+        return BuildCall(body.cache_name, body.prompt)
+    return BuildCall(body.cache_name, messages=read_messages(Fields({"messages": body.messages})))
 
 
 def check_delete(asked: ControlRequest) -> None:
@@ -157,7 +228,7 @@ def check_delete(asked: ControlRequest) -> None:
     Raises:
         RequestError: with the ``param`` at fault.
     """
-    asked.fields({})
+    asked.read(NoParameters)
 
 
 def ids_of(call: BuildCall, renderer: Renderer, context_len: int) -> tuple[int, ...]:
@@ -184,27 +255,163 @@ def ids_of(call: BuildCall, renderer: Renderer, context_len: int) -> tuple[int, 
     return found.ids
 
 
-def kv_list(reports: Sequence[KvReport], failed: Failures) -> JsonObject:
+class KvEntry(TypedDict):
+    """The KV cache of a board."""
+
+    board: str
+    model: str
+    positions: Count
+    entries: list[Count]
+    capacity: Count
+    bytes: Count | None
+    status: Annotated[str, one_of(("ok", "cleared", "pending"))]
+    applied: Annotated[
+        str,
+        one_of((AT_ONCE, AT_RESUME)),
+        Field(
+            description="`at_resume`: a paused generation's edits change it when that is resumed."
+        ),
+    ]
+    positions_at_resume: Annotated[
+        Count | None,
+        Field(description="The positions that stay then; null where nothing is to be changed."),
+    ]
+
+
+class KvTotalEntry(TypedDict):
+    """All of these KV caches together."""
+
+    positions: Count
+    capacity: Count
+    bytes: Count | None
+
+
+class KvCachesAnswer(TypedDict):
+    """The contents of KV caches, by board and together."""
+
+    object: Literal["list"]
+    data: list[KvEntry]
+    total: KvTotalEntry
+    failed: list[FailedEntry]
+
+
+class KvResultEntry(TypedDict):
+    """A board whose KV cache was cleared."""
+
+    status: str
+    latency_ms: Seconds
+
+
+class KvClearedAnswer(KvCachesAnswer):
+    """The KV caches after they were cleared."""
+
+    results: dict[str, KvResultEntry]
+
+
+class BuiltEntry(TypedDict):
+    """A board that built a prompt cache, or the reason that it did not."""
+
+    board: str
+    tokens: NotRequired[Count]
+    bytes: NotRequired[Count]
+    error: NotRequired[str]
+    message: NotRequired[str]
+
+
+class CacheBuilt(TypedDict):
+    """A prompt cache on the boards of a model."""
+
+    cache_name: str
+    model: str
+    tokens: Count
+    boards: list[BuiltEntry]
+
+
+class CacheBuiltAnswer(CacheBuilt):
+    """A prompt cache, and whether boards that join build it, too."""
+
+    kept: bool
+
+
+class PromptCacheEntry(TypedDict):
+    """A prompt cache of a board; one without a name is a parked conversation."""
+
+    board: str
+    cache_name: str | None
+    parked: bool
+    model: str
+    adapter: str | None
+    tokens: Count
+    bytes: Count
+    age_s: float
+    idle_s: float
+
+
+class KeptFailureEntry(TypedDict):
+    """A board that could not build a kept cache."""
+
+    board: str
+    message: str
+
+
+class KeptCacheEntry(TypedDict):
+    """A prompt cache that boards build when they join."""
+
+    cache_name: str
+    adapter: str | None
+    tokens: Count
+    configured: bool
+    failed: list[KeptFailureEntry]
+
+
+class PromptCacheList(TypedDict):
+    """The prompt caches of boards, those with a name first."""
+
+    object: Literal["list"]
+    data: list[PromptCacheEntry]
+    failed: list[FailedEntry]
+
+
+class PromptCachesAnswer(PromptCacheList):
+    """The prompt caches of boards, and those that boards build when they join.
+
+    These are null while the Coordinator is away.
+    """
+
+    kept: list[KeptCacheEntry] | None
+
+
+class CacheDeletedAnswer(TypedDict):
+    """A prompt cache that is gone."""
+
+    cache_name: str
+    deleted: Annotated[bool, WithJsonSchema({"const": True})]
+    model: str
+    boards: list[str]
+    failed: list[FailedEntry]
+
+
+def kv_list(reports: Sequence[KvReport], failed: Failures) -> KvCachesAnswer:
     """Return the contents of the KV caches, by board and in total.
 
     ``bytes`` is null if the model folder does not state the bytes of a position.
     """
     ordered = sorted(reports, key=lambda report: report.board_id)
     entries = [_kv_entry(report) for report in ordered]
-    sizes = [entry["bytes"] for entry in entries]
+    sizes = [size for entry in entries if (size := entry["bytes"]) is not None]
     return {
         "object": "list",
         "data": entries,
         "total": {
             "positions": sum(entry["positions"] for entry in entries),
             "capacity": sum(entry["capacity"] for entry in entries),
-            "bytes": None if None in sizes else sum(sizes),
+            "bytes": sum(sizes) if len(sizes) == len(entries) else None,
         },
         "failed": failures(failed),
     }
 
 
-def _kv_entry(report: KvReport) -> JsonObject:
+def _kv_entry(report: KvReport) -> KvEntry:
     positions, size = sum(report.entries), report.position_bytes
     return {
         "board": report.board_id,
@@ -219,18 +426,19 @@ def _kv_entry(report: KvReport) -> JsonObject:
     }
 
 
-def caches_list(entries: Sequence[CacheEntry], failed: Failures) -> JsonObject:
+def caches_list(entries: Sequence[CacheEntry], failed: Failures) -> PromptCacheList:
     """Return the prompt caches of all boards, those with a name first."""
     ordered = sorted(entries, key=lambda e: (e.name is None, e.name or "", e.board_id, e.idle_s))
     return {
         "object": "list",
-        "data": [{"board": entry.board_id, **_cache(entry)} for entry in ordered],
+        "data": [_cache(entry) for entry in ordered],
         "failed": failures(failed),
     }
 
 
-def _cache(entry: CacheEntry) -> JsonObject:
+def _cache(entry: CacheEntry) -> PromptCacheEntry:
     return {
+        "board": entry.board_id,
         "cache_name": entry.name,
         "parked": entry.name is None,
         "model": entry.model,
@@ -244,21 +452,25 @@ def _cache(entry: CacheEntry) -> JsonObject:
 
 def built(
     call: BuildCall, model: str, tokens: int, made: Sequence[CacheEntry], failed: Failures
-) -> JsonObject:
+) -> CacheBuilt:
     """Return the result of building a prompt cache."""
-    boards: list[JsonObject] = [
+    boards: list[BuiltEntry] = [
         {"board": entry.board_id, "tokens": entry.tokens, "bytes": entry.file_bytes}
         for entry in made
+    ]
+    boards += [
+        {"board": one["board"], "error": one["error"], "message": one["message"]}
+        for one in failures(failed)
     ]
     return {
         "cache_name": call.cache_name,
         "model": model,
         "tokens": tokens,
-        "boards": sorted([*boards, *failures(failed)], key=lambda one: str(one["board"])),
+        "boards": sorted(boards, key=lambda one: one["board"]),
     }
 
 
-def failures(failed: Failures) -> list[JsonObject]:
+def failures(failed: Failures) -> list[FailedEntry]:
     """Return the errors by board."""
     return [
         {"board": board, "error": exc.code or exc.kind, "message": told(exc)}

@@ -8,27 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated, Literal
 
-from rkserve.api.admin.query import ControlRequest, ParameterKind, ParameterKinds
+from pydantic import Field, PlainValidator, ValidationInfo, WithJsonSchema, model_validator
+from typing_extensions import NotRequired, TypedDict
+
+from rkserve.api.admin.query import ControlRequest, QueryOrBody
 from rkserve.api.common.renderer import Renderer
 from rkserve.api.json.body import JsonObject
-from rkserve.api.json.fields import ANY, Fields, Range, as_integer, wrong_type
+from rkserve.api.json.fields import ANY, as_integer, wrong_type
 from rkserve.api.json.limits import MAX_CHOICES, MAX_CLEAR_RANGES
+from rkserve.api.json.schemas import Count, one_of
 from rkserve.core.board_report import GenerationInfo, GenerationState
 from rkserve.core.errors import RequestError
 from rkserve.core.messages import ControlAction, Edit
 
 Ranges = tuple[tuple[int, int], ...]
+StateName = Annotated[str, one_of(GenerationState)]
 
-_NOT_NEGATIVE = Range(0)
-_CHANGES: ParameterKinds = {
-    "replace_last": ParameterKind.NUMBER,
-    "text": ParameterKind.TEXT,
-    "token_ids": ParameterKind.JSON,
-    "clear": ParameterKind.JSON,
-}
-_CHOICE: ParameterKinds = {"choice": ParameterKind.NUMBER}
-_EDIT: ParameterKinds = {**_CHANGES, **_CHOICE, "role": ParameterKind.TEXT}
 _STATUS = {
     ControlAction.PAUSE: "paused",
     ControlAction.EDIT: "paused",
@@ -38,6 +35,91 @@ _STATUS = {
 # When a change takes effect in the KV cache; a generation's context changes at once.
 AT_ONCE, AT_RESUME = "at_once", "at_resume"
 _SHOWS_TEXT = (ControlAction.PAUSE, ControlAction.EDIT)
+
+
+CHOICE_MEANS = "Which choice is meant; all without it."
+Choice = Annotated[int, Field(ge=0, le=MAX_CHOICES - 1)]
+
+
+def _ranges(value: object, info: ValidationInfo) -> Ranges:
+    """Read half-open ranges of positions; the board checks their upper bound."""
+    path = str(info.field_name)
+    if not isinstance(value, list):
+        raise wrong_type(path, "an array", value)
+    if not value:
+        raise RequestError(f"Invalid '{path}': empty array.", path)
+    if len(value) > MAX_CLEAR_RANGES:
+        raise RequestError(
+            f"Invalid '{path}': array too long. Expected at most {MAX_CLEAR_RANGES} ranges, but "
+            f"got {len(value)}.",
+            path,
+        )
+    return tuple(_range(one, f"{path}[{index}]") for index, one in enumerate(value))
+
+
+def _range(value: object, path: str) -> tuple[int, int]:
+    if not isinstance(value, list) or len(value) != 2:  # noqa: PLR2004 - a start and an end
+        raise wrong_type(path, "an array [start, end]", value)
+    start, end = (as_integer(one, f"{path}[{at}]", ANY) for at, one in enumerate(value))
+    if not 0 <= start <= end:
+        raise RequestError(
+            f"Invalid '{path}': a range begins at 0 or later and does not end before it begins, "
+            f"but this is [{start}, {end}).",
+            path,
+        )
+    return start, end
+
+
+PositionRanges = Annotated[
+    Ranges,
+    PlainValidator(_ranges),
+    WithJsonSchema(
+        {
+            "type": "array",
+            "items": {
+                "type": "array",
+                "items": {"type": "integer", "minimum": 0},
+                "minItems": 2,
+                "maxItems": 2,
+            },
+            "minItems": 1,
+            "maxItems": MAX_CLEAR_RANGES,
+        }
+    ),
+]
+
+
+class ChoiceBody(QueryOrBody):
+    """A pause, resumption or abort of a generation."""
+
+    choice: Choice | None = Field(None, description=CHOICE_MEANS)
+
+
+class EditBody(ChoiceBody):
+    """An edit: at least one of `replace_last`, `text`, `token_ids` and `clear`."""
+
+    replace_last: Count | None = None
+    text: str | None = None
+    token_ids: Annotated[list[int], Field(json_schema_extra={"minItems": 1})] | None = None
+    role: Literal["assistant", "tool"] | None = None
+    clear: PositionRanges | None = None
+
+    @model_validator(mode="after")
+    def _check_words(self) -> EditBody:
+        text, token_ids = self.text, self.token_ids
+        given = (self.replace_last, text, token_ids, self.clear)
+        if all(one is None for one in given):
+            names = ", ".join(repr(name) for name in ("replace_last", "text", "token_ids", "clear"))
+            raise RequestError(f"An edit needs at least one of {names}.")
+        if text is not None and token_ids is not None:
+            raise RequestError("Send either 'text' or 'token_ids', not both.", "token_ids")
+        if self.role is not None and text is None and token_ids is None:
+            raise RequestError("'role' says whose 'text' or 'token_ids' it is; send one.", "role")
+        if text == "" and self.role != "tool":  # a tool's result may be empty
+            raise RequestError("Invalid 'text': empty string.", "text")
+        if token_ids == []:
+            raise RequestError("Invalid 'token_ids': empty array.", "token_ids")
+        return self
 
 
 @dataclass(frozen=True)
@@ -61,7 +143,7 @@ def read_choice(asked: ControlRequest) -> int | None:
     Raises:
         RequestError: with the ``param`` at fault.
     """
-    return choice_of(asked.fields(_CHOICE))
+    return asked.read(ChoiceBody).choice
 
 
 def parse_edit(asked: ControlRequest) -> EditCall:
@@ -70,63 +152,105 @@ def parse_edit(asked: ControlRequest) -> EditCall:
     Raises:
         RequestError: with the ``param`` at fault.
     """
-    fields = asked.fields(_EDIT)
-    if all(fields.get(name) is None for name in _CHANGES):
-        raise RequestError(
-            f"An edit needs at least one of {', '.join(repr(name) for name in _CHANGES)}."
-        )
-    role = fields.choice("role", "assistant", "tool")
-    text, token_ids = fields.text("text"), fields.integers("token_ids")
-    _check_words(role, text, token_ids)
+    body = asked.read(EditBody)
     return EditCall(
-        choice=choice_of(fields),
-        replace_last=fields.integer("replace_last", _NOT_NEGATIVE) or 0,
-        text=text,
-        token_ids=token_ids,
-        tool=role == "tool",
-        clear=ranges_of(fields, "clear") if fields.get("clear") is not None else (),
+        choice=body.choice,
+        replace_last=body.replace_last or 0,
+        text=body.text,
+        token_ids=None if body.token_ids is None else tuple(body.token_ids),
+        tool=body.role == "tool",
+        clear=body.clear or (),
     )
 
 
-def _check_words(role: str | None, text: str | None, token_ids: tuple[int, ...] | None) -> None:
-    if text is not None and token_ids is not None:
-        raise RequestError("Send either 'text' or 'token_ids', not both.", "token_ids")
-    if role is not None and text is None and token_ids is None:
-        raise RequestError("'role' says whose 'text' or 'token_ids' it is; send one.", "role")
-    if text == "" and role != "tool":  # a tool's result may be empty
-        raise RequestError("Invalid 'text': empty string.", "text")
-    if token_ids == ():
-        raise RequestError("Invalid 'token_ids': empty array.", "token_ids")
+class ProgressEntry(TypedDict):
+    """The progress of a generation."""
+
+    tokens: Count
+    context_tokens: Count
+    kv: Annotated[str, one_of(("kept", "recomputed"))] | None
+    kv_positions: Count
+    can_resume: bool
+    partial_output: NotRequired[str]
 
 
-def choice_of(fields: Fields) -> int | None:
-    """Read the index of a choice."""
-    return fields.integer("choice", Range(0, MAX_CHOICES - 1))
+class GenerationEntry(TypedDict):
+    """One choice of an answer that runs or is paused."""
+
+    id: str
+    object: Literal["generation"]
+    choice: Count
+    board: str
+    model: str
+    adapter: str | None
+    state: StateName
+    prompt_tokens: Count
+    tokens: Count
+    context_tokens: Count
+    kv_positions: Count
+    kv: Annotated[str, one_of(("kept", "recomputed"))] | None
+    native_pause: bool
+    paused_by: str | None
+    age_s: float
 
 
-def ranges_of(fields: Fields, name: str) -> Ranges:
-    """Read half-open ranges of positions; the board checks their upper bound."""
-    found, path = fields.items(name), fields.path(name)
-    if len(found) > MAX_CLEAR_RANGES:
-        raise RequestError(
-            f"Invalid '{path}': array too long. Expected at most {MAX_CLEAR_RANGES} ranges, but "
-            f"got {len(found)}.",
-            path,
-        )
-    return tuple(_range(value, f"{path}[{index}]") for index, value in enumerate(found))
+class ChoiceEntry(GenerationEntry):
+    """One choice with its text."""
+
+    can_resume: bool
+    partial_output: str
+    status: StateName
 
 
-def _range(value: object, path: str) -> tuple[int, int]:
-    if not isinstance(value, list) or len(value) != 2:  # noqa: PLR2004 - a start and an end
-        raise wrong_type(path, "an array [start, end]", value)
-    start, end = (as_integer(one, f"{path}[{at}]", ANY) for at, one in enumerate(value))
-    if not 0 <= start <= end:
-        raise RequestError(
-            f"Invalid '{path}': a range begins at 0 or later and does not end before it begins, "
-            f"but this is [{start}, {end}).",
-            path,
-        )
-    return start, end
+class GenerationAnswer(ChoiceEntry):
+    """The first choice, with all choices if there are several."""
+
+    choices: NotRequired[list[ChoiceEntry]]
+
+
+class FailedEntry(TypedDict):
+    """A board that failed."""
+
+    board: str
+    error: str
+    message: str
+
+
+class GenerationsAnswer(TypedDict):
+    """The generations of all callers, without text."""
+
+    object: Literal["list"]
+    data: list[GenerationEntry]
+    failed: list[FailedEntry]
+
+
+Applied = Annotated[
+    str, one_of((AT_RESUME,)), Field(description="Of an edit: when the KV cache follows it.")
+]
+
+
+class ControlledEntry(ProgressEntry):
+    """The result of an action on one choice."""
+
+    id: str
+    choice: Count
+    status: Annotated[str, one_of(("paused", "resumed", "aborted"))]
+    state: StateName
+    board: str
+    applied: NotRequired[
+        Annotated[
+            str,
+            one_of((AT_RESUME,)),
+            Field(description="Of an edit: when the KV cache follows it."),
+        ]
+    ]
+
+
+class ControlledAnswer(ControlledEntry):
+    """The first choice, with all choices if there are several."""
+
+    choices: NotRequired[list[ControlledEntry]]
+    failed: NotRequired[list[FailedEntry]]
 
 
 def edit_of(call: EditCall, renderer: Renderer, context_len: int) -> Edit:
@@ -195,7 +319,7 @@ def _over_choices(entries: list[JsonObject]) -> JsonObject:
     return {**ordered[0], "choices": ordered} if len(ordered) > 1 else ordered[0]
 
 
-def _progress(info: GenerationInfo) -> JsonObject:
+def _progress(info: GenerationInfo) -> ProgressEntry:
     return {
         "partial_output": info.partial_output,
         "tokens": info.tokens,
@@ -206,7 +330,7 @@ def _progress(info: GenerationInfo) -> JsonObject:
     }
 
 
-def _entry(info: GenerationInfo) -> JsonObject:
+def _entry(info: GenerationInfo) -> GenerationEntry:
     generation, choice = _split(info)
     return {
         "id": generation,

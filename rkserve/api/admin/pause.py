@@ -21,7 +21,7 @@ from pydantic import (
 from rkserve.api.admin.query import ControlRequest, ParameterKind, QueryOrBody
 from rkserve.api.common.calls import REQUEST_PREFIX, named_answer
 from rkserve.api.json.body import JsonObject
-from rkserve.api.json.fields import Fields, wrong_type
+from rkserve.api.json.fields import wrong_type
 from rkserve.api.json.limits import (
     MAX_LABEL_CHARS,
     MAX_LEASE_S,
@@ -44,7 +44,8 @@ _NAME: JsonObject = {"type": "string", "minLength": 1, "maxLength": MAX_MODEL_CH
 NAMES: JsonObject = {"anyOf": [_NAME, {"type": "array", "items": _NAME, "maxItems": MAX_NAMED}]}
 
 
-def _names(value: object, info: ValidationInfo) -> tuple[str, ...]:
+def read_names(value: object, info: ValidationInfo) -> tuple[str, ...]:
+    """Read the names of a field."""
     assert info.field_name is not None
     return names_of(value, info.field_name)
 
@@ -99,7 +100,7 @@ def refused(why: str) -> AfterValidator:
 
 ONLY_FALSE = WithJsonSchema({"const": False})
 Names = Annotated[
-    tuple[str, ...], BeforeValidator(_names), WithJsonSchema(NAMES), ParameterKind.TEXTS
+    tuple[str, ...], BeforeValidator(read_names), WithJsonSchema(NAMES), ParameterKind.TEXTS
 ]
 Label = Annotated[
     str, AfterValidator(_label), WithJsonSchema({**_NAME, "maxLength": MAX_LABEL_CHARS})
@@ -322,9 +323,3 @@ def abort_of(terms: CallOptions, given: tuple[str, ...]) -> AbortCall:
     """Return the call for IDs of answers, or for names that clients gave their requests."""
     named = (named_answer(name) for name in given if not name.startswith(_ANSWERS))
     return AbortCall(terms, (*given, *named) or None)
-
-
-def texts(fields: Fields, name: str) -> tuple[str, ...]:
-    """Read a string, or a list of strings that may be empty, without repeats."""
-    value = fields.get(name)
-    return () if value is None else names_of(value, name)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from datetime import datetime, timezone
-from typing import Literal
+from typing import Annotated, Any, Literal
 
 from typing_extensions import NotRequired, TypedDict
 
 from rkserve.api.json.body import JsonObject
-from rkserve.api.json.schemas import Count
+from rkserve.api.json.schemas import Count, one_of
 from rkserve.core.board_report import BoardReport, BoardState
 from rkserve.core.desired_state import AdapterVersion, AdapterVersions, Desired, SleepLevel
 from rkserve.core.errors.base import without_folders
@@ -219,6 +219,78 @@ def _as_anthropic(name: str, created: int) -> JsonObject:
         "created_at": written,
         "lifecycle": "active",
     }
+
+
+class CircuitEntry(TypedDict):
+    """The Router's circuit breaker for a board."""
+
+    state: str
+    reason: str
+
+
+class BoardAnswer(TypedDict):
+    """A board as its own report has it; counters run since its replica's start."""
+
+    id: str
+    object: Literal["board"]
+    state: Annotated[str, one_of(BoardState)]
+    circuit: CircuitEntry
+    model: str
+    reason: str
+    release: str
+    platform: str
+    node: str
+    library: str
+    replica: str
+    hold: str
+    base: str
+    own_digest: str
+    serving: dict[str, str]
+    own_bytes: int
+    pid: int
+    engine_pid: int
+    context_len: int
+    kv_positions: int
+    running: int
+    queued: int
+    queue_limit: int
+    requests: int
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    aborted: int
+    failed: int
+    engine_starts: int
+    engine_renewals: int
+    prefill_tokens: int
+    decode_tokens: int
+    paused: int
+    n_batch: int
+    adapter_bytes: int
+    pauses: int
+    parked: int
+    restored: int
+    batch_runs: int
+    batch_entries: int
+    missing: int
+    prefill_ms: float
+    decode_ms: float
+    memory_mb: float
+    batch_tail_ms: float
+    idle_s: float
+    hardware: dict[str, Any] | None
+    adapters: list[str]
+    staged: list[str]
+    versions: list[dict[str, Any]]
+    epoch: int | None
+    level: int | None
+
+
+class BoardsAnswer(TypedDict):
+    """All boards."""
+
+    object: Literal["list"]
+    data: list[BoardAnswer]
 
 
 def board_entry(board: BoardReport, circuit: tuple[str, str]) -> JsonObject:

@@ -13,6 +13,7 @@ from typing import Any
 
 from rkserve.api.admin.caches import (
     ClearCall,
+    KvCachesAnswer,
     KvScope,
     built,
     caches_list,
@@ -57,7 +58,7 @@ class Caches:
 
     # -- the KV cache -------------------------------------------------------------------------
 
-    async def kv(self, asked: ControlRequest) -> JsonObject:
+    async def kv(self, asked: ControlRequest) -> KvCachesAnswer:
         """Return the contents of KV caches, optionally of one model or some boards."""
         addresses = await self._addresses(parse_size(asked))
         answers = await self._ask(addresses, "kv", timeout_s=self._service.config.report_timeout_s)
