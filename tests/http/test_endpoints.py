@@ -19,7 +19,7 @@ from rkserve.core.run_params import Guide
 from rkserve.http.endpoints import JSON, OCTETS, Endpoint
 from rkserve.router.off_loop import GrammarChecker
 from rkserve.sampling.grammar import refusal
-from tests.reference.test_document import API, ENDPOINTS, SCHEMAS, check, ident, media_of
+from tests.http.test_openapi import API, ENDPOINTS, SCHEMAS, check, ident, media_of
 from tests.support.boards.own_time import run_loop
 from tests.support.http.reference_house import ReferenceHouse
 
