@@ -23,6 +23,7 @@ from rkserve.api.common.parameters import (
     ReasoningParameters,
     SamplingParameters,
     StepParameters,
+    Stops,
     ToolChoice,
     TopLogprobs,
 )
@@ -91,6 +92,7 @@ class ResponseRequest(SamplingParameters, StepParameters, OwnParameters, Reasoni
     store: bool | None = None
     max_output_tokens: int | None = Field(None, ge=1)
     stream: bool = False
+    stop: Stops = ()
     tools: SkipValidation[Annotated[list[AnyObject], Field(max_length=MAX_TOOLS)] | None] = Field(
         None, description="Those of other types than `function` are left out."
     )
@@ -148,6 +150,7 @@ def parse_response(body: bytes) -> ResponseCall:
         steps=steps,
         sampling=asked.sampling(),
         stream=asked.stream,
+        stop=asked.stop,
         **asked.own(),
     )
 

@@ -111,6 +111,11 @@ def test_items_become_what_templates_read(keys: dict[str, Any], read: list[Any])
     assert list(parsed(**keys).messages) == read
 
 
+@pytest.mark.parametrize(("stop", "read"), [(" the", (" the",)), (["a", "b"], ("a", "b"))])
+def test_stop_strings_are_those_of_a_chat(stop: Any, read: tuple[str, ...]) -> None:
+    assert parsed(stop=stop).stop == read
+
+
 def test_the_other_keys_are_those_of_a_chat() -> None:
     call = parsed(
         max_output_tokens=9,
