@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from rkserve.client.errors import SourceFailed
-from rkserve.core.file_digests import file_digest
+from rkserve.core.files import file_digest
 
 PIECE_BYTES = 1 << 20
 ADAPTER_FILE = "adapter.rkllm"

@@ -19,8 +19,8 @@ from rkserve.config.board_group import BoardGroupConfig
 from rkserve.config.router import ChannelConfig
 from rkserve.core.board_report import BoardReport, CacheEntry, Emitted, GenerationInfo, KvReport
 from rkserve.core.desired_state import Adoption, Artifact, Desired, Probe
-from rkserve.core.durable_files import write_private
 from rkserve.core.errors import BoardStartFailed, RkserveError
+from rkserve.core.files import write_private
 from rkserve.core.messages import (
     AdapterRef,
     ControlAction,

@@ -29,7 +29,7 @@ from rkserve.config.board_group import BoardGroupConfig
 from rkserve.config.serve_config import engine_environ, resolve_folder
 from rkserve.core.board_report import Hardware
 from rkserve.core.errors import ConfigError
-from rkserve.core.file_digests import content_digest, file_digest
+from rkserve.core.files import content_digest, file_digest
 from rkserve.models.folder import ModelFolder, open_model_folder
 from rkserve.native.runtime import LoadParams, VisionParams
 from rkserve.native.sim import telemetry as simulated

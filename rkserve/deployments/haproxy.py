@@ -24,8 +24,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NoReturn
 
-from rkserve.core.durable_files import UnsafeFolder, private_folder
 from rkserve.core.errors import ConfigError
+from rkserve.core.files import UnsafeFolder, private_folder
 
 # Ray's time limits for its own start, in its environment. A busy machine may take minutes for what
 # they give 30 s by default. One more limit of 30 s has no variable: start once more then.

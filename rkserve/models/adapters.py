@@ -18,7 +18,6 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from rkserve.config.explain import explain
-from rkserve.core.durable_files import NAME
 from rkserve.core.errors import (
     AdapterBroken,
     AdapterNotFound,
@@ -26,7 +25,7 @@ from rkserve.core.errors import (
     ModelNotFound,
     RequestError,
 )
-from rkserve.core.file_digests import DIGEST, file_digest
+from rkserve.core.files import DIGEST, NAME, file_digest
 from rkserve.core.messages import AdapterRef
 
 log = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ from pydantic import (
 
 from rkserve.config.explain import explain
 from rkserve.core.errors import ConfigError
-from rkserve.core.file_digests import content_digest
+from rkserve.core.files import content_digest
 from rkserve.models.settings import FolderSettings
 
 SETTINGS_FILE = "rkserve.yaml"

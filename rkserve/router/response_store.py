@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from rkserve.api.responses.stored import StoredResponse
-from rkserve.core.durable_files import UnsafeFolder, open_private, private_folder
 from rkserve.core.errors import BodyTooLarge, ResponsesFailed
+from rkserve.core.files import UnsafeFolder, open_private, private_folder
 
 log = logging.getLogger(__name__)
 

@@ -39,8 +39,8 @@ from rkserve.api.json.limits import MAX_MODEL_CHARS
 from rkserve.api.json.schemas import Count, Seconds, one_of
 from rkserve.api.prompting.conversation import Message, read_messages
 from rkserve.core.board_report import CacheEntry, KvReport
-from rkserve.core.durable_files import check_cache_name
 from rkserve.core.errors import ContextOverflow, RequestError, RkserveError, UnsupportedParameter
+from rkserve.core.files import check_cache_name
 
 Failures = Mapping[str, RkserveError]  # by board
 

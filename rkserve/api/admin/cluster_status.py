@@ -23,7 +23,7 @@ from rkserve.api.json.body import JsonObject
 from rkserve.api.json.schemas import Count
 from rkserve.core.board_report import BoardReport, BoardState, VersionFigures
 from rkserve.core.desired_state import ActivePause, Desired
-from rkserve.core.errors.base import without_folders
+from rkserve.core.errors.requests import without_folders
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,9 +29,8 @@ from rkserve.api.json.limits import MAX_NAMED, MAX_OBSERVE_S, MAX_PATH_CHARS
 from rkserve.api.json.schemas import Count, one_of
 from rkserve.core.board_report import BoardReport
 from rkserve.core.desired_state import AdapterVersion, AdapterVersions, Desired, InFlight
-from rkserve.core.durable_files import NAME
 from rkserve.core.errors import RequestError
-from rkserve.core.file_digests import DIGEST
+from rkserve.core.files import DIGEST, NAME
 from rkserve.models.weights import Parameter, read_parameters
 
 MAX_SCALE = 100  # as in manifest.json

@@ -15,7 +15,7 @@ from rkserve.api.json.body import JsonObject
 from rkserve.api.json.fields import Range, quoted
 from rkserve.api.json.limits import MAX_TIMEOUT_S, MAX_TYPES_NAMED
 from rkserve.core.errors import NativeError, RequestError, RkserveError
-from rkserve.core.errors.base import without_folders
+from rkserve.core.errors.requests import without_folders
 from rkserve.core.messages import Accepted
 
 PING = b": ping\n\n"  # a comment: keeps the connection alive, and every client skips it

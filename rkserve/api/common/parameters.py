@@ -47,8 +47,8 @@ from rkserve.api.json.schemas import RequestModel, request_error
 from rkserve.api.parsing.reasoning import EFFORTS, MOST_TOKENS, ReasoningOptions, read_wish
 from rkserve.api.parsing.sampling import Named, SamplingOptions, read_guide, read_logit_bias
 from rkserve.core.block_hashes import salted
-from rkserve.core.durable_files import check_cache_name
 from rkserve.core.errors import RequestError
+from rkserve.core.files import check_cache_name
 from rkserve.core.run_params import NEVER_ENDS
 
 TOP_K_OFF = 0

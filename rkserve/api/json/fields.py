@@ -13,8 +13,8 @@ from typing import Any
 
 from rkserve.api.json.body import JsonObject, kind_of
 from rkserve.api.json.limits import MAX_QUOTED_CHARS
-from rkserve.core.durable_files import check_cache_name
 from rkserve.core.errors import RequestError
+from rkserve.core.files import check_cache_name
 
 
 @dataclass(frozen=True, slots=True)

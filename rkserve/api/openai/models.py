@@ -13,7 +13,7 @@ from rkserve.api.json.body import JsonObject
 from rkserve.api.json.schemas import Count, one_of
 from rkserve.core.board_report import BoardReport, BoardState
 from rkserve.core.desired_state import AdapterVersion, AdapterVersions, Desired, SleepLevel
-from rkserve.core.errors.base import without_folders
+from rkserve.core.errors.requests import without_folders
 from rkserve.models.adapters import Adapter
 from rkserve.models.settings import EmbeddingSettings, VisionSettings
 

@@ -22,9 +22,8 @@ from rkserve.board.run.run import loop_time_s
 from rkserve.board.storage.staged_artifacts import StagedWeights
 from rkserve.core.board_report import HASHING, UNREADABLE
 from rkserve.core.desired_state import BaseVersion
-from rkserve.core.durable_files import sync, write_private
 from rkserve.core.errors import RkserveError
-from rkserve.core.file_digests import CachedDigest
+from rkserve.core.files import CachedDigest, sync, write_private
 
 log = logging.getLogger(__name__)
 

@@ -35,8 +35,8 @@ from rkserve.core.block_hashes import (
     seed_of,
 )
 from rkserve.core.board_report import BoardReport, BoardState, CacheEntry, GenerationState, KvReport
-from rkserve.core.durable_files import check_cache_name
 from rkserve.core.errors import BoardAsleep, CacheUnsupported, ContextOverflow
+from rkserve.core.files import check_cache_name
 from rkserve.core.messages import AdapterRef
 
 log = logging.getLogger(__name__)

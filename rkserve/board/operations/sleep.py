@@ -27,8 +27,8 @@ from rkserve.board.run.settings import BoardSettings
 from rkserve.board.run.supervisor import EngineSupervisor
 from rkserve.core.board_report import BoardState
 from rkserve.core.desired_state import PauseMode, SleepLevel
-from rkserve.core.durable_files import write_private
 from rkserve.core.errors import BoardAsleep, BoardOutOfOrder, EngineDied, EngineHung, RkserveError
+from rkserve.core.files import write_private
 
 log = logging.getLogger(__name__)
 

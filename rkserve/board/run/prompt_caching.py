@@ -28,7 +28,7 @@ from rkserve.core.errors import (
     RequestError,
     RunFailed,
 )
-from rkserve.core.file_digests import ids_digest
+from rkserve.core.files import ids_digest
 from rkserve.core.messages import GenerateRequest
 
 log = logging.getLogger(__name__)

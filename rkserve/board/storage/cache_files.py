@@ -21,10 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from rkserve.board.answer.kv_plan import Ids
-from rkserve.core.durable_files import NAME, sync
 from rkserve.core.errors import ConfigError
-from rkserve.core.file_digests import Stamp, file_digest
-from rkserve.core.file_digests import stamp as stamp_of
+from rkserve.core.files import NAME, Stamp, file_digest, sync
+from rkserve.core.files import stamp as stamp_of
 
 log = logging.getLogger(__name__)
 

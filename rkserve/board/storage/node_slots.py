@@ -12,8 +12,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from rkserve.core.durable_files import open_private, private_folder
 from rkserve.core.errors import LoadFailed
+from rkserve.core.files import open_private, private_folder
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,9 +15,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from rkserve.core.durable_files import FULL, free_bytes, sync
 from rkserve.core.errors import ConfigError, StageFailed
-from rkserve.core.file_digests import DIGEST, file_digest
+from rkserve.core.files import DIGEST, FULL, file_digest, free_bytes, sync
 
 log = logging.getLogger(__name__)
 

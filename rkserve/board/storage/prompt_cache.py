@@ -27,8 +27,8 @@ from rkserve.board.storage.cache_files import (
     UnusableCacheFile,
 )
 from rkserve.core.block_hashes import adapter_of
-from rkserve.core.durable_files import check_cache_name
 from rkserve.core.errors import CacheUnsupported, RequestError
+from rkserve.core.files import check_cache_name
 
 __all__ = ["CacheFingerprint", "CacheHit", "CacheStore", "CachedFile"]
 

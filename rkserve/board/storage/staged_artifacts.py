@@ -17,9 +17,17 @@ from pathlib import Path
 
 from rkserve.board.storage.partial_files import PartialFiles, own_folder
 from rkserve.core.desired_state import AdapterVersion, Artifact, BaseVersion
-from rkserve.core.durable_files import NAME, free_bytes, sync, write_private
 from rkserve.core.errors import StageFailed
-from rkserve.core.file_digests import DIGEST, Stamp, file_digest, stamp
+from rkserve.core.files import (
+    DIGEST,
+    NAME,
+    Stamp,
+    file_digest,
+    free_bytes,
+    stamp,
+    sync,
+    write_private,
+)
 from rkserve.models.adapters import ADAPTER_FILE, MANIFEST_FILE, Adapter, AdapterFolder, shelved
 
 log = logging.getLogger(__name__)

@@ -22,9 +22,8 @@ from pydantic import ValidationError
 from rkserve.config.explain import explain
 from rkserve.control.calls import ArtifactMetadata, DeclaredArtifact
 from rkserve.core.desired_state import BaseVersion
-from rkserve.core.durable_files import NAME, sync, write_private
 from rkserve.core.errors import ArtifactNotFound, ArtifactRefused, ConfigError, RequestError
-from rkserve.core.file_digests import DIGEST, CachedDigest
+from rkserve.core.files import DIGEST, NAME, CachedDigest, sync, write_private
 from rkserve.models.adapters import Manifest
 from rkserve.models.folder import weights_in
 from rkserve.models.weights import UnfitWeights, read_parameters, weights_facts

@@ -29,9 +29,8 @@ from rkserve.coordinator.artifacts.metadata import (
 )
 from rkserve.coordinator.artifacts.sources import Source, check_prefixes, open_path, open_url
 from rkserve.core.desired_state import AdapterVersion, Artifact, BaseVersion
-from rkserve.core.durable_files import FULL, free_bytes, sync
 from rkserve.core.errors import ArtifactNotFound, ArtifactRefused, BodyTooLarge, ConfigError
-from rkserve.core.file_digests import DIGEST, file_digest
+from rkserve.core.files import DIGEST, FULL, file_digest, free_bytes, sync
 from rkserve.core.messages import AdapterRef
 
 log = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ from rkserve.coordinator.state.ledger import Ledger
 from rkserve.core.board_report import BoardReport, BoardState, CacheEntry
 from rkserve.core.desired_state import SYSTEM_PROMPT, DesiredCache
 from rkserve.core.errors import BoardGone, CacheUnsupported, RequestError, RkserveError
-from rkserve.core.file_digests import ids_digest
+from rkserve.core.files import ids_digest
 from rkserve.core.messages import AdapterRef
 from rkserve.fleet.board_table import BoardAddress
 

@@ -42,7 +42,7 @@ from rkserve.core.desired_state import (
     Weights,
 )
 from rkserve.core.errors import ArtifactNotFound, ArtifactRefused, RequestError
-from rkserve.core.file_digests import DIGEST
+from rkserve.core.files import DIGEST
 
 log = logging.getLogger(__name__)
 

@@ -31,8 +31,8 @@ from rkserve.control.codec import (
 )
 from rkserve.control.operations import ControlOperation, OperationState
 from rkserve.core.desired_state import Desired, DesiredCache
-from rkserve.core.durable_files import FULL, free_bytes, open_private, private_folder
 from rkserve.core.errors import LedgerFailed
+from rkserve.core.files import FULL, free_bytes, open_private, private_folder
 
 log = logging.getLogger(__name__)
 

@@ -85,9 +85,6 @@ positionally, to ``super().__init__``.
 
 from __future__ import annotations
 
-from rkserve.core.errors.base import (
-    RkserveError,
-)
 from rkserve.core.errors.boards import (
     BoardFailed,
     BoardGone,
@@ -163,6 +160,7 @@ from rkserve.core.errors.requests import (
     RateLimited,
     RequestError,
     ResponseNotFound,
+    RkserveError,
     RouteNotFound,
     SamplingFixed,
     StateConflict,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from rkserve.core.errors.base import RkserveError, without_folders
+from rkserve.core.errors.requests import RkserveError, without_folders
 
 
 class HookFailed(RkserveError):

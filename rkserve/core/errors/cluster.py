@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from rkserve.core.errors.base import RkserveError, without_folders
 from rkserve.core.errors.boards import BoardFailed
-from rkserve.core.errors.requests import RequestError
+from rkserve.core.errors.requests import RequestError, RkserveError, without_folders
 
 
 class OperationNotFound(RequestError):

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 
-from rkserve.core.durable_files import open_private, private_folder
 from rkserve.core.errors import LoadFailed
+from rkserve.core.files import open_private, private_folder
 
 
 class FrameWriter:

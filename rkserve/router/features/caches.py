@@ -30,7 +30,6 @@ from rkserve.api.admin.query import ControlRequest
 from rkserve.api.common.version_policy import ResolvedModel
 from rkserve.api.json.body import JsonObject
 from rkserve.core.desired_state import SYSTEM_PROMPT, Desired, DesiredCache
-from rkserve.core.durable_files import check_cache_name
 from rkserve.core.errors import (
     BoardNotFound,
     BoardSilent,
@@ -40,6 +39,7 @@ from rkserve.core.errors import (
     NoBoard,
     RequestError,
 )
+from rkserve.core.files import check_cache_name
 from rkserve.fleet.board_table import BoardAddress
 from rkserve.fleet.fleet import Answers, merged
 from rkserve.router.features.generations import MULTI_STATUS, OK, Generations

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from rkserve.board.answer.kv_plan import Ids
 from rkserve.board.storage.prompt_cache import CacheStore
-from rkserve.core.durable_files import check_cache_name
 from rkserve.core.errors import CacheUnsupported, RequestError
+from rkserve.core.files import check_cache_name
 from tests.support.boards.cache_cabinet import (
     FIRST,
     OTHER,

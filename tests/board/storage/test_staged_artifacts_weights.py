@@ -12,7 +12,7 @@ from rkserve.board.storage.partial_files import PART_AGE_S, RESERVE_BYTES
 from rkserve.board.storage.staged_artifacts import Intake, StagedAdapters, StagedWeights
 from rkserve.core.desired_state import AdapterVersion, BaseVersion
 from rkserve.core.errors import ConfigError, StageFailed
-from rkserve.core.file_digests import file_digest
+from rkserve.core.files import file_digest
 from rkserve.core.messages import AdapterRef
 
 CONTENT = bytes(range(256)) * 64

@@ -14,7 +14,7 @@ from rkserve.config.serve_config import RkserveConfig
 from rkserve.coordinator.operations.prompt_caches import MAX_CACHES
 from rkserve.core.desired_state import SYSTEM_PROMPT, DesiredCache
 from rkserve.core.errors import CacheUnsupported, RequestError
-from rkserve.core.file_digests import ids_digest
+from rkserve.core.files import ids_digest
 from rkserve.deployments.coordinator import system_prompts
 from rkserve.models.folder import open_model_folder
 from tests.support.boards.fake_boards import eventually

@@ -49,7 +49,7 @@ from rkserve.core.errors import (
     RkserveError,
     StageFailed,
 )
-from rkserve.core.file_digests import ids_digest
+from rkserve.core.files import ids_digest
 from rkserve.core.messages import AdapterRef, Event, GenerateRequest
 from rkserve.fleet.fleet import Fleet
 from tests.support.boards.fake_boards import eventually
