@@ -29,9 +29,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from rkserve.control.canary import CanaryAssessment, CanaryVerdict
 from rkserve.control.operations import ControlError, OperationState, Phase
-from rkserve.control.rollout_plan import Move, MoveRequest, RolloutPlan, RolloutStage
+from rkserve.control.rollout_plan import (
+    CanaryAssessment,
+    CanaryVerdict,
+    Move,
+    MoveRequest,
+    RolloutPlan,
+    RolloutStage,
+)
 
 # An observation without a verdict continues for this multiple of the requested time, and at least
 # for this many seconds, before the version is undone: an idle cluster proves nothing.

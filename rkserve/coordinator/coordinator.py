@@ -37,13 +37,11 @@ from rkserve.control.operations import (
     OperationState,
     conflict,
 )
-from rkserve.control.recovery import recover, stands
 from rkserve.control.sleep import SleepPolicy
 from rkserve.coordinator.boards.reconcile import LateResults, Reconciler
 from rkserve.coordinator.boards.roster import Roster
 from rkserve.coordinator.boards.transfer import Put, Stager, TransferLimits
-from rkserve.coordinator.operations.adapters import AdapterOperations, handlers
-from rkserve.coordinator.operations.garbage_collection import GarbageCollector
+from rkserve.coordinator.operations.adapters import AdapterOperations, GarbageCollector, handlers
 from rkserve.coordinator.operations.operation_run import (
     FileStore,
     Handler,
@@ -56,7 +54,7 @@ from rkserve.coordinator.operations.prompt_caches import CacheTimes, PromptCache
 from rkserve.coordinator.operations.sleep import IdleModels, SleepOperations
 from rkserve.coordinator.operations.weights import WeightOperations
 from rkserve.coordinator.state.ledger import AuditEntry, Ledger
-from rkserve.coordinator.state.state_store import StateStore
+from rkserve.coordinator.state.state_store import StateStore, recover, stands
 from rkserve.core.desired_state import Desired, DesiredCache, Scope
 from rkserve.core.errors import (
     LedgerFailed,

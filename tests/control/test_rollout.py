@@ -16,9 +16,7 @@ from rkserve.control.calls import (
     OperationKind,
     Strategy,
 )
-from rkserve.control.canary import CanaryAssessment, CanaryVerdict
 from rkserve.control.operations import ControlError, ControlOperation, OperationState, Phase
-from rkserve.control.recovery import recover
 from rkserve.control.rollout import (
     PATIENCE,
     PATIENCE_S,
@@ -37,7 +35,14 @@ from rkserve.control.rollout import (
     advance,
     start,
 )
-from rkserve.control.rollout_plan import AdapterRolloutPlan, Move, MoveRequest
+from rkserve.control.rollout_plan import (
+    AdapterRolloutPlan,
+    CanaryAssessment,
+    CanaryVerdict,
+    Move,
+    MoveRequest,
+)
+from rkserve.coordinator.state.state_store import recover
 from rkserve.core.desired_state import AdapterVersions, Desired, InFlight, PauseMode, Scope
 from rkserve.core.errors import RkserveError
 from tests.support.values.control_values import recorded

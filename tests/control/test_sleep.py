@@ -14,8 +14,8 @@ from rkserve.control import state_changes
 from rkserve.control.calls import OperationKind
 from rkserve.control.codec import SCHEMA, read_desired, read_operation, write_desired
 from rkserve.control.operations import ControlOperation, OperationState, Phase, conflict
-from rkserve.control.recovery import recover
 from rkserve.control.sleep import SleepPolicy, unused, wakeable
+from rkserve.coordinator.state.state_store import recover
 from rkserve.core.board_report import BoardReport, BoardState
 from rkserve.core.desired_state import (
     ActivePause,

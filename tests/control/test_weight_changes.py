@@ -19,7 +19,6 @@ from rkserve.control.operations import (
     Phase,
     conflict,
 )
-from rkserve.control.recovery import recover
 from rkserve.control.rollout import (
     BoardAnswered,
     BoardJoined,
@@ -34,6 +33,7 @@ from rkserve.control.rollout import (
 )
 from rkserve.control.rollout_plan import Move, MoveRequest, RolloutStage
 from rkserve.control.weight_changes import WeightsRolloutPlan
+from rkserve.coordinator.state.state_store import recover
 from rkserve.core.desired_state import BaseVersion, Desired, InFlight, PauseMode, Scope
 from rkserve.core.errors import OperationConflict, RequestError, RkserveError, StaleWeights
 from tests.support.values.control_values import action, recorded

@@ -34,8 +34,8 @@ from rkserve.core.desired_state import (
 )
 from rkserve.core.messages import AdapterRef, Finished, GenerateRequest
 from rkserve.fleet.fleet import Fleet
-from rkserve.router.dispatch.circuit_breaker import CircuitBreaker
 from rkserve.router.dispatch.dispatch import Dispatch, FailoverLimits
+from rkserve.router.dispatch.failover import CircuitBreaker
 from rkserve.router.policies import PrefixPolicy
 from rkserve.router.queue.queues import ModelQueues, QueueRules
 from tests.support.boards.fake_boards import FakeBoards, Step, accepted, answer, report

@@ -30,8 +30,8 @@ from rkserve.core.errors import (
 from rkserve.core.messages import Accepted, Delta, Event, GenerateRequest, Kv, Paused
 from rkserve.fleet.board_table import FORGET_AFTER
 from rkserve.fleet.fleet import FAILURES_EVERY, LOOK_AGAIN_S, Fleet
-from rkserve.router.dispatch.circuit_breaker import CircuitBreaker
 from rkserve.router.dispatch.dispatch import Dispatch, FailoverLimits
+from rkserve.router.dispatch.failover import CircuitBreaker
 from rkserve.router.policies import POLICIES
 from rkserve.router.queue.queues import ModelQueues, QueueRules
 from tests.support.boards.fake_boards import FakeBoards, Step, accepted, answer, eventually, report

@@ -1,12 +1,21 @@
-"""Operations on adapter versions: staging, rollout, rollback, promotion and retirement.
+"""Operations on adapter versions: staging, rollout, rollback, promotion and retirement; and the
+removal of unused versions and base weights, from boards, the head and the memory of engines.
 
-Each takes its ``OperationRun`` and awaits nothing before ``begin``; see ``pause``.
+Each operation takes its ``OperationRun`` and awaits nothing before ``begin``; see ``pause``.
+
+Garbage collection compares, repeatedly, the files of boards and head with the desired state. Boards
+keep files by version; the head keeps them by content, which several versions may share. Engine
+memory is freed at a retirement only: otherwise each board renews its engine itself when it holds
+too many adapters.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import logging
+import math
+import time
+from collections.abc import Callable, Iterable
 
 from rkserve.control import state_changes
 from rkserve.control.calls import (
@@ -16,6 +25,8 @@ from rkserve.control.calls import (
     AdapterRolloutAction,
     AdapterStageAction,
     OperationKind,
+    RebaseAction,
+    WeightUpdateAction,
 )
 from rkserve.control.operations import (
     BoardOutcome,
@@ -26,7 +37,6 @@ from rkserve.control.operations import (
     deciding,
 )
 from rkserve.control.rollout_plan import AdapterRolloutPlan, plan
-from rkserve.coordinator.operations.garbage_collection import RENEW_S, GarbageCollector
 from rkserve.coordinator.operations.operation_run import (
     FileStore,
     Handler,
@@ -35,7 +45,8 @@ from rkserve.coordinator.operations.operation_run import (
     shortfall,
 )
 from rkserve.coordinator.operations.rollout import RolloutRunner
-from rkserve.core.desired_state import AdapterVersion, Desired, Scope
+from rkserve.core.board_report import BoardState
+from rkserve.core.desired_state import AdapterVersion, Artifact, Desired, Scope
 from rkserve.core.errors import AdapterNotFound, OperationConflict
 
 HOLD_LEASES = 2.0
@@ -234,3 +245,189 @@ def _wanted(
     if version is None:
         raise AdapterNotFound(f"{asked.name}@{asked.version}")
     return version
+
+
+log = logging.getLogger(__name__)
+
+# Running requests keep their version, and may load it again after a pause.
+GRACE_S = 300.0
+UNSTAGE_S = 10.0
+# The number of stagings that a ledger keeps by default; each takes a few hundred bytes.
+MAX_KNOWN = 10_000
+RENEW_S = 120.0  # a board loads a model within this, between two requests
+
+
+class GarbageCollector:
+    """Use it from one event loop."""
+
+    def __init__(
+        self,
+        context: OperationContext,
+        store: FileStore,
+        grace_s: float = GRACE_S,
+        most: int = MAX_KNOWN,
+    ) -> None:
+        """At most ``most`` versions that are neither needed nor present are remembered."""
+        self._context = context
+        self._store = store
+        self._grace_s = grace_s
+        self._most = most
+        self._known: dict[str, Artifact] = {}
+        self._unnamed_s: dict[str, float] = {}  # the time since which it is not desired
+
+    def remember(self, operations: Iterable[ControlOperation]) -> None:
+        """Learn the staged versions: boards report them by key only."""
+        for one in operations:
+            version = brought_by(one)
+            if version is not None:
+                self._known[version.key] = version
+
+    async def look(self) -> None:
+        """Remove the files that have not been needed for a while."""
+        await self._look_at_boards()
+        await self._look_at_store()
+
+    async def _look_at_boards(self) -> None:
+        # Also versions without a record: the ledger keeps a limited number of operations.
+        self._known |= {version.key: version for version in self._needed()}
+        named = self._wanted()
+        now_s = time.monotonic()
+        for key in named:
+            self._unnamed_s.pop(key, None)
+        for key in self._known.keys() - named:
+            since_s = self._unnamed_s.setdefault(key, now_s)
+            if now_s - since_s >= self._grace_s:
+                await self._remove(self._known[key])
+        self._forget(named)
+
+    async def _remove(self, version: Artifact) -> None:
+        """Remove it from the boards that have it. It stays known: an absent board may return with
+        it on its disk.
+        """
+        there = [
+            report.board_id
+            for report in self._context.roster.reports()
+            if version.key in report.staged and report.state is not BoardState.LOST
+        ]
+        results = await self._unstage(version, there)
+        if results and all(result.good for result in results.values()):
+            log.info("%s is removed: nothing names it any more", version.title)
+
+    def _forget(self, named: set[str]) -> None:
+        """Forget the oldest of too many versions that no board has."""
+        held = {key for report in self._context.roster.reports() for key in report.staged}
+        for key in list(self._known)[: -self._most]:
+            if key not in named and key not in held:
+                del self._known[key]
+                self._unnamed_s.pop(key, None)
+
+    async def _look_at_store(self) -> None:
+        """Remove the head's files that no current or pending version needs, including those that
+        were sent and never staged.
+        """
+        for digest in await asyncio.to_thread(self._digests):
+            # On the event loop, and each time anew: no staging can begin between check and removal.
+            versions = [*self._needed(), *self._recent()]
+            if digest in {version.digest for version in versions}:
+                continue
+            try:
+                if self._store.remove(digest, self._grace_s):
+                    log.info("the file %s is removed: no version needs it", digest[:12])
+            except OSError as exc:
+                log.warning("the file %s stays in the store: %s", digest[:12], exc)
+
+    def _recent(self) -> list[Artifact]:
+        """Return the versions that were needed until recently."""
+        since_s = time.monotonic() - self._grace_s
+        return [
+            version
+            for key, version in self._known.items()
+            if self._unnamed_s.get(key, math.inf) > since_s
+        ]
+
+    def _digests(self) -> tuple[str, ...]:
+        try:
+            return self._store.digests()
+        except OSError as exc:
+            log.warning("the store of files cannot be read: %s", exc)
+            return ()
+
+    def _needed(self, but: str = "") -> list[Artifact]:
+        """Return the versions that are desired, or being delivered by an operation other than
+        ``but``.
+        """
+        running = [one for one in self._context.state.running if one.id != but]
+        return [*_named(self._context.state.desired), *_coming(running)]
+
+    def _wanted(self, but: str = "") -> set[str]:
+        return {version.key for version in self._needed(but)}
+
+    async def _unstage(
+        self, version: Artifact, boards: Iterable[str], but: str = ""
+    ) -> dict[str, BoardOutcome]:
+        """Remove it from boards, unless it is needed again once the boards' locks are free."""
+        results = await asyncio.gather(*(self._unstage_at(version, one, but) for one in boards))
+        return {board: result for one in results for board, result in one.items()}
+
+    async def _unstage_at(
+        self, version: Artifact, board_id: str, but: str
+    ) -> dict[str, BoardOutcome]:
+        async with self._context.stager.at(board_id):
+            address = self._context.roster.address(board_id)
+            if address is None or version.key in self._wanted(but):
+                return {}
+            replies = await self._context.roster.ask(
+                [address], "unstage", version, timeout_s=UNSTAGE_S, tries=1
+            )
+        return replies.results
+
+    async def take_back(self, scope: Scope, version: Artifact, operation: str) -> None:
+        """Remove what a staging that failed, that operation, has brought to boards."""
+        self._known[version.key] = version
+        boards = [address.board_id for address in self._context.roster.addresses(scope)]
+        await self._unstage(version, boards, operation)
+
+    async def retired(
+        self, scope: Scope, before: Desired, after: Desired
+    ) -> dict[str, BoardOutcome]:
+        """Renew the engines that have retired versions in their memory, one after the other."""
+        kept = {version.key for version in _named(after)}
+        dropped = {version.key for version in _named(before)} - kept
+        results: dict[str, BoardOutcome] = {}
+        for report in self._context.roster.reports():
+            address = self._context.roster.address(report.board_id)
+            if address is None or not scope.covers(report.board_id, report.model):
+                continue
+            if not dropped & set(report.adapters):
+                continue
+            async with self._context.stager.at(report.board_id):
+                replies = await self._context.roster.ask(
+                    [address],
+                    "renew",
+                    "an adapter was retired",
+                    timeout_s=RENEW_S,
+                    tries=1,
+                )
+            results |= replies.results
+        return results
+
+
+def brought_by(operation: ControlOperation) -> Artifact | None:
+    """Return the artifact that an operation delivers to boards, if any."""
+    asked = operation.action
+    if isinstance(asked, AdapterStageAction | WeightUpdateAction | RebaseAction):
+        return asked.artifact
+    return None
+
+
+def _named(desired: Desired) -> list[Artifact]:
+    bases = [weights.base for weights in desired.weights]
+    coming = [one.rebase.to for one in desired.weights if one.rebase is not None]
+    return [
+        *(version for line in desired.lines for version in line.versions),
+        *(base for base in (*bases, *coming) if base is not None),
+    ]
+
+
+def _coming(running: Iterable[ControlOperation]) -> list[Artifact]:
+    return [version for one in running if (version := brought_by(one)) is not None]

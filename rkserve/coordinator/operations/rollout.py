@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import Any
 
 from rkserve.control import rollout
-from rkserve.control.canary import CanaryLimits, CanaryWatch
 from rkserve.control.operations import BoardOutcome, ControlError, Phase, ResultStatus
 from rkserve.control.rollout import (
     EVERYWHERE,
@@ -30,6 +29,8 @@ from rkserve.control.rollout import (
 )
 from rkserve.control.rollout_plan import (
     AdapterRolloutPlan,
+    CanaryLimits,
+    CanaryWatch,
     Move,
     MoveRequest,
     RolloutPlan,

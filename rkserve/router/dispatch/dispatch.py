@@ -38,8 +38,13 @@ from rkserve.core.messages import (
 )
 from rkserve.core.metrics import QueueCollector, RouterMetrics
 from rkserve.fleet.fleet import BoardLink, Fleet
-from rkserve.router.dispatch.circuit_breaker import Circuit, CircuitBreaker
-from rkserve.router.dispatch.failover import BY_CLUSTER, GenerationProgress, why
+from rkserve.router.dispatch.failover import (
+    BY_CLUSTER,
+    Circuit,
+    CircuitBreaker,
+    GenerationProgress,
+    why,
+)
 from rkserve.router.dispatch.unassigned import ControlChange, RequestLocation, UnassignedRequests
 from rkserve.router.policies import POLICIES, InstrumentedPolicy, PolicySettings
 from rkserve.router.queue.admission import QueueTerms

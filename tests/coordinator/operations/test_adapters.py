@@ -1,21 +1,24 @@
-"""Versions of adapters through the Coordinator: staged on every board, and retired."""
+"""Adapter versions through the Coordinator: staging, retirement, removal of unused files."""
 
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from rkserve.control.calls import OperationKind
 from rkserve.control.operations import OperationState, ResultStatus
-from rkserve.coordinator.operations.garbage_collection import GarbageCollector
+from rkserve.coordinator.operations.adapters import GarbageCollector
+from rkserve.core.desired_state import AdapterVersion
 from rkserve.core.errors import (
     AdapterExists,
     StageFailed,
+    StaleEpoch,
 )
 from tests.support.boards.fake_boards import eventually
-from tests.support.cluster.fake_cluster import CONTENT, MODEL, served, serving
+from tests.support.cluster.fake_cluster import CONTENT, MODEL, Control, served, serving
 
 pytestmark = pytest.mark.virtual_time
 
@@ -165,3 +168,189 @@ async def test_a_board_that_lost_its_disk_gets_the_files_again_before_it_serves(
             "adapter tone@v1",
             "adapter tone@v2",
         ]
+
+
+def garbage_collector(it: Control, grace_s: float = 0.0) -> GarbageCollector:
+    """One that knows what a Coordinator that has just started knows."""
+    made = GarbageCollector(it.it._context, it.store, grace_s=grace_s)
+    made.remember(it.it.operations(100))
+    return made
+
+
+def another(version: AdapterVersion, label: str, scale: float = 1.0) -> AdapterVersion:
+    """Return a version of the same content."""
+    return replace(version, ref=replace(version.ref, version=label, scale=scale))
+
+
+async def test_a_file_stays_while_another_version_with_that_content_is_being_staged(
+    tmp_path: Path,
+) -> None:
+    async with serving(tmp_path, "v1") as it:
+        version = it.store.add("v2", CONTENT["v2"])
+        it.cluster["b"].refuses["stage_commit"] = StageFailed("b", "its disk is full")
+        assert (await it.stage(version)).status != 200
+        it.cluster["b"].refuses.clear()
+        it.cluster["c"].slow_s["stage_commit"] = 0.2
+        asked = it.cluster["a"].asked["stage_commit"]
+        again = asyncio.create_task(it.stage(another(version, "v2b", 2.0), scale=2.0))
+        await eventually(lambda: it.cluster["a"].asked["stage_commit"] > asked)
+        assert not again.done()
+        await garbage_collector(it).look()
+        assert (await again).status == 200
+        await garbage_collector(it).look()
+        assert version.ref.digest in it.store.files
+        it.cluster["a"].restart(disk=False)
+        await eventually(lambda: it.cluster["a"].serves)
+
+
+async def test_a_file_stays_while_a_line_names_its_content_though_no_record_does(
+    tmp_path: Path,
+) -> None:
+    async with serving(tmp_path, "v1") as it:
+        (version,) = it.cluster["a"].whole.values()
+        assert isinstance(version, AdapterVersion)
+        assert (await it.stage(another(version, "same"))).status == 200
+        forgetful = GarbageCollector(it.it._context, it.store, grace_s=0.0)
+        latest = it.it.operations(1)
+        assert latest[0].params["version"] == "same"
+        forgetful.remember(latest)
+        await it.call(K.ADAPTER_RETIRE, model=MODEL, name="tone", version="same")
+        await it.heard()
+        await forgetful.look()
+        assert version.ref.digest in it.store.files
+        assert [len(board.whole) for board in it.cluster.boards.values()] == [1, 1, 1]
+
+
+async def test_a_version_that_no_record_names_is_removed_from_boards_once_it_is_retired(
+    tmp_path: Path,
+) -> None:
+    async with serving(tmp_path, "v1") as it:
+        forgetful = GarbageCollector(it.it._context, it.store, grace_s=0.0)
+        await forgetful.look()
+        await it.call(K.ADAPTER_RETIRE, model=MODEL, name="tone")
+        await it.heard()
+        await forgetful.look()
+        assert it.store.files == {}
+        assert [len(board.whole) for board in it.cluster.boards.values()] == [0, 0, 0]
+
+
+async def test_a_file_that_has_just_come_again_is_not_removed_before_it_is_staged(
+    tmp_path: Path,
+) -> None:
+    async with serving(tmp_path, "v1", "v2") as it:
+        made = garbage_collector(it, grace_s=0.2)
+        await it.call(K.ADAPTER_RETIRE, model=MODEL, name="tone", version="v2")
+        await it.heard()
+        await made.look()  # the time of grace begins
+        await asyncio.sleep(0.25)
+        version = it.store.add("v2", CONTENT["v2"])  # the end of another upload
+        await made.look()
+        assert version.ref.digest in it.store.files
+        assert (await it.stage(version)).status == 200
+
+
+async def test_a_board_is_free_as_soon_as_it_has_a_file_that_others_still_wait_for(
+    tmp_path: Path,
+) -> None:
+    async with serving(tmp_path, "v1") as it:
+        stager = it.it._context.stager
+        it.cluster["c"].slow_s["stage_commit"] = 5.0
+        asked = it.cluster["c"].asked["stage_commit"]
+        staging = asyncio.create_task(it.stage(it.store.add("v2", CONTENT["v2"])))
+        await eventually(lambda: it.cluster["c"].asked["stage_commit"] > asked)
+        await eventually(lambda: not stager.at("a").locked() and not stager.at("b").locked())
+        assert stager.at("c").locked()
+        assert not staging.done()
+        it.cluster["c"].slow_s.clear()
+        assert (await staging).status == 200
+
+
+async def test_a_board_that_somebody_holds_keeps_no_other_from_getting_a_file(
+    tmp_path: Path,
+) -> None:
+    async with serving(tmp_path, "v1") as it:
+        version = it.store.add("v2", CONTENT["v2"])
+        async with it.it._context.stager.at("b"):
+            staging = asyncio.create_task(it.stage(version))
+            others = [it.cluster["a"], it.cluster["c"]]
+            await eventually(lambda: all(version.ref.key in one.whole for one in others))
+            assert version.ref.key not in it.cluster["b"].whole
+        assert (await staging).status == 200
+        assert version.ref.key in it.cluster["b"].whole
+
+
+async def test_a_silent_board_holds_up_no_removal_elsewhere_and_is_asked_when_it_answers(
+    tmp_path: Path,
+) -> None:
+    async with serving(tmp_path, "v1", "v2") as it:
+        made = garbage_collector(it)
+        await it.call(K.ADAPTER_RETIRE, model=MODEL, name="tone", version="v2")
+        it.cluster["b"].frozen = True
+        await it.heard()
+        await asyncio.wait_for(made.look(), 5.0)
+        assert [len(board.whole) for board in it.cluster.boards.values()] == [1, 2, 1]
+        it.cluster["b"].frozen = False
+        await it.heard()
+        await made.look()
+        assert [len(board.whole) for board in it.cluster.boards.values()] == [1, 1, 1]
+        assert len(it.store.files) == 1
+
+
+async def test_a_version_is_removed_from_a_board_that_was_away_when_it_was_dropped(
+    tmp_path: Path,
+) -> None:
+    async with serving(tmp_path, "v1", "v2") as it:
+        made = garbage_collector(it)
+        it.cluster["c"].dead = True
+        roster = it.it._context.roster
+        await eventually(lambda: all(one.board_id != "c" for one in roster.reports()))
+        await it.call(K.ADAPTER_RETIRE, model=MODEL, name="tone", version="v2")
+        await it.heard()
+        await made.look()
+        assert [len(board.whole) for board in it.cluster.boards.values()] == [1, 1, 2]
+        assert len(it.store.files) == 1
+        it.cluster["c"].restart()
+        await eventually(lambda: it.follows)
+        await it.heard()
+        await made.look()
+        assert [len(board.whole) for board in it.cluster.boards.values()] == [1, 1, 1]
+
+
+async def test_what_was_forgotten_long_ago_is_what_nobody_has(tmp_path: Path) -> None:
+    async with serving(tmp_path, "v1", "v2", "v3") as it:
+        made = GarbageCollector(it.it._context, it.store, grace_s=0.0, most=1)
+        made.remember(it.it.operations(100))
+        it.cluster["c"].refuses["unstage"] = StageFailed("c", "its disk fails")
+        for version in ("v2", "v3"):
+            await it.call(K.ADAPTER_RETIRE, model=MODEL, name="tone", version=version)
+        for _ in range(2):
+            await it.heard()
+            await made.look()
+        assert [len(board.whole) for board in it.cluster.boards.values()] == [1, 1, 3]
+        it.cluster["c"].refuses.clear()
+        await made.look()
+        assert [len(board.whole) for board in it.cluster.boards.values()] == [1, 1, 1]
+        for _ in range(2):
+            await it.heard()
+            await made.look()
+        assert len(made._known) == 1
+
+
+async def test_a_file_that_was_never_staged_is_removed_after_a_while(tmp_path: Path) -> None:
+    async with serving(tmp_path, "v1") as it:
+        pushed = it.store.add("v2", CONTENT["v2"])
+        with pytest.raises(StaleEpoch):
+            await it.call(
+                K.ADAPTER_STAGE,
+                model=MODEL,
+                name="tone",
+                version="v2",
+                digest=pushed.ref.digest,
+                size_bytes=pushed.size_bytes,
+                expected_epoch=1,
+            )
+        await garbage_collector(it, grace_s=60.0).look()
+        assert len(it.store.files) == 2
+        await garbage_collector(it).look()
+        assert pushed.ref.digest not in it.store.files
+        assert len(it.store.files) == 1

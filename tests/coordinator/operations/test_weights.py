@@ -12,7 +12,7 @@ import pytest
 
 from rkserve.control.calls import ArtifactMetadata, OperationKind
 from rkserve.control.operations import OperationState, Phase, ResultStatus
-from rkserve.coordinator.operations.garbage_collection import GarbageCollector
+from rkserve.coordinator.operations.adapters import GarbageCollector
 from rkserve.core.desired_state import BaseVersion
 from rkserve.core.errors import (
     ArtifactNotFound,

@@ -33,9 +33,8 @@ from rkserve.core.messages import (
     Paused,
     TranscriptToken,
 )
-from rkserve.router.dispatch.circuit_breaker import Circuit
 from rkserve.router.dispatch.dispatch import FailoverLimits
-from rkserve.router.dispatch.failover import BY_CLUSTER
+from rkserve.router.dispatch.failover import BY_CLUSTER, Circuit
 from tests.support.boards.dispatch_talk import REQUEST, Talk, half, rest
 from tests.support.boards.fake_boards import (
     Step,
