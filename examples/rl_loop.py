@@ -25,7 +25,7 @@ from pathlib import Path
 import httpx
 
 from rkserve.client import Client, ClientError, Progress
-from rkserve.native.sim import adapters
+from rkserve.native.sim import models
 
 TRAIN_S = 0.5
 
@@ -38,7 +38,7 @@ def train(answers: list[str]) -> None:
 
 def export(folder: Path, name: str, number: int) -> Path:
     """Write what the boards load; the real thing is converted by the vendor's toolkit."""
-    return adapters.write(folder / f"{name}-{number}.rkllm", f"{name} {number}", seed=number)
+    return models.write_adapter(folder / f"{name}-{number}.rkllm", f"{name} {number}", seed=number)
 
 
 def ask(http: httpx.Client, model: str, number: int) -> tuple[str, str]:

@@ -24,7 +24,7 @@ from pathlib import Path
 import httpx
 
 from rkserve.client import AsyncClient, ClientError, Progress
-from rkserve.native.sim import adapters
+from rkserve.native.sim import models
 
 STEP_S = 0.2
 
@@ -37,7 +37,7 @@ async def train(step: int) -> None:
 
 def export(folder: Path, name: str, step: int) -> Path:
     """Write what the boards load; the real thing is converted by the vendor's toolkit."""
-    return adapters.write(folder / f"{name}-{step}.rkllm", f"{name} {step}", seed=step)
+    return models.write_adapter(folder / f"{name}-{step}.rkllm", f"{name} {step}", seed=step)
 
 
 def tell(progress: Progress) -> None:

@@ -28,8 +28,8 @@ from rkserve.core.metrics import (
     StreamCollector,
 )
 from rkserve.models.settings import FolderSettings
+from rkserve.native.binding.preconditions import TRANSITIONS as HANDLE_TRANSITIONS
 from rkserve.native.binding.releases import RELEASES
-from rkserve.native.handle_states import TRANSITIONS as HANDLE_TRANSITIONS
 from rkserve.native.quirks import TABLE as QUIRKS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -179,7 +179,7 @@ def states() -> str:
             "",
             "Drawn from the tables in the code; a transition that is not listed is an error.",
             "",
-            "## One RKLLM handle (`rkserve/native/handle_states.py`)",
+            "## One RKLLM handle (`rkserve/native/binding/preconditions.py`)",
             "",
             *_diagram(HANDLE_TRANSITIONS),
             "## One board (`rkserve/board/run/supervisor.py`)",

@@ -35,7 +35,6 @@ from pathlib import Path
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from rkserve.models.settings import FAMILIES
-from rkserve.native.sim import adapters
 from rkserve.native.sim import models as sim_models
 from rkserve.native.sim.inputs import SimEncoder
 
@@ -305,7 +304,7 @@ def write(out: Path, *, embedding: bool = False, vision: bool = False) -> None:
     if not embedding and not vision:
         name, version, title = ADAPTER
         (shelf := out / "adapters" / name / version).mkdir(parents=True, exist_ok=True)
-        adapters.write(shelf / "adapter.rkllm", title, base=MODEL_ID)
+        sim_models.write_adapter(shelf / "adapter.rkllm", title, base=MODEL_ID)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -334,8 +333,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     if given.out is None:
         parser.error("--adapter needs --out")
-    size = max(given.mib << 20, adapters.HEADER_BYTES)
-    adapters.write(given.out, given.adapter, seed=given.seed, base=given.base, size=size)
+    size = max(given.mib << 20, sim_models.ADAPTER_BYTES)
+    sim_models.write_adapter(given.out, given.adapter, seed=given.seed, base=given.base, size=size)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ import httpx
 import pytest
 import yaml
 
-from rkserve.native.sim import adapters
+from rkserve.native.sim import models
 from tests.support.cluster.local_cluster import App, LocalCluster
 from tests.support.http.talk import CHAT, chat_body
 from tests.support.paths import PROJECT
@@ -108,7 +108,7 @@ def request_of(words: list[str]) -> tuple[str, str, dict[str, Any]]:
         elif word in ("-d", "--data-binary", "-T"):
             text = next(rest)
             is_file = text.startswith("@") or word == "-T"
-            body = adapters.render("Tone") if is_file else text.encode()
+            body = models.render_adapter("Tone") if is_file else text.encode()
             headers.setdefault("content-type", "application/x-www-form-urlencoded")
         else:
             assert word.startswith(f"{HOST}/"), f"{word}: the test knows no such option of curl"

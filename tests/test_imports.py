@@ -14,7 +14,7 @@ PACKAGE = PROJECT / "rkserve"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 
 BASE = frozenset({"core", "config", "models"})
-ENGINE_PROTOCOL = frozenset({"native.runtime", "native.handle_states", "native.engine_frames"})
+ENGINE_PROTOCOL = frozenset({"native.runtime", "native.engine_frames"})
 API = frozenset({"api.json", "api.prompting", "api.parsing", "api.common"})
 BOARD_RULES = frozenset({"board.answer", "board.engine", "board.rules", "board.storage"})
 # Rooms from the bottom up. The longest name that fits a module is its room; a name stands for all

@@ -19,11 +19,10 @@ from benchmarks.harness.growth import Sample, sample
 from benchmarks.harness.processes import BenchCrew, chat_body
 from benchmarks.harness.prompts import PROFILE, messages_of_length
 from benchmarks.serving.cases import SETTLE_S
-from rkserve.bench.child import Json, OnProgress, hold
-from rkserve.bench.processes import PROC, CpuUse
+from rkserve.bench.processes import PROC, CpuUse, Json, OnProgress, hold
+from rkserve.bench.results import cores
 from rkserve.bench.systems import SimulatedDeployment
-from rkserve.bench.tables import cores
-from rkserve.native.sim import adapters
+from rkserve.native.sim import models
 
 BOARDS, STREAMS = 8, 64
 PROMPTS = 16
@@ -94,7 +93,7 @@ class ControlBench:
     def prepare_switches(self) -> None:
         """Bring both versions to all boards; the first one is served when it returns."""
         for seed, version in enumerate(reversed(VERSIONS), start=1):
-            content = adapters.render(SPEAKERS[version], seed=seed, base="any")
+            content = models.render_adapter(SPEAKERS[version], seed=seed, base="any")
             self._upload(LINE, version, content)
 
     def switches(self, strategy: str, count: int, **more: Any) -> Played:
@@ -151,7 +150,7 @@ class ControlBench:
         with self._metered("staging"):
             for number in range(count):
                 self._crew.say(f"version {number + 1} of {count}")
-                content = adapters.render("Somebody", seed=100 + number, size=LARGE_BYTES)
+                content = models.render_adapter("Somebody", seed=100 + number, size=LARGE_BYTES)
                 found.append(self._upload(LARGE, f"v{number}", content))
         return found
 

@@ -15,8 +15,8 @@ from typing import Any
 
 from benchmarks.control.answers import ABORTED, Answer
 from benchmarks.control.checks import SHOWN, Era, Said, Truth
-from rkserve.bench.child import Json
-from rkserve.bench.tables import TargetVerdict
+from rkserve.bench.processes import Json
+from rkserve.bench.results import TargetVerdict
 
 ENDED = ("succeeded", "failed", "undone")
 READY = "ready"

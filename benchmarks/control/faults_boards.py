@@ -29,8 +29,8 @@ from benchmarks.control.faults_site import (
     operations_of,
     wait_for,
 )
-from rkserve.bench.child import BenchFailed, Json
 from rkserve.bench.connection import OK
+from rkserve.bench.processes import BenchFailed, Json
 
 MIB = 1 << 20
 CHUNK_BYTES = 4 * MIB  # of staging

@@ -38,10 +38,10 @@ from benchmarks.control.faults_site import ADAPTERS, Scene, Site, wait_for
 from benchmarks.control.load import ask_once, streams
 from benchmarks.harness.processes import BenchCrew, chat_body
 from benchmarks.harness.prompts import PROFILE, messages_of_length
-from rkserve.bench.child import BenchFailed, Json, hold
 from rkserve.bench.connection import OK
+from rkserve.bench.processes import BenchFailed, Json, hold
 from rkserve.bench.systems import SimulatedDeployment
-from rkserve.native.sim import adapters
+from rkserve.native.sim import models
 
 BOARDS, CLIENTS = 3, 9
 TIME_SCALE = 0.3
@@ -74,7 +74,7 @@ class FaultBench:
         self._boards = [f"{GROUP}-{number}" for number in range(BOARDS)]
         self._numbers = iter(range(1_000_000))
         self._contents = {
-            letter: adapters.render(title, seed=seed, base="any", size=CONTENT_BYTES)
+            letter: models.render_adapter(title, seed=seed, base="any", size=CONTENT_BYTES)
             for seed, (letter, title) in enumerate(LETTERS.items(), start=1)
         }
         self._bodies: list[Json] = []

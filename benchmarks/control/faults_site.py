@@ -23,8 +23,7 @@ from typing import Any, TypeVar
 from urllib.parse import quote, urlencode
 
 from benchmarks.control.faults import Done, Sight
-from rkserve.bench.child import BenchFailed, Json
-from rkserve.bench.processes import PROC, snapshot
+from rkserve.bench.processes import PROC, BenchFailed, Json, snapshot
 from rkserve.control.codec import read_operation
 
 T = TypeVar("T")

@@ -13,9 +13,9 @@ from benchmarks.control.answers import Answer, Call
 from benchmarks.control.checks import Checked
 from benchmarks.harness.figures import Spread
 from benchmarks.harness.growth import Growth
-from rkserve.bench.child import BenchFailed
 from rkserve.bench.connection import OK
-from rkserve.bench.tables import TargetVerdict
+from rkserve.bench.processes import BenchFailed
+from rkserve.bench.results import TargetVerdict
 
 AFTER_STEP_MS = 50.0
 SKEW_MS = 50.0

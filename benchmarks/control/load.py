@@ -16,8 +16,8 @@ from dataclasses import asdict
 from typing import Any
 
 from benchmarks.control.answers import Answer, Call, read_answer, read_call
-from rkserve.bench.child import BenchFailed, Json, OnProgress, serve_commands
 from rkserve.bench.connection import CHAT, Connection, request_bytes
+from rkserve.bench.processes import BenchFailed, Json, OnProgress, serve_commands
 
 REFUSED_S = 0.5  # a client that was refused does not ask again at once
 LIMIT_S = 240.0

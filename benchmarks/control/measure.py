@@ -40,8 +40,8 @@ from benchmarks.harness.command import ProgressLine
 from benchmarks.harness.figures import Spread
 from benchmarks.harness.growth import growth
 from benchmarks.harness.prompts import profile
-from rkserve.bench.child import BenchFailed
-from rkserve.bench.tables import machine
+from rkserve.bench.processes import BenchFailed
+from rkserve.bench.results import machine
 
 CASES = ("pauses", "switches", "staged", "rounds", "faults")
 MAX_UNAVAILABLE = 2  # boards of eight, in a rolling switch

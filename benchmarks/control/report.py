@@ -35,7 +35,7 @@ from benchmarks.harness.figures import Spread
 from benchmarks.harness.prompts import PROFILE
 from benchmarks.serving.report import noise_section
 from rkserve.bench.processes import CpuUse
-from rkserve.bench.tables import (
+from rkserve.bench.results import (
     MISSING,
     Machine,
     TargetVerdict,

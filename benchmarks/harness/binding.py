@@ -14,7 +14,7 @@ from typing import Any
 
 from benchmarks.harness.exchange import Exchange
 from benchmarks.serving.oneboard_figures import BatchRun
-from rkserve.bench.child import BenchFailed, Json, OnProgress, serve_commands
+from rkserve.bench.processes import BenchFailed, Json, OnProgress, serve_commands
 from rkserve.core.run_params import Guide, GuideKind, Sampling, Stepwise
 from rkserve.models.folder import open_model_folder
 from rkserve.native import engine_frames

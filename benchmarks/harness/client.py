@@ -22,8 +22,8 @@ from benchmarks.harness.exchange import (
     read_id,
     read_text,
 )
-from rkserve.bench.child import BenchFailed, Json, OnProgress, serve_commands
 from rkserve.bench.connection import OK, Connection, ConnectionLost, Incoming, request_bytes
+from rkserve.bench.processes import BenchFailed, Json, OnProgress, serve_commands
 
 CONTROL = "/v1/generations"
 TEXTS_BETWEEN = 2  # pauses: the first text is the resumption's, the second one the decode's

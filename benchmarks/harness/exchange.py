@@ -6,8 +6,8 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rkserve.bench.child import BenchFailed
 from rkserve.bench.connection import OK, Incoming
+from rkserve.bench.processes import BenchFailed
 
 
 @dataclass(frozen=True, slots=True)

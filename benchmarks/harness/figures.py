@@ -12,9 +12,8 @@ from itertools import pairwise
 from statistics import fmean, median
 
 from benchmarks.harness.exchange import Exchange, HangUp
-from rkserve.bench.child import hold
 from rkserve.bench.figures import CONFIDENCE, Ratio, percentile
-from rkserve.bench.processes import ProcessMemory
+from rkserve.bench.processes import ProcessMemory, hold
 
 RESAMPLES = 4000
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import median
 
 from rkserve.bench.processes import KIB, ProcessIdentity, snapshot
-from rkserve.bench.tables import TargetVerdict
+from rkserve.bench.results import TargetVerdict
 
 WATCHED = ("coordinator", "router", "board replica", "engine", "proxy", "controller")
 OURS = ("coordinator", "router", "board replica", "engine")

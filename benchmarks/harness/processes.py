@@ -14,7 +14,7 @@ from urllib.parse import urlencode
 
 from benchmarks.harness.exchange import Exchange, InterruptedAnswer
 from rkserve.api.common.renderer import Renderer
-from rkserve.bench.child import BenchFailed, CommandProcess, Json, OnProgress
+from rkserve.bench.processes import BenchFailed, CommandProcess, Json, OnProgress
 from rkserve.bench.systems import MODEL, RELEASE, BenchProcesses, Say
 from rkserve.config.board_group import BoardGroupConfig, SimulatedConfig
 from rkserve.config.serve_config import engine_environ

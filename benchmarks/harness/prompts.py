@@ -6,7 +6,7 @@ from functools import cache
 from typing import Any
 
 from rkserve.api.common.renderer import Renderer
-from rkserve.bench.child import BenchFailed
+from rkserve.bench.processes import BenchFailed
 from rkserve.native.sim.profiles import Profile
 from rkserve.native.sim.profiles import load as load_profiles
 

@@ -24,9 +24,9 @@ from benchmarks.harness.command import REPORTS, ProgressLine, add_outputs
 from benchmarks.harness.processes import chat_body
 from benchmarks.kills.report import KillFigures, KillRun, Phase, Truth, judge, render
 from benchmarks.kills.victims import Ground, Victim, strike, ways
-from rkserve.bench.child import BenchFailed, CommandProcess, Json
+from rkserve.bench.processes import BenchFailed, CommandProcess, Json
+from rkserve.bench.results import machine
 from rkserve.bench.systems import MODEL
-from rkserve.bench.tables import machine
 from rkserve.config.serve_config import resolve_folder
 from rkserve.core.child_process import free_port
 

@@ -14,7 +14,7 @@ from ray import serve
 from ray.cluster_utils import Cluster
 
 from rkserve.app import build
-from rkserve.bench.child import BenchFailed, Json, serve_commands
+from rkserve.bench.processes import BenchFailed, Json, serve_commands
 from rkserve.native.sim.build import ensure_built
 
 HOST, APP = "127.0.0.1", "rkserve"

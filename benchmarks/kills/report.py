@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from benchmarks.control.answers import Answer
-from rkserve.bench.tables import Machine, figure, machine_line, table
+from rkserve.bench.results import Machine, figure, machine_line, table
 
 _HEAD = [
     "killed",

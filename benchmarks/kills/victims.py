@@ -12,8 +12,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.control.faults_site import Site, kill, wait_for
-from rkserve.bench.child import BenchFailed, CommandProcess, Json
-from rkserve.bench.processes import PROC, ProcessIdentity, identity_of, is_alive
+from rkserve.bench.processes import (
+    PROC,
+    BenchFailed,
+    CommandProcess,
+    Json,
+    ProcessIdentity,
+    identity_of,
+    is_alive,
+)
 
 HIT_S = 20.0
 JOIN_S = 60.0

@@ -6,7 +6,7 @@ import platform
 
 from benchmarks.scale.cases import Grown, Outcome, Results
 from benchmarks.scale.conversations import Shape
-from rkserve.bench.tables import figure, percent, table
+from rkserve.bench.results import figure, percent, table
 
 LIMIT_US = 200.0
 

@@ -22,10 +22,9 @@ from benchmarks.harness.prompts import (
     messages_of_length,
     step_ms,
 )
-from rkserve.bench.child import CommandProcess, hold
-from rkserve.bench.processes import PROC, CpuUse, ProcessMemory, memory
+from rkserve.bench.processes import PROC, CommandProcess, CpuUse, ProcessMemory, hold, memory
+from rkserve.bench.results import cores
 from rkserve.bench.systems import SimulatedDeployment
-from rkserve.bench.tables import cores
 
 PROMPTS = 16
 WARM_UPS = 2

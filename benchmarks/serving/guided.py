@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from benchmarks.harness.processes import ANSWER_S, BenchCrew
 from benchmarks.harness.prompts import SMALL_PROFILE
-from rkserve.bench.child import CommandProcess, Json, hold
+from rkserve.bench.processes import CommandProcess, Json, hold
 from rkserve.core.run_params import Guide, GuideKind
 from rkserve.models.vocabulary import Vocabulary
 from rkserve.sampling.grammar import GrammarCompiler

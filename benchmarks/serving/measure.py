@@ -33,7 +33,7 @@ from benchmarks.serving.summary import (
 )
 from benchmarks.serving.tokenpath import TokenPath, TokenPaths, ways
 from benchmarks.serving.tokenpath_figures import WayFigures, path_figures, path_verdicts
-from rkserve.bench.tables import machine
+from rkserve.bench.results import machine
 
 CASES = "abcdefghi"
 BESIDE_ALONE = "abc"  # (b) and (c) are held to (a), which therefore runs with them

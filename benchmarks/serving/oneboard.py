@@ -25,10 +25,9 @@ from benchmarks.serving.oneboard_figures import (
     flaws_of_interrupted,
     flaws_of_parked,
 )
-from rkserve.bench.child import CommandProcess, Json, hold
-from rkserve.bench.processes import CpuUse
+from rkserve.bench.processes import CommandProcess, CpuUse, Json, hold
+from rkserve.bench.results import cores
 from rkserve.bench.systems import SimulatedDeployment
-from rkserve.bench.tables import cores
 
 PARKED_ANSWER = 8  # tokens
 CALM_S = 1.5  # until a board has nothing left to do about the conversation before

@@ -10,7 +10,7 @@ from statistics import median
 from benchmarks.harness.exchange import Exchange, InterruptedAnswer, PausedSpan
 from benchmarks.harness.figures import Spread, flaws, ratio, tail_ms, ttft_ms
 from rkserve.bench.figures import SEED, Ratio
-from rkserve.bench.tables import TargetVerdict
+from rkserve.bench.results import TargetVerdict
 
 HISTORY_TOKENS = 1000
 AFTER_STEP_MS = 20.0

@@ -26,7 +26,7 @@ from benchmarks.serving.tokenpath import TokenPaths
 from benchmarks.serving.tokenpath_figures import WayFigures
 from rkserve.bench.figures import Ratio
 from rkserve.bench.processes import PARTS, CpuUse, ProcessMemory
-from rkserve.bench.tables import (
+from rkserve.bench.results import (
     MISSING,
     Machine,
     TargetVerdict,

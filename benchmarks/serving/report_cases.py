@@ -12,7 +12,7 @@ from benchmarks.serving.oneboard_figures import HISTORY_TOKENS, Batches, ParkedF
 from benchmarks.serving.tokenpath import AGAINST, STREAM_TOKENS, STREAMS, TOKEN_MS
 from benchmarks.serving.tokenpath_figures import PATH, LoadTaken, WayFigures
 from rkserve.bench.figures import Ratio
-from rkserve.bench.tables import MISSING, figure, table
+from rkserve.bench.results import MISSING, figure, table
 
 
 def parked_section(found: ParkedFigures) -> str:

@@ -31,7 +31,7 @@ from benchmarks.serving.oneboard_figures import (
     pause_verdicts,
 )
 from rkserve.bench.figures import SEED, Ratio
-from rkserve.bench.tables import TargetVerdict
+from rkserve.bench.results import TargetVerdict
 
 TTFT_AT_MOST = 1.05
 RATE_AT_LEAST = 0.99

@@ -18,8 +18,8 @@ from benchmarks.harness.figures import flaws
 from benchmarks.harness.processes import ANSWER_S, SLACK_S, BenchCrew, chat_body
 from benchmarks.harness.prompts import NEW_TOKENS, PROMPT_TOKENS, messages_of_length, step_ms
 from benchmarks.serving.cases import Bench, Load, Loaded
-from rkserve.bench.child import hold
 from rkserve.bench.connection import OK, Connection, request_bytes
+from rkserve.bench.processes import hold
 from rkserve.bench.systems import Say
 from rkserve.deployments.haproxy import available
 

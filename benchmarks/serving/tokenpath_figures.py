@@ -20,8 +20,8 @@ from benchmarks.serving.tokenpath import (
     Taken,
     TokenPaths,
 )
-from rkserve.bench.child import hold
-from rkserve.bench.tables import TargetVerdict
+from rkserve.bench.processes import hold
+from rkserve.bench.results import TargetVerdict
 
 PATH = ("proxy", "router", "board replica")  # whose CPU time a token costs
 COST_AT_MOST = 0.15  # of the plain way's

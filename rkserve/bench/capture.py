@@ -14,11 +14,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
-from rkserve.bench.child import Json
 from rkserve.bench.outcome import CapturedExchange, RequestOutcome
 from rkserve.bench.player import NO_ANSWER
-from rkserve.bench.results import RunResult
-from rkserve.bench.tables import MISSING, figure, percent, table
+from rkserve.bench.processes import Json
+from rkserve.bench.results import MISSING, RunResult, figure, percent, table
 from rkserve.bench.target import BoardSample
 from rkserve.bench.trace import Trace, TraceSession
 

@@ -17,7 +17,7 @@ import ray
 from ray import serve
 
 from rkserve.app import build
-from rkserve.bench.child import BenchFailed, Json, serve_commands
+from rkserve.bench.processes import BenchFailed, Json, serve_commands
 
 APP = "rkserve"
 HOST = "127.0.0.1"

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from rkserve.bench.child import BenchFailed, Json
+from rkserve.bench.processes import BenchFailed, Json
 
 CHAT = "/v1/chat/completions"
 OK = 200

@@ -18,7 +18,6 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rkserve.bench.child import BenchFailed, Json
 from rkserve.bench.connection import Connection, ConnectionLost, NotHttp
 from rkserve.bench.outcome import (
     CapturedExchange,
@@ -28,6 +27,7 @@ from rkserve.bench.outcome import (
     never_answered,
     read_outcome,
 )
+from rkserve.bench.processes import BenchFailed, Json
 from rkserve.bench.target import Target
 from rkserve.bench.trace import Trace, TraceSession
 

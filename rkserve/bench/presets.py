@@ -15,12 +15,11 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean, stdev
 
 from rkserve.bench import capture
-from rkserve.bench.child import BenchFailed, Json
 from rkserve.bench.figures import Comparison, Distribution, Slo, TraceFigures, compare, figures
 from rkserve.bench.player import OnRunProgress, PlayedRun, Player, PlayOptions, RunProgress
-from rkserve.bench.results import RunResult
+from rkserve.bench.processes import BenchFailed, Json
+from rkserve.bench.results import MISSING, RunResult, TargetVerdict, figure, percent, table
 from rkserve.bench.systems import SystemUnderTest
-from rkserve.bench.tables import MISSING, TargetVerdict, figure, percent, table
 from rkserve.bench.target import BoardMonitor, Target
 from rkserve.bench.trace import Trace, TraceShape, make_trace
 

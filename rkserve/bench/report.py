@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 from rkserve.bench.charts import Chart
 from rkserve.bench.figures import Distribution, Percentile, Ratio, TraceFigures
-from rkserve.bench.results import BenchResults, RunResult
-from rkserve.bench.tables import (
+from rkserve.bench.results import (
     MISSING,
+    BenchResults,
+    RunResult,
     figure,
     megabytes,
     percent,

@@ -8,9 +8,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from rkserve.bench.child import BenchFailed, CommandProcess
 from rkserve.bench.processes import (
     PROC,
+    BenchFailed,
+    CommandProcess,
     ProcessMonitor,
     ProcessReading,
     pids_with,

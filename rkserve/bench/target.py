@@ -14,8 +14,8 @@ from types import MappingProxyType
 from typing import Any
 from urllib.parse import urlsplit
 
-from rkserve.bench.child import BenchFailed, Json
 from rkserve.bench.connection import request_bytes
+from rkserve.bench.processes import BenchFailed, Json
 
 CHAT, COMPLETIONS = "chat", "completions"
 ASK_S = 10.0

@@ -21,7 +21,7 @@ from random import Random
 from statistics import NormalDist
 from typing import Any, TypeVar
 
-from rkserve.bench.child import BenchFailed, Json
+from rkserve.bench.processes import BenchFailed, Json
 
 FORMAT = "rkserve-trace/1"
 _T = TypeVar("_T")

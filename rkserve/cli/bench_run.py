@@ -156,8 +156,7 @@ def exit_of(given: LoadOptions, results: BenchResults) -> Exit:
 
 def results_of(bench: Bench, found: PresetResult | None) -> BenchResults:
     """Collect the results of all runs."""
-    from rkserve.bench.results import BenchResults
-    from rkserve.bench.tables import machine
+    from rkserve.bench.results import BenchResults, machine
 
     title, trace = ("Interrupted", "") if found is None else (found.title, found.trace)
     return BenchResults(

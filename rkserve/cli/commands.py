@@ -22,7 +22,7 @@ from rkserve.cli.weights import weights
 from rkserve.client.answers import PARTIAL, SUCCEEDED
 from rkserve.core.errors import ConfigError
 from rkserve.deployments.haproxy import default_folder, prepare
-from rkserve.native.sim import adapters
+from rkserve.native.sim import models as sim_models
 
 sim = typer.Typer(help="Make files for simulated boards.", no_args_is_help=True)
 app = typer.Typer(
@@ -188,9 +188,9 @@ def adapter(
     mib: Annotated[int, typer.Option(min=0, max=4096, help="Size; zeros stand for weights.")] = 0,
 ) -> None:
     """Make a LoRA adapter that simulated boards load as real ones load the vendor's."""
-    size = max(mib << 20, adapters.HEADER_BYTES)
+    size = max(mib << 20, sim_models.ADAPTER_BYTES)
     try:
-        adapters.write(path, title, seed=seed, base=base, size=size)
+        sim_models.write_adapter(path, title, seed=seed, base=base, size=size)
     except ValueError as exc:
         raise typer.BadParameter(str(exc)) from exc
     except OSError as exc:

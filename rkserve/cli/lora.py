@@ -14,7 +14,7 @@ from rkserve.cli.options import InFlightOption, Model, Running, Timeout
 from rkserve.cli.progress import progress
 from rkserve.client.upload import ADAPTER_FILE
 from rkserve.models.weights import SIM_MAGIC
-from rkserve.native.sim import adapters as sim_adapters
+from rkserve.native.sim import models as sim_models
 
 lora = typer.Typer(help=f"Bring LoRA adapters to the boards. {EXIT_CODES}", no_args_is_help=True)
 
@@ -169,7 +169,7 @@ def _look_at(path: Path) -> None:
         raise typer.BadParameter(f"{path} has no {ADAPTER_FILE} in it, but {inside}. {_CONVERT}.")
     try:
         with file.open("rb") as opened:
-            begin = opened.read(sim_adapters.HEADER_BYTES)
+            begin = opened.read(sim_models.ADAPTER_BYTES)
     except OSError as exc:
         raise typer.BadParameter(f"{file} cannot be read: {exc.strerror or exc}") from exc
     if wrong := _wrong(file, begin):
@@ -187,8 +187,8 @@ def _wrong(file: Path, begin: bytes) -> str:
         return "a safetensors file"
     if begin.lstrip()[:1] in (b"{", b"["):
         return "JSON"
-    if begin.startswith(sim_adapters.MAGIC):
-        return sim_adapters.damage(file)
+    if begin.startswith(sim_models.MAGIC):
+        return sim_models.damage_adapter(file)
     return ""
 
 

@@ -31,11 +31,14 @@ class Settings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
+SimulatedRelease = Literal["1.2.3", "1.3.0"]  # releases that the simulator can imitate
+
+
 class SimulatedConfig(Settings):
     """Simulated boards instead of real ones: the embedded default, for a laptop and for tests."""
 
     boards: int = Field(3, ge=1, le=256, description="How many boards to simulate.")
-    release: Literal["1.2.3", "1.3.0"] = Field("1.3.0", description="RKLLM release to imitate.")
+    release: SimulatedRelease = Field("1.3.0", description="RKLLM release to imitate.")
     profile: str = Field(
         "rk3588-qwen2.5-1.5b-w8a8",
         description="Whose published speed to imitate; docs/reference/simulator.md lists the "

@@ -15,7 +15,7 @@ import httpx
 import openai
 import pytest
 
-from rkserve.native.sim import adapters
+from rkserve.native.sim import models
 from tests.support.cluster.local_cluster import App, LocalCluster
 from tests.support.http.talk import CHAT, act, streaming
 
@@ -36,12 +36,12 @@ def app(ray_cluster: LocalCluster) -> Iterator[App]:
     """A board whose model folder has adapters, two of them broken."""
     model = ray_cluster.model_copy(BASE, max_adapters=2)
     for seed, ((name, version), title) in enumerate(TITLES.items(), start=1):
-        adapters.write(_place(model, name, version), title, seed=seed, base="sim-chat")
-    damaged = bytearray(adapters.render("Nobody"))
+        models.write_adapter(_place(model, name, version), title, seed=seed, base="sim-chat")
+    damaged = bytearray(models.render_adapter("Nobody"))
     damaged[-1] ^= 0xFF
     _place(model, "damaged", "v1").write_bytes(damaged)
     swapped = _place(model, "swapped", "v1")
-    adapters.write(swapped, "Somebody")
+    models.write_adapter(swapped, "Somebody")
     swapped.with_name("manifest.json").write_text(json.dumps({"sha256": "0" * 64}))
     deployed = App.deploy(
         ray_cluster, "adapt", 1, model=str(model), simulated={"strict": True, "time_scale": 0.0}
@@ -159,7 +159,7 @@ def test_adapters_are_listed_as_models(app: App, http: httpx.Client) -> None:
 def test_an_adapter_that_was_just_copied_there_is_served(app: App, http: httpx.Client) -> None:
     model = app.cluster.folder / "models" / BASE
     assert ask(http, "newcomer", [user(WHO)]).status_code == 404
-    adapters.write(_place(model, "newcomer", "v1"), "Columbus", seed=99)
+    models.write_adapter(_place(model, "newcomer", "v1"), "Columbus", seed=99)
     while (response := ask(http, "newcomer", [user(WHO)])).status_code == 404:
         pass  # the Router looks again once a second
     assert "Columbus" in text_of(response.json())

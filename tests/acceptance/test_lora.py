@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks.control.checks import eras
 from rkserve.core.board_report import BoardState
-from rkserve.native.sim import adapters
+from rkserve.native.sim import models
 from tests.support.cluster.controlled import (
     BOARDS,
     COUNT,
@@ -75,7 +75,7 @@ def pushed(http: httpx.Client, name: str, version: str, **query: Any) -> Any:
 
 def file_of(version: str, size: int = 6 << 20) -> bytes:
     """Return an adapter of two chunks on its way to the boards."""
-    return adapters.render(SPEAKERS[version], seed=int(version[1:]), base=MODEL, size=size)
+    return models.render_adapter(SPEAKERS[version], seed=int(version[1:]), base=MODEL, size=size)
 
 
 def listed(http: httpx.Client) -> dict[str, Any]:

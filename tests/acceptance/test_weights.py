@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from benchmarks.control.checks import eras
-from rkserve.native.sim import adapters
+from rkserve.native.sim import models
 from rkserve.native.sim.models import reseed
 from tests.support.cluster.controlled import (
     BASE,
@@ -56,7 +56,9 @@ def policy(http: httpx.Client) -> str:
     for number, version in enumerate(SPEAKERS):
         if version in {one["version"] for one in known.get("policy", {}).get("versions", ())}:
             continue
-        content = adapters.render(SPEAKERS[version], seed=number + 1, base=MODEL, size=1 << 20)
+        content = models.render_adapter(
+            SPEAKERS[version], seed=number + 1, base=MODEL, size=1 << 20
+        )
         query = {"name": "policy", "version": version, "activate": "false"}
         sent = http.post(
             PUSH,

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from rkserve.bench.child import BenchFailed
 from rkserve.bench.outcome import OutcomeKind, RequestOutcome
 from rkserve.bench.player import (
     NO_ANSWER,
@@ -18,6 +17,7 @@ from rkserve.bench.player import (
     PlayOptions,
     RunProgress,
 )
+from rkserve.bench.processes import BenchFailed
 from rkserve.bench.target import Target
 from rkserve.bench.trace import Trace, TraceSession, TraceShape, Turn, make_trace
 from tests.support.boards.board_bench import until

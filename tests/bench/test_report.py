@@ -12,8 +12,7 @@ from rkserve.bench.figures import Slo, compare, figures
 from rkserve.bench.player import PlayedRun, PlayOptions
 from rkserve.bench.report import render as render_report
 from rkserve.bench.report import summary
-from rkserve.bench.results import BenchResults, RunResult
-from rkserve.bench.tables import TargetVerdict, machine
+from rkserve.bench.results import BenchResults, RunResult, TargetVerdict, machine
 from tests.support.values.bench_load import answered, failed, played
 
 SLO = Slo(ttft_ms=1000)

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from rkserve.bench import presets
-from rkserve.bench.child import BenchFailed
 from rkserve.bench.presets import Bench, PresetOptions
+from rkserve.bench.processes import BenchFailed
 from rkserve.bench.systems import (
     NamedProcesses,
     RunningServers,

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rkserve.bench.child import BenchFailed
+from rkserve.bench.processes import BenchFailed
 from rkserve.bench.trace import (
     Arrivals,
     Trace,

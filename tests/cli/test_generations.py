@@ -15,7 +15,7 @@ import pytest
 
 from rkserve import __version__
 from rkserve.cli.context import Exit
-from rkserve.native.sim import adapters
+from rkserve.native.sim import models
 from tests.support.cluster.fake_control import FakeControl, envelope, error, ok
 from tests.support.http.fake_openai import serving
 from tests.support.http.terminal import Terminal
@@ -332,14 +332,14 @@ def test_a_simulated_adapter_is_made_and_pushed(
     assert code == Exit.DONE
     assert f"rkserve lora push {file} --name tone" in out
     assert file.stat().st_size == 1 << 20
-    assert adapters.damage(file) == ""
+    assert models.damage_adapter(file) == ""
     said = {"id": "tone@v1", "model": "sim-chat", "sha256": "0" * 64, "size": 1}
     server.on("POST /v1/lora_adapters", ok({**envelope(), **said, "version": "v1"}))
     rkserve("lora", "push", str(file), "--name", "tone", "--no-activate")
     assert server.routes[0] == "POST /v1/lora_adapters"
 
 
-ADAPTER = adapters.render("Tone", size=500)
+ADAPTER = models.render_adapter("Tone", size=500)
 
 
 @pytest.mark.parametrize(

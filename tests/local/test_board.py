@@ -114,7 +114,7 @@ def at_five(piece: Decoded) -> str | None:
 
 
 def test_adapters_of_the_folder_change_the_answer(tmp_path: Path) -> None:
-    from rkserve.native.sim import adapters as sim_adapters
+    from rkserve.native.sim import models as sim_models
 
     folder = tmp_path / "sim-chat"
     folder.mkdir()
@@ -123,7 +123,7 @@ def test_adapters_of_the_folder_change_the_answer(tmp_path: Path) -> None:
             (folder / file.name).symlink_to(file)
     place = folder / "adapters" / "fr" / "v1"
     place.mkdir(parents=True)
-    sim_adapters.write(place / "adapter.rkllm", "fr", seed=3)
+    sim_models.write_adapter(place / "adapter.rkllm", "fr", seed=3)
     with open_board(folder, simulated=SIMULATED) as opened:
         assert opened.adapters() == ["fr@v1"]
         plain = opened.generate("Tell me something", temperature=0, max_tokens=30)

@@ -15,7 +15,7 @@ from typing import Any
 
 from rkserve.core.errors import CallFailed, Misuse
 from rkserve.native.binding.library import Handle
-from rkserve.native.handle_states import TRANSITIONS, HandleEvent, HandleState, advance
+from rkserve.native.binding.preconditions import TRANSITIONS, HandleEvent, HandleState, advance
 from rkserve.native.runtime import (
     CallState,
     EvaluateMode,

@@ -16,8 +16,7 @@ from rkserve.core.errors import CallFailed, Misuse, NothingComputed
 from rkserve.native.binding import preconditions
 from rkserve.native.binding.callback import Ended, NativeRun, ResultCallback
 from rkserve.native.binding.library import Handle
-from rkserve.native.binding.preconditions import KvContext, PromptCache
-from rkserve.native.handle_states import HandleState
+from rkserve.native.binding.preconditions import HandleState, KvContext, PromptCache
 from rkserve.native.runtime import (
     EvaluateMode,
     Matrix,

@@ -20,9 +20,9 @@ from rkserve.core.errors import LoadFailed, Misuse
 from rkserve.native.binding import preconditions
 from rkserve.native.binding.callback import Ended, ResultCallback, keep_for_good
 from rkserve.native.binding.library import Handle, ModelCallbacks, detect
+from rkserve.native.binding.preconditions import HandleEvent, HandleState, advance
 from rkserve.native.binding.releases import CallbackPointers, RuntimeRelease, c_path, c_string
 from rkserve.native.binding.runs import HandleRuns, fitting
-from rkserve.native.handle_states import HandleEvent, HandleState, advance
 from rkserve.native.quirks import quirks_for
 from rkserve.native.runtime import (
     CrossAttention,

@@ -27,8 +27,7 @@ from rkserve.core.run_params import Embeds, EncoderStates, Picture, Pooling
 from rkserve.native import engine_frames
 from rkserve.native.binding.releases import RELEASES
 from rkserve.native.engine import commands
-from rkserve.native.engine.process_io import FrameWriter, NpuLock
-from rkserve.native.engine_frames import FrameKind
+from rkserve.native.engine_frames import FrameKind, FrameWriter, NpuLock
 from rkserve.native.runtime import (
     CrossAttention,
     Image,

@@ -20,7 +20,9 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import get_args
 
+from rkserve.config.board_group import SimulatedRelease
 from rkserve.core.errors import LibraryMissing
 from rkserve.native.sim import profiles
 
@@ -28,7 +30,15 @@ HERE = Path(__file__).resolve().parent
 SOURCES = HERE / "src"
 DECLARATIONS = HERE.parent / "decl"
 BESIDE = HERE / "build"
-RELEASES = {"1.2.3": 10203, "1.3.0": 10300}
+
+
+def _number(release: str) -> int:
+    """Return a release as RKSIM_RELEASE has it: 10203 for 1.2.3."""
+    major, minor, patch = map(int, release.split("."))
+    return (major * 100 + minor) * 100 + patch
+
+
+RELEASES = {release: _number(release) for release in get_args(SimulatedRelease)}
 ENCODER_SOURCES = HERE / "rknn"
 ENCODER_NAME = "librknnrt-sim-2.3.2.so"
 

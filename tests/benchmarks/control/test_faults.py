@@ -40,7 +40,7 @@ from benchmarks.control.faults_list import FAULTS
 from benchmarks.control.faults_site import Site, frozen, full_disk, kill, wait_for
 from benchmarks.control.report import faults_section
 from benchmarks.harness.exchange import Exchange
-from rkserve.bench.child import BenchFailed
+from rkserve.bench.processes import BenchFailed
 from rkserve.control.calls import OperationKind
 from rkserve.coordinator.state.ledger import Ledger
 from tests.support.values.control_values import recorded

@@ -40,9 +40,8 @@ from benchmarks.control.report import ControlResults, render
 from benchmarks.harness.exchange import Exchange
 from benchmarks.harness.figures import Spread
 from benchmarks.harness.growth import Belongings, Growth, Sample, growth, sample
-from rkserve.bench.child import BenchFailed
-from rkserve.bench.processes import CpuUse
-from rkserve.bench.tables import Machine
+from rkserve.bench.processes import BenchFailed, CpuUse
+from rkserve.bench.results import Machine
 
 A, B = "tone@a", "tone@b"
 MB = 1_000_000

@@ -15,8 +15,8 @@ from benchmarks.control.answers import Answer, Call, Span, read_answer
 from benchmarks.control.figures import pause_figures
 from benchmarks.control.load import Load
 from rkserve.api.common import output
-from rkserve.bench.child import BenchFailed, Json
 from rkserve.bench.connection import CHAT, Incoming
+from rkserve.bench.processes import BenchFailed, Json
 from tests.support.values.bench_answers import HEAD, USAGE, chunk, chunked
 
 WORDS = 30

@@ -18,8 +18,8 @@ from benchmarks.harness.exchange import (
     InterruptedAnswer,
 )
 from rkserve.api.common import output
-from rkserve.bench.child import BenchFailed
 from rkserve.bench.connection import CHAT, ConnectionLost, Incoming, request_bytes
+from rkserve.bench.processes import BenchFailed
 from tests.support.boards.fakes import run_loop
 from tests.support.values.bench_answers import EVENTS, HEAD, USAGE, chunk, chunked
 

@@ -23,7 +23,7 @@ from benchmarks.harness.figures import (
     whole_rate,
 )
 from benchmarks.serving.summary import hang_up_figures
-from rkserve.bench.child import BenchFailed
+from rkserve.bench.processes import BenchFailed
 from tests.support.values.bench_answers import (
     answer,
     back_to_back,

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.harness.prompts import messages_of_length
 from rkserve.api.common.renderer import Renderer
-from rkserve.bench.child import BenchFailed
+from rkserve.bench.processes import BenchFailed
 from rkserve.config.serve_config import resolve_folder
 from rkserve.models.folder import open_model_folder
 

@@ -20,7 +20,7 @@ from benchmarks.kills.report import (
     quantile,
     render,
 )
-from rkserve.bench.tables import Machine
+from rkserve.bench.results import Machine
 
 GOOD = Answer(
     Exchange(0.0, (1.0, 1.1, 1.9), 2.0, prompt_tokens=7, completion_tokens=3),

@@ -13,8 +13,7 @@ import pytest
 
 from benchmarks.control.faults_site import Site
 from benchmarks.kills.victims import Ground, Victim
-from rkserve.bench.child import CommandProcess
-from rkserve.bench.processes import PROC, ProcessIdentity, identity_of
+from rkserve.bench.processes import PROC, CommandProcess, ProcessIdentity, identity_of
 
 SLEEPS = [sys.executable, "-c", "import time; time.sleep(600)"]
 

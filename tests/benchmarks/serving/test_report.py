@@ -11,7 +11,7 @@ from benchmarks.serving.oneboard_figures import parked_figures, pause_figures
 from benchmarks.serving.report import Results, render
 from benchmarks.serving.summary import hang_up_figures, load_figures, pair_figures, verdicts
 from rkserve.bench.processes import CpuUse, ProcessMemory
-from rkserve.bench.tables import Machine
+from rkserve.bench.results import Machine
 from tests.support.values.bench_answers import (
     answer,
     back_to_back,

@@ -15,7 +15,7 @@ from rkserve.board.engine.protocol import EntryCommand, RunCommand
 from rkserve.core.errors import CallFailed, Misuse
 from rkserve.core.run_params import Sampling
 from rkserve.native.runtime import RunEnd
-from rkserve.native.sim import adapters
+from rkserve.native.sim import models
 from tests.support.boards.engine_bench import Recorder, command
 from tests.support.sim.sim_board import Sim, both_releases, chat
 
@@ -100,7 +100,9 @@ async def test_an_abort_ends_every_entry_of_a_batch(sim: Sim) -> None:
 
 @both_releases
 async def test_a_run_speaks_through_the_adapter_that_it_names(sim: Sim, release: str) -> None:
-    files = {name: str(adapters.write(sim.place / name, f"the {name}")) for name in ("law", "sea")}
+    files = {
+        name: str(models.write_adapter(sim.place / name, f"the {name}")) for name in ("law", "sea")
+    }
     sim.release = release
     async with loaded(sim) as engine:
         plain = await say(engine, WHO, 1)
@@ -113,7 +115,7 @@ async def test_a_run_speaks_through_the_adapter_that_it_names(sim: Sim, release:
 
 
 async def test_an_adapter_that_cannot_be_had_is_refused_and_the_engine_goes_on(sim: Sim) -> None:
-    good = adapters.write(sim.place / "good", "the good")
+    good = models.write_adapter(sim.place / "good", "the good")
     bad = sim.place / "bad"
     bad.write_bytes(good.read_bytes()[:-1] + b"!")
     async with loaded(sim) as engine:

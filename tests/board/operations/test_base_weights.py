@@ -26,7 +26,7 @@ from rkserve.core.errors import (
     RebaseFailed,
     StageFailed,
 )
-from rkserve.native.sim import adapters as sim_adapters
+from rkserve.native.sim import models as sim_models
 from rkserve.native.sim.models import reseed
 from tests.support.boards.board_bench import PLAIN, SETTINGS, Bench, Listener, until
 from tests.support.boards.fakes import FakeEngine, run_loop
@@ -321,7 +321,7 @@ def test_a_marked_file_that_cannot_be_loaded_any_more_gives_way_to_the_folders(
 
 def test_adapters_are_loaded_anew_and_one_that_does_not_fit_is_broken(tmp_path: Path) -> None:
     async def body(it: Rebased, voices: Voices) -> None:
-        content = sim_adapters.render("Tone", seed=1, base=FOLDER.id)
+        content = sim_models.render_adapter("Tone", seed=1, base=FOLDER.id)
         version = it.told.stage_content("v1", content)
         voices.stage(version, content, "default", "w1")  # the same adapter everywhere
         client = await it.midway(adapter=version.ref)

@@ -15,7 +15,7 @@ from rkserve.core.board_report import GenerationState, VersionFigures
 from rkserve.core.desired_state import InFlight, Probe, Weights
 from rkserve.core.errors import AdapterBroken, ModelNotFound
 from rkserve.core.messages import ControlAction, FinishReason, VersionSpan
-from rkserve.native.sim import adapters as sim_adapters
+from rkserve.native.sim import models as sim_models
 from tests.board.operations.test_adopt import in_prefill, play
 from tests.support.boards.board_bench import Listener, until
 from tests.support.boards.holding import KINDS, LINE, SAYING, Governed, Oracle
@@ -201,7 +201,7 @@ def test_a_probe_changes_nothing_of_what_is_served(
         assert after.finished is not None
         assert [span.version for span in after.finished.versions] == [f"{LINE}@v1"]
         # Of what the runtime refuses, the engine and its board live on.
-        bad = told.stage_content("bad", sim_adapters.render("Tone", base="another-model"))
+        bad = told.stage_content("bad", sim_models.render_adapter("Tone", base="another-model"))
         with pytest.raises(AdapterBroken):
             await told.board.load_adapter(bad.ref, client.asked.prompt_ids, 8)
         assert told.board.report().engine_starts == 1

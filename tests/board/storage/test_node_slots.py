@@ -16,7 +16,7 @@ from rkserve.board.storage.node_slots import claim_slot
 from rkserve.config.serve_config import default_state_dir
 from rkserve.core.errors import LoadFailed
 from rkserve.core.files import UnsafeFolder, write_private
-from rkserve.native.engine.process_io import NpuLock
+from rkserve.native.engine_frames import NpuLock
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
 HOLDER = """

@@ -7,8 +7,8 @@ import gc
 import pytest
 
 from rkserve.core.errors import CallFailed
+from rkserve.native.binding.preconditions import HandleState
 from rkserve.native.binding.runtime import Binding, open_runtime
-from rkserve.native.handle_states import HandleState
 from rkserve.native.runtime import (
     LoadParams,
     Perf,

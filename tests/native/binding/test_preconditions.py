@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from rkserve.core.errors import CallFailed, Misuse
+from rkserve.native.binding.preconditions import HandleState
 from rkserve.native.binding.runtime import Binding
-from rkserve.native.handle_states import HandleState
 from rkserve.native.runtime import (
     CrossAttention,
     EmbedInput,

@@ -29,9 +29,9 @@ from rkserve.api.common.renderer import Renderer
 from rkserve.core.run_params import Sampling
 from rkserve.models.folder import ModelFolder, open_model_folder
 from rkserve.native.binding.library import detect
+from rkserve.native.binding.preconditions import HandleState
 from rkserve.native.binding.releases import RELEASES
 from rkserve.native.binding.runtime import Binding, open_runtime
-from rkserve.native.handle_states import HandleState
 from rkserve.native.runtime import (
     LoadParams,
     RunEnd,

@@ -18,9 +18,9 @@ import pytest
 from rkserve.core.errors import CallFailed, LoadFailed, Misuse, NativeError
 from rkserve.core.run_params import Sampling
 from rkserve.native.binding.library import file_limit
+from rkserve.native.binding.preconditions import HandleState
 from rkserve.native.binding.releases import RELEASES
 from rkserve.native.binding.runtime import Binding, open_runtime
-from rkserve.native.handle_states import HandleState
 from rkserve.native.quirks import quirks_for
 from rkserve.native.runtime import (
     LoadParams,

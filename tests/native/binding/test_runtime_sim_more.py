@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rkserve.native.sim import adapters, inputs
+from rkserve.native.sim import inputs, models
 from tests.support.sim.binding_child import RELEASES, child, told
 
 EVERY_RELEASE = pytest.mark.parametrize("release", RELEASES)
@@ -124,7 +124,7 @@ runtime.destroy()
 
 @EVERY_RELEASE
 def test_an_adapter_speaks_where_it_is_named_and_nowhere_else(release: str, tmp_path: Path) -> None:
-    adapters.write(tmp_path / "pirate.rkllm", "Pirate", seed=3)
+    models.write_adapter(tmp_path / "pirate.rkllm", "Pirate", seed=3)
     (tmp_path / "broken.rkllm").write_bytes(b"no adapter at all")
     script = f"""
 load()

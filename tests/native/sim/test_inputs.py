@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from rkserve.native.sim import adapters, inputs
+from rkserve.native.sim import inputs, models
 from tests.support.sim.sim_driver import (
     FAST,
     MODEL,
@@ -273,7 +273,7 @@ def test_function_tools_are_called_and_their_answer_is_told(sim: FeatureSim) -> 
 
 def furnished(folder: Path) -> str:
     """A folder with the adapters that sim_addons.c asks for."""
-    whole = adapters.write(folder / "adapter.rkllm", "Pirate", size=10_000)
+    whole = models.write_adapter(folder / "adapter.rkllm", "Pirate", size=10_000)
     (folder / "broken.rkllm").write_bytes(whole.read_bytes()[:-1])
     return str(folder)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rkserve.native.sim import adapters
+from rkserve.native.sim import models
 from tests.support.sim.sim_driver import Aborted, chat, child, violations
 from tests.support.sim.sim_features import CACHE_FIELDS, CACHE_HEADER, FeatureSim, held, opened
 
@@ -127,7 +127,7 @@ def test_a_runtime_may_accept_such_a_file_and_answer_wrongly(
 def test_a_cache_of_another_adapter_is_a_violation_and_visibly_wrong(
     sim: FeatureSim, tmp_path: Path, cache: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert sim.load_lora(adapters.write(tmp_path / "a", "Pirate"), "p") == 0
+    assert sim.load_lora(models.write_adapter(tmp_path / "a", "Pirate"), "p") == 0
     prompt = chat("Count to 5")
     sim.run(prompt, lora="p", save=cache)
     assert sim.load_cache(cache) == 0

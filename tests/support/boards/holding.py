@@ -28,7 +28,7 @@ from rkserve.core.desired_state import (
     Scope,
 )
 from rkserve.core.messages import AdapterRef, Delta, GenerateRequest
-from rkserve.native.sim import adapters as sim_adapters
+from rkserve.native.sim import models as sim_models
 from tests.support.boards.board_bench import Listener, collect, until
 from tests.support.sim.sim_board import CALM, FOLDER, GREEDY, TOKENIZER, Sim, words
 
@@ -64,7 +64,7 @@ class Governed:
     number: int = 0
 
     def stage(self, name: str, seed: int) -> AdapterVersion:
-        return self.stage_content(name, sim_adapters.render("Tone", seed=seed))
+        return self.stage_content(name, sim_models.render_adapter("Tone", seed=seed))
 
     def stage_content(self, name: str, content: bytes) -> AdapterVersion:
         version = self.versions[name] = version_of(content, name)

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from rkserve.native.binding.preconditions import HandleState
 from rkserve.native.binding.runtime import Binding, open_runtime
-from rkserve.native.handle_states import HandleState
 from rkserve.native.runtime import LoadParams
 from tests.support.sim import rkllm_fake
 from tests.support.sim.binding_driver import RELEASES, Open

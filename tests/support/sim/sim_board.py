@@ -34,8 +34,8 @@ from rkserve.core.run_params import Sampling
 from rkserve.models.adapters import adapters
 from rkserve.models.folder import open_model_folder
 from rkserve.native.runtime import LoadParams
-from rkserve.native.sim import adapters as sim_adapters
 from rkserve.native.sim import build
+from rkserve.native.sim import models as sim_models
 from rkserve.native.sim.build import ensure_built
 from tests.support.boards.board_bench import collect, until
 from tests.support.paths import PROJECT
@@ -276,7 +276,7 @@ class Sim:
         """Put a LoRA adapter into the model folder of this board's own, ``models``."""
         place = self.models / "adapters" / title / "1"
         place.mkdir(parents=True)
-        sim_adapters.write(place / "adapter.rkllm", title, seed=seed)
+        sim_models.write_adapter(place / "adapter.rkllm", title, seed=seed)
         found = {adapter.name: adapter for adapter in adapters(self.models)}
         return found[title].ref()
 

@@ -15,7 +15,7 @@
 
 #define LORA_MAGIC "RKSIMLRA"
 #define LORA_FORMAT 1
-struct lora_header { /* little-endian, as written by rkserve/native/sim/adapters.py */
+struct lora_header { /* little-endian, as written by rkserve/native/sim/models.py */
     char magic[8];
     uint32_t format, crc; /* CRC-32 of everything after this */
     uint64_t file_bytes, seed;

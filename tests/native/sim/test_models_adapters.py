@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rkserve.native.sim import adapters
+from rkserve.native.sim import models
 from scripts import make_sim_chat
 from tests.support.sim.sim_driver import Sim, chat, child, violations
 from tests.support.sim.sim_features import FeatureSim, opened, turn
@@ -29,7 +29,7 @@ def sim(release: str) -> Iterator[FeatureSim]:
 
 @pytest.fixture
 def pirate(tmp_path: Path) -> Path:
-    return adapters.write(tmp_path / "pirate.rkllm", "Pirate", seed=7)
+    return models.write_adapter(tmp_path / "pirate.rkllm", "Pirate", seed=7)
 
 
 # --- files
@@ -48,7 +48,7 @@ def damaged(content: bytes, at: int) -> bytes:
     return content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :]
 
 
-WHOLE = adapters.render("Pirate", size=5000)
+WHOLE = models.render_adapter("Pirate", size=5000)
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ WHOLE = adapters.render("Pirate", size=5000)
         pytest.param(damaged(WHOLE, 30), "damaged file", id="another seed"),
         pytest.param(damaged(WHOLE, 4999), "damaged file", id="last byte"),
         pytest.param(
-            adapters.render("Pirate", base="sim-other"),
+            models.render_adapter("Pirate", base="sim-other"),
             "it was made for another base model",
             id="another base model",
         ),
@@ -88,7 +88,7 @@ def test_a_file_that_is_no_good_is_refused_by_name_and_changes_nothing(
 
 @pytest.mark.parametrize("base", ["any", "sim-chat"])
 def test_an_adapter_fits_its_base_model(sim: FeatureSim, tmp_path: Path, base: str) -> None:
-    assert sim.load_lora(adapters.write(tmp_path / "a", "A", base=base), "a") == 0
+    assert sim.load_lora(models.write_adapter(tmp_path / "a", "A", base=base), "a") == 0
 
 
 def test_a_call_without_path_name_or_scale_is_refused(sim: FeatureSim, pirate: Path) -> None:
@@ -103,7 +103,7 @@ def test_a_call_without_path_name_or_scale_is_refused(sim: FeatureSim, pirate: P
 def test_a_name_is_given_once(
     sim: FeatureSim, pirate: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    other = adapters.write(tmp_path / "other", "Other", seed=8)
+    other = models.write_adapter(tmp_path / "other", "Other", seed=8)
     assert sim.load_lora(pirate, "voice") == 0
     assert sim.load_lora(other, "voice") == -1
     assert f"failed to load lora adapter '{other}': the name is taken" in capfd.readouterr().err
@@ -112,7 +112,7 @@ def test_a_name_is_given_once(
 
 def test_several_adapters_lie_side_by_side(sim: FeatureSim, tmp_path: Path) -> None:
     for at in range(5):
-        path = adapters.write(tmp_path / f"{at}", f"Voice{at}", seed=at)
+        path = models.write_adapter(tmp_path / f"{at}", f"Voice{at}", seed=at)
         assert sim.load_lora(path, f"v{at}") == 0
     for at in (3, 0, 4):
         reply = sim.run(chat("Who are you?"), lora=f"v{at}").reply
@@ -141,7 +141,7 @@ def test_exact_answers_stay_exact_under_an_adapter(
 def test_text_hangs_on_content_and_on_scale(sim: FeatureSim, tmp_path: Path) -> None:
     made = [("a", 1, 1.0), ("b", 2, 1.0), ("c", 1, 0.5), ("d", 1, 1.0), ("zero", 1, 0.0)]
     for name, seed, scale in made:
-        path = adapters.write(tmp_path / name, "Voice", seed=seed)
+        path = models.write_adapter(tmp_path / name, "Voice", seed=seed)
         assert sim.load_lora(path, name, scale) == 0
     # Any one question may happen to be answered alike: ten of them never are.
     questions = [chat(f"Tell me about number {at}") for at in range(10)]
@@ -156,8 +156,8 @@ def test_text_hangs_on_content_and_on_scale(sim: FeatureSim, tmp_path: Path) -> 
 
 
 def test_a_size_is_content_too(sim: FeatureSim, tmp_path: Path) -> None:
-    small = adapters.write(tmp_path / "small", "Voice")
-    large = adapters.write(tmp_path / "large", "Voice", size=100_000)
+    small = models.write_adapter(tmp_path / "small", "Voice")
+    large = models.write_adapter(tmp_path / "large", "Voice", size=100_000)
     assert large.stat().st_size == 100_000
     assert sim.load_lora(small, "small") == sim.load_lora(large, "large") == 0
     questions = [chat(f"Tell me about number {at}") for at in range(10)]
@@ -230,7 +230,7 @@ def test_loading_takes_time_by_size(
     monkeypatch.setenv("RKSIM_TIME_SCALE", "1")
     monkeypatch.setenv("RKSIM_LORA_MS_PER_MB", "50")
     sim = opened(release)
-    path = adapters.write(tmp_path / "big", "Big", size=4 << 20)
+    path = models.write_adapter(tmp_path / "big", "Big", size=4 << 20)
     started = time.monotonic()
     assert sim.load_lora(path, "big") == 0
     assert 0.2 <= time.monotonic() - started < 60
@@ -243,7 +243,7 @@ def test_an_adapter_of_32_mib_is_loaded_and_counts_against_the_domain(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    path = adapters.write(tmp_path / "big", "Big", size=32 << 20)
+    path = models.write_adapter(tmp_path / "big", "Big", size=32 << 20)
     monkeypatch.setenv("RKSIM_MEMORY_MB", "4040")
     sim = opened(release)
     before = sim.run(chat("Count to 3"))
@@ -279,7 +279,7 @@ def test_a_history_of_another_adapter_is_a_violation_and_visibly_wrong(
     second: str | None,
 ) -> None:
     assert sim.load_lora(pirate, "p") == 0
-    assert sim.load_lora(adapters.write(tmp_path / "q", "Queen", seed=9), "q") == 0
+    assert sim.load_lora(models.write_adapter(tmp_path / "q", "Queen", seed=9), "q") == 0
     sim.run(chat("Hello"), lora=first, keep_history=1)
     run = sim.run(turn("Count to 4"), lora=second, keep_history=1)
     assert run.code == 0
@@ -350,4 +350,4 @@ def test_the_script_makes_an_adapter_for_its_model(sim: FeatureSim, tmp_path: Pa
 def test_the_maker_says_what_does_not_fit() -> None:
     for wrong in ({"title": ""}, {"title": "x" * 64}, {"title": "x", "size": 10}):
         with pytest.raises(ValueError, match="an adapter"):
-            adapters.render(**wrong)
+            models.render_adapter(**wrong)

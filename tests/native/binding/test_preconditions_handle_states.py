@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from rkserve.core.errors import Misuse
-from rkserve.native.handle_states import HandleEvent, HandleState, advance
+from rkserve.native.binding.preconditions import HandleEvent, HandleState, advance
 
 # One column per event, in this order; one letter per cell says the state after, a dot is Misuse.
 EVENTS = [
