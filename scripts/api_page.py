@@ -8,8 +8,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 from urllib.parse import quote, urlencode
 
-from rkserve.http.endpoints import PUSHED_ADAPTER, STATUSES, Access, Endpoint, meaning_of
-from rkserve.http.openapi import ApiDescription
+from rkserve.http.openapi import (
+    PUSHED_ADAPTER,
+    STATUSES,
+    Access,
+    ApiDescription,
+    Endpoint,
+    meaning_of,
+)
 
 Schema = dict[str, Any]
 

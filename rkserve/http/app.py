@@ -20,9 +20,13 @@ from typing_extensions import TypedDict
 from rkserve import __version__
 from rkserve.core.errors import MethodNotAllowed, NoBoard, RequestError, RkserveError, RouteNotFound
 from rkserve.http.auth import BrowserGuard, HostAllowList, host_names
+from rkserve.http.bodies import DIRECT
 from rkserve.http.cluster_routes import add_cluster
 from rkserve.http.dialect_routes import add_dialects, error_of
-from rkserve.http.endpoints import (
+from rkserve.http.generation_routes import add_control
+from rkserve.http.gradio_routes import GradioCalls, add_gradio
+from rkserve.http.openai_routes import add_openai
+from rkserve.http.openapi import (
     JSON,
     PLAIN,
     SERVICE,
@@ -33,10 +37,6 @@ from rkserve.http.endpoints import (
     described,
     told,
 )
-from rkserve.http.generation_routes import add_control
-from rkserve.http.gradio_routes import GradioCalls, add_gradio
-from rkserve.http.openai_routes import add_openai
-from rkserve.http.streaming import DIRECT
 from rkserve.page import FRONT, PageFile, page_files
 from rkserve.router.features.generations import GenerationPeers
 from rkserve.router.service import Service

@@ -63,7 +63,8 @@ from rkserve.api.admin.weights import (
 )
 from rkserve.core.errors import RequestError
 from rkserve.http.auth import check_client, check_operator
-from rkserve.http.endpoints import (
+from rkserve.http.bodies import announced, query_of, read_body, read_parts
+from rkserve.http.openapi import (
     CHANGE,
     KEY,
     OCTETS,
@@ -74,7 +75,6 @@ from rkserve.http.endpoints import (
     described,
     told,
 )
-from rkserve.http.request_body import announced, query_of, read_body, read_parts
 from rkserve.http.trainer_routes import (
     HEADS_FILE,
     SENTENCE,

@@ -23,7 +23,9 @@ from rkserve.api.ollama.requests import OllamaChatRequest, OllamaGenerateRequest
 from rkserve.api.openai.embeddings import EmbeddingDialect
 from rkserve.api.rkllm_chat import NAME, RkllmChatAnswer, rkllm_dialect
 from rkserve.http.auth import check_client
-from rkserve.http.endpoints import (
+from rkserve.http.bodies import generation, read_body, respond
+from rkserve.http.openai_routes import visit_of
+from rkserve.http.openapi import (
     ASK,
     EMBED,
     HELLO,
@@ -36,9 +38,6 @@ from rkserve.http.endpoints import (
     described,
     told,
 )
-from rkserve.http.openai_routes import visit_of
-from rkserve.http.request_body import read_body
-from rkserve.http.streaming import generation, respond
 from rkserve.router.auth import Caller
 from rkserve.router.features.embeddings import Embeddings
 from rkserve.router.features.tokenize import count_prompt, folder_facts, let_in, make_ready

@@ -34,8 +34,8 @@ from rkserve.api.openai.models import BoardAnswer, BoardsAnswer
 from rkserve.config.router import RouterConfig
 from rkserve.core.messages import ControlAction
 from rkserve.http.auth import check_client, check_operator
-from rkserve.http.endpoints import ASK, HELLO, SIM, Access, Example, described, told
-from rkserve.http.request_body import query_of, read_body
+from rkserve.http.bodies import query_of, read_body
+from rkserve.http.openapi import ASK, HELLO, SIM, Access, Example, described, told
 from rkserve.router.auth import Keys
 from rkserve.router.features.caches import Caches
 from rkserve.router.features.generations import GenerationPeers, Generations

@@ -24,9 +24,8 @@ from rkserve.api.common.calls import read_chat
 from rkserve.api.json.body import parse_object
 from rkserve.core.errors import GenerationNotFound, QueueFull, RequestError, RkserveError
 from rkserve.http.auth import check_client
-from rkserve.http.endpoints import ASK, EVENTS, OK, Access, EndpointAnswer, Example, described, told
-from rkserve.http.request_body import read_body
-from rkserve.http.streaming import StreamedAnswer, stream_late
+from rkserve.http.bodies import StreamedAnswer, read_body, stream_late
+from rkserve.http.openapi import ASK, EVENTS, OK, Access, EndpointAnswer, Example, described, told
 from rkserve.router.auth import Caller
 from rkserve.router.service import Service, read_call
 from rkserve.router.stored_responses import owner_of

@@ -49,9 +49,8 @@ from rkserve.api.responses.stored import (
     read_page,
 )
 from rkserve.http.auth import check_client
-from rkserve.http.endpoints import ASK, EMBED, HELLO, JSON, SIM, Access, Example, described, told
-from rkserve.http.request_body import read_body
-from rkserve.http.streaming import generation, respond
+from rkserve.http.bodies import generation, read_body, respond
+from rkserve.http.openapi import ASK, EMBED, HELLO, JSON, SIM, Access, Example, described, told
 from rkserve.router.auth import ClientKey
 from rkserve.router.features.embeddings import CallContext, Embeddings
 from rkserve.router.features.rerank import Reranking

@@ -1,28 +1,301 @@
-"""The OpenAPI document of an application, which is made of the descriptions of its routes."""
+"""The description of an endpoint, which stands at its route, and the OpenAPI document of all.
+
+``described`` makes a description (access, bodies, answers, an example) an argument of FastAPI's
+decorators. ``document`` makes the OpenAPI document of the descriptions of all routes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import inspect
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from enum import Enum
 from typing import Any
 
 from fastapi import FastAPI
+from starlette.routing import Route
 
 from rkserve import __version__
 from rkserve.api.common.output import AnthropicErrorAnswer, ErrorAnswer, OllamaErrorAnswer
-from rkserve.api.json.schemas import REF, json_schemas
-from rkserve.http.endpoints import (
-    JSON,
-    STATUSES,
-    Access,
-    Endpoint,
-    EndpointAnswer,
-    EndpointParameter,
-    ErrorShape,
-    RequestBody,
-    endpoints,
-    errors_of,
-    meaning_of,
+from rkserve.api.json.limits import MAX_KEY_CHARS
+from rkserve.api.json.schemas import REF, RequestModel, json_schemas
+from rkserve.core.errors import BoardStartFailed, ConfigError, RkserveError
+
+JSON = "application/json"
+OCTETS = "application/octet-stream"
+EVENTS = "text/event-stream"
+LINES = "application/x-ndjson"
+PLAIN = "text/plain"
+OK = 200
+# Values of the examples, which are answered by a cluster fresh from ``make demo``.
+SERVICE = "Service"
+SIM, EMBED = "sim-chat", "sim-embed"
+HELLO = [{"role": "user", "content": "Hello"}]
+PUSHED_ADAPTER = (
+    "an adapter of that name in the cluster: `rkserve sim adapter adapter.rkllm` and "
+    "`rkserve lora push adapter.rkllm --name tone --version v1`"
 )
+# The tags of the document, and the order of their chapters in the reference.
+TAGS = (
+    *("OpenAI", "Vectors and ranks", "Tokens", "Gradio", "RKLLM", "Anthropic", "Ollama"),
+    *("Trainers", "Generations", "Caches", "Boards", "Cluster", "Operations", "Adapters"),
+    *("Weights", "Service", "Chat page"),
+)
+
+
+class Access(Enum):
+    """The callers that an endpoint admits."""
+
+    OPEN = "anybody"
+    CLIENT = "a client"
+    OPERATOR = "the operator"
+
+
+class ErrorShape(Enum):
+    """The error object of an endpoint, by the name of its schema."""
+
+    OPENAI = "Error"
+    ANTHROPIC = "AnthropicError"
+    OLLAMA = "OllamaError"
+
+
+STATUSES = {
+    400: "The request cannot be served as it was sent.",
+    401: "The call needs an API key.",
+    403: "The call needs the admin key, or has to come from the Router's own machine; or a web "
+    "page of another origin made it.",
+    404: "What the request names does not exist.",
+    405: "The path has other methods.",
+    408: "The body did not arrive in time.",
+    409: "The state of things does not allow it; nothing was changed.",
+    413: "The body is longer than the configured limit.",
+    415: "The body is not JSON by its headers, or compressed.",
+    421: "The request is addressed to a host name that is not in the allow-list.",
+    422: "Boards failed while they worked on this request, and no other one is asked.",
+    429: "Too much at once; `retry-after` says when to come back.",
+    500: "A hook of the operator's failed while the answer was generated.",
+    502: "The runtime refused or ended this run.",
+    503: "Nobody can serve it now; `retry-after` says when to come back.",
+    504: "It was not done in time.",
+}
+# Statuses of errors, beside those of access and of bodies, which follow from the description.
+GENERATION = (404, 409, 422, 429, 500, 502, 503, 504)  # of calls that a board answers
+ASK = (404, 503)  # of calls that ask boards about what they have
+CHANGE = (404, 409, 503, 504)  # of calls that the Coordinator carries out
+_KEY = "endpoint"  # of a description in a route
+_NAME = {"type": "string", "minLength": 1}
+_BODY = (400, 408, 413, 415)
+_ALWAYS = (403, 421)  # requests by other sites' pages, and to other host names
+_OF_ACCESS = {Access.OPEN: (), Access.CLIENT: (401,), Access.OPERATOR: (403,)}
+
+
+@dataclass(frozen=True)
+class EndpointParameter:
+    """One parameter of the ``path``, the ``query`` or a ``header``.
+
+    ``schema`` is a type, or a JSON Schema.
+    """
+
+    name: str
+    place: str
+    schema: Any
+    says: str
+    required: bool = False
+
+
+@dataclass(frozen=True)
+class RequestBody:
+    """The body of a request: a type by media type."""
+
+    content: Mapping[str, Any]
+    required: bool = True
+
+
+@dataclass(frozen=True)
+class EndpointAnswer:
+    """The answer of a status other than an error: a type by media type, none without a body.
+
+    ``pieces`` holds the types of single events or lines of a stream, by media type.
+    """
+
+    status: int
+    says: str
+    content: Mapping[str, Any] = field(default_factory=dict)
+    headers: Mapping[str, str] = field(default_factory=dict)
+    pieces: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Example:
+    """One call. ``path`` are the values of its parameters; ``file`` is a body from a file.
+
+    ``needs`` is what a cluster fresh from ``make demo`` lacks for it.
+    """
+
+    body: Any = None
+    path: Mapping[str, str] = field(default_factory=dict)
+    query: Mapping[str, str] = field(default_factory=dict)
+    headers: Mapping[str, str] = field(default_factory=dict)
+    file: str | None = None
+    status: int = OK
+    needs: str = ""
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """One method of one path. ``errors`` are the statuses of its error objects."""
+
+    method: str
+    path: str
+    tag: str
+    summary: str
+    access: Access
+    answers: tuple[EndpointAnswer, ...]
+    errors: tuple[int, ...] = ()
+    parameters: tuple[EndpointParameter, ...] = ()
+    body: RequestBody | None = None
+    example: Example = field(default_factory=Example)
+    says: str = ""
+
+    @property
+    def name(self) -> str:
+        """A unique name in letters and digits."""
+        parts = self.path.replace("{", "").replace("}", "").replace(".", "_").split("/")
+        return "_".join([self.method.lower(), *(part for part in parts if part)])
+
+    @property
+    def shape(self) -> ErrorShape:
+        """The error object, which the path decides."""
+        if self.path.startswith("/v1/messages"):
+            return ErrorShape.ANTHROPIC
+        return ErrorShape.OLLAMA if self.path.startswith("/api/") else ErrorShape.OPENAI
+
+
+KEY = EndpointParameter(
+    "idempotency-key",
+    "header",
+    {"type": "string", "pattern": rf"^[\x21-\x7e]{{1,{MAX_KEY_CHARS}}}$"},
+    "A repeat with the same key is answered as the first call.",
+)
+
+
+def told(
+    schema: Any, says: str = "Done.", status: int = OK, headers: Mapping[str, str] | None = None
+) -> EndpointAnswer:
+    """An answer in JSON."""
+    return EndpointAnswer(status, says, {JSON: schema}, headers or {})
+
+
+def described(
+    tag: str,
+    access: Access,
+    *answers: EndpointAnswer,
+    summary: str = "",
+    errors: tuple[int, ...] = (),
+    paths: Mapping[str, str] | None = None,
+    query: type[RequestModel] | None = None,
+    body: type[RequestModel] | None = None,
+    asked: type[RequestModel] | None = None,
+    file: bool = False,
+    may_be_empty: bool = False,
+    headers: tuple[EndpointParameter, ...] = (),
+    example: Example | None = None,
+    says: str = "",
+) -> dict[str, Any]:
+    """Return the description of a route, as arguments of FastAPI's decorator.
+
+    The summary is the first paragraph of the handler's docstring, unless it is given. ``errors``
+    lack those statuses that follow from ``access`` and from the presence of a body. ``paths`` has
+    the meanings of the parameters of the path. ``asked`` are parameters that may be in the query or
+    in a body that may be left out, as one with ``may_be_empty``; with ``file`` the body may be a
+    file instead.
+    """
+    parameters = [
+        *headers,
+        *(
+            EndpointParameter(name, "path", _NAME, meaning, required=True)
+            for name, meaning in (paths or {}).items()
+        ),
+        *(in_query(query, () if body else query.needed()) if query else ()),
+        *(in_query(asked) if asked else ()),
+    ]
+    taken = body or asked
+    made = Endpoint(
+        "",
+        "",
+        tag,
+        summary,
+        access,
+        answers,
+        tuple(sorted({*errors, *_OF_ACCESS[access], *(_BODY if taken else ())})),
+        tuple(parameters),
+        RequestBody(
+            {JSON: taken, **({OCTETS: bytes} if file else {})},
+            not (may_be_empty or asked),
+        )
+        if taken
+        else None,
+        example or Example(),
+        says,
+    )
+    return {"openapi_extra": {_KEY: made}}
+
+
+def in_query(
+    model: type[RequestModel], needed: Collection[str] = ()
+) -> Iterator[EndpointParameter]:
+    """Yield the keys of a model as parameters of the query, where lists are JSON or have commas."""
+    for name, schema in model.properties().items():
+        says = schema.get("description", "As in the body.")
+        kind = {key: value for key, value in schema.items() if key != "description"}
+        if "anyOf" in kind or kind.get("type") == "array":
+            kind = {"type": "string"}
+        yield EndpointParameter(name, "query", kind, says, name in needed)
+
+
+def endpoints(app: FastAPI) -> tuple[Endpoint, ...]:
+    """Return the endpoints of all described routes, in the order of their tags."""
+    found = []
+    for route in app.routes:
+        made = (getattr(route, "openapi_extra", None) or {}).get(_KEY)
+        if made is None or not isinstance(route, Route):
+            continue
+        path, doc = route.path.replace(":path}", "}"), inspect.getdoc(route.endpoint) or ""
+        summary = made.summary or " ".join(doc.partition("\n\n")[0].split())
+        for method in sorted(route.methods or ()):
+            one = replace(made, method=method, path=path, summary=summary)
+            found.append(_without_body(one) if method == "HEAD" else one)
+    return tuple(sorted(found, key=lambda one: TAGS.index(one.tag)))
+
+
+def _without_body(one: Endpoint) -> Endpoint:
+    answers = tuple(replace(answer, content={}, pieces={}) for answer in one.answers)
+    return replace(one, answers=answers)
+
+
+def meaning_of(status: int) -> str:
+    """Return the meaning of a status of errors, with its codes."""
+    codes = ", ".join(f"`{code}`" for code in codes_of(status))
+    return f"{STATUSES[status]} Codes: {codes}." if codes else STATUSES[status]
+
+
+def errors_of(one: Endpoint) -> list[int]:
+    """Return the statuses of an endpoint's errors, with those of every call."""
+    return sorted({*one.errors, *_ALWAYS})
+
+
+def codes_of(status: int) -> list[str]:
+    """Return the codes that come with a status, from the error tree."""
+    # Errors that prevent a start are no answers.
+    tree = {*_tree(RkserveError)} - {BoardStartFailed, ConfigError}
+    return sorted({one.code for one in tree if one.http_status == status and one.code})
+
+
+def _tree(parent: type[RkserveError]) -> Iterator[type[RkserveError]]:
+    yield parent
+    for child in parent.__subclasses__():
+        yield from _tree(child)
+
 
 Json = dict[str, Any]
 OPENAPI = "3.1.0"

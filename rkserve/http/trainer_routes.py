@@ -40,7 +40,7 @@ from rkserve.api.json.body import parse_object
 from rkserve.api.json.fields import Fields
 from rkserve.api.json.schemas import RequestModel
 from rkserve.core.errors import NoBoard, RequestError, UnsupportedParameter
-from rkserve.http.endpoints import (
+from rkserve.http.openapi import (
     CHANGE,
     KEY,
     PLAIN,

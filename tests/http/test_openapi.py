@@ -19,8 +19,7 @@ from rkserve.api.admin.query import kinds_of
 from rkserve.api.json.schemas import RequestModel
 from rkserve.config.router import RouterConfig
 from rkserve.core.errors import OperationConflict
-from rkserve.http.endpoints import JSON, Access, Endpoint, ErrorShape
-from rkserve.http.openapi import ApiDescription, document
+from rkserve.http.openapi import JSON, Access, ApiDescription, Endpoint, ErrorShape, document
 from scripts.api_page import HOST, curl
 from tests.support.boards.own_time import run_loop
 from tests.support.http.reference_house import ReferenceHouse, described_api

@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from rkserve.core.run_params import Guide
-from rkserve.http.endpoints import JSON, OCTETS, Endpoint
+from rkserve.http.openapi import JSON, OCTETS, Endpoint
 from rkserve.router.off_loop import GrammarChecker
 from rkserve.sampling.grammar import refusal
 from tests.http.test_openapi import API, ENDPOINTS, SCHEMAS, check, ident, media_of

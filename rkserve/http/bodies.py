@@ -1,10 +1,13 @@
-"""Answers of the generation routes, whole or streamed; early headers; cleanup on disconnect."""
+"""Request bodies and answers: bodies read within limits of length and time, which Ray Serve itself
+does not have; answers of the generation routes, whole or streamed, with early headers and cleanup
+on disconnect.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 from functools import partial
 from typing import Any
@@ -29,11 +32,18 @@ from rkserve.api.common.output import (
 )
 from rkserve.api.common.version_policy import POLICY, SESSION, read_policy
 from rkserve.api.json.body import JsonObject
+from rkserve.api.json.fields import quoted
 from rkserve.api.json.limits import MAX_TIMEOUT_S
 from rkserve.api.json.schemas import RequestModel
-from rkserve.core.errors import RkserveError
-from rkserve.http.auth import check_client
-from rkserve.http.endpoints import (
+from rkserve.core.errors import (
+    BodyTooLarge,
+    BodyTooSlow,
+    RequestError,
+    RkserveError,
+    UnsupportedMediaType,
+)
+from rkserve.http.auth import check_client, is_browser
+from rkserve.http.openapi import (
     EVENTS,
     GENERATION,
     JSON,
@@ -45,10 +55,119 @@ from rkserve.http.endpoints import (
     described,
     told,
 )
-from rkserve.http.request_body import read_body
 from rkserve.router.auth import Caller, ClientKey
 from rkserve.router.service import Opened, Service, read_call
 from rkserve.router.stored_responses import NO_MEMORY, ResponseMemory
+
+# Defaults of HTTP clients for callers that name no type: the first is that of curl's ``-d``, the
+# second that of aiohttp for bytes.
+_UNNAMED = ("", "application/x-www-form-urlencoded", "application/octet-stream")
+
+
+async def read_body(request: Request, max_bytes: int, timeout_s: float) -> bytes:
+    """Return the whole body, which must be JSON.
+
+    Raises:
+        UnsupportedMediaType: its headers name another type.
+        BodyTooLarge: as soon as it is known to be longer than ``max_bytes``.
+        BodyTooSlow: it did not arrive within ``timeout_s``.
+        RequestError: the Content-Length header is not a number, or the client left.
+    """
+    _check_type(request)
+    announced(request, max_bytes)
+    try:
+        return await asyncio.wait_for(_collect(request, max_bytes), timeout_s)
+    except (TimeoutError, asyncio.TimeoutError):  # two classes before Python 3.11
+        raise BodyTooSlow(f"The body did not arrive within {timeout_s:.0f} s.") from None
+    except ClientDisconnect:
+        raise RequestError("The client left before its request was complete.") from None
+
+
+async def read_parts(
+    request: Request, max_bytes: int, timeout_s: float, part_bytes: int
+) -> AsyncIterator[bytes]:
+    """Yield a long body in parts of equal size, the last one shorter, one in memory at a time.
+
+    The total time is not limited, but each part of the stream must arrive within ``timeout_s``.
+
+    Raises:
+        BodyTooLarge, BodyTooSlow, RequestError: as ``read_body``; the iteration ends.
+    """
+    chunks = request.stream()
+    part, found = bytearray(), 0
+    while True:
+        try:
+            chunk = await asyncio.wait_for(anext(chunks), timeout_s)
+        except StopAsyncIteration:
+            break
+        except (TimeoutError, asyncio.TimeoutError):  # two classes before Python 3.11
+            raise BodyTooSlow(f"Nothing of the body came for {timeout_s:.0f} s.") from None
+        except ClientDisconnect:
+            raise RequestError("The client left before its request was complete.") from None
+        found += len(chunk)
+        if found > max_bytes:
+            raise _too_large(max_bytes)
+        part += chunk
+        while len(part) >= part_bytes:
+            yield bytes(part[:part_bytes])
+            del part[:part_bytes]
+    if part:
+        yield bytes(part)
+
+
+def query_of(request: Request) -> tuple[tuple[str, str], ...]:
+    """Return the decoded pairs of the query string, in order."""
+    return tuple(request.query_params.multi_items())
+
+
+def announced(request: Request, max_bytes: int) -> int | None:
+    """Return the Content-Length, if any. Raises ``BodyTooLarge``, ``RequestError``."""
+    length = request.headers.get("content-length")
+    if length is None:
+        return None
+    if not length.isascii() or not length.isdigit():
+        raise RequestError("The Content-Length header is not a number.")
+    if len(length) > len(str(max_bytes)) or int(length) > max_bytes:
+        raise _too_large(max_bytes)
+    return int(length)
+
+
+async def _collect(request: Request, max_bytes: int) -> bytes:
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > max_bytes:
+            raise _too_large(max_bytes)
+    return bytes(body)
+
+
+def _check_type(request: Request) -> None:
+    """Require JSON, which pages of other origins cannot send without a preflight.
+
+    Many programs send no type or their library's default; these pass unless a browser sends them. A
+    page of another origin is recognized by the Origin header of its POST.
+    """
+    headers = request.headers
+    if headers.get("content-length") == "0":
+        return
+    encoding = headers.get("content-encoding", "identity").strip().lower()
+    if encoding not in ("", "identity"):
+        raise UnsupportedMediaType(
+            f"Content-Encoding {quoted(encoding)} is not supported: send the body uncompressed."
+        )
+    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json")):
+        return
+    if kind in _UNNAMED and not is_browser(request):
+        return
+    raise UnsupportedMediaType(
+        f"Content-Type {quoted(kind)} is not supported: send 'Content-Type: application/json'."
+    )
+
+
+def _too_large(max_bytes: int) -> BodyTooLarge:
+    return BodyTooLarge(f"The body is longer than the limit of {max_bytes} bytes.")
+
 
 log = logging.getLogger(__name__)
 
