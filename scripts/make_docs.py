@@ -17,8 +17,7 @@ from pydantic import BaseModel
 
 from rkserve.board.rules.generation_states import TRANSITIONS as GENERATION_TRANSITIONS
 from rkserve.board.run.supervisor import TRANSITIONS as BOARD_TRANSITIONS
-from rkserve.config.explain import allowed, inner_model
-from rkserve.config.serve_config import RkserveConfig
+from rkserve.config.serve_config import RkserveConfig, allowed, inner_model
 from rkserve.core.board_report import BoardReport, BoardState, Hardware
 from rkserve.core.metrics import (
     BoardCollector,

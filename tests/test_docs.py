@@ -19,8 +19,7 @@ from pydantic import BaseModel
 from typer.main import get_command
 
 from rkserve.cli import app as cli
-from rkserve.config.explain import inner_model
-from rkserve.config.serve_config import RkserveConfig
+from rkserve.config.serve_config import RkserveConfig, inner_model
 from rkserve.core.board_report import BoardReport, BoardState
 from rkserve.core.errors import RkserveError
 from rkserve.core.metrics import BoardCollector, CoordinatorMetrics, RouterMetrics, StreamCollector

@@ -36,8 +36,8 @@ from rkserve.core.desired_state import (
 )
 from rkserve.core.errors import LedgerFailed, RkserveError
 from rkserve.deployments.board_link import RayLink
-from rkserve.deployments.handles import RayRouters
 from rkserve.deployments.replica import ROUTER, log_with_serve
+from rkserve.deployments.router import RayRouters
 from rkserve.fleet.fleet import Fleet
 from rkserve.models.folder import ModelFolder, open_model_folder
 from rkserve.transport.client import ChannelClient

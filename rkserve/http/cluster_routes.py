@@ -83,9 +83,8 @@ from rkserve.http.trainer_routes import (
     add_trainers,
     changed,
 )
-from rkserve.router.admin.adapters import Adapters
 from rkserve.router.admin.operations import AdminAnswer, Operations, SleepControl
-from rkserve.router.admin.weights import WeightsControl
+from rkserve.router.admin.weights import Adapters, WeightsControl
 from rkserve.router.service import Service
 
 PART_BYTES = 1024 * 1024

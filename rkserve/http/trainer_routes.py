@@ -53,9 +53,8 @@ from rkserve.http.openapi import (
     described,
     told,
 )
-from rkserve.router.admin.adapters import Adapters
 from rkserve.router.admin.operations import OK, AdminAnswer, Operations, SleepControl
-from rkserve.router.admin.weights import WeightsControl
+from rkserve.router.admin.weights import Adapters, WeightsControl
 from rkserve.router.service import Service
 
 Change = Callable[[ControlRequest], Awaitable[AdminAnswer]]

@@ -36,9 +36,8 @@ from rkserve.board.answer.hooks import Hook, HookFactory
 from rkserve.board.board import Board
 from rkserve.board.storage.node_slots import claim_slot
 from rkserve.config.board_group import BoardGroupConfig
-from rkserve.config.explain import explain
 from rkserve.config.router import ImagesConfig
-from rkserve.config.serve_config import default_state_dir, resolve_folder
+from rkserve.config.serve_config import default_state_dir, explain, resolve_folder
 from rkserve.core.board_report import BoardReport, CacheEntry, GenerationInfo, KvReport
 from rkserve.core.errors import (
     ConfigError,

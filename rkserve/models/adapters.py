@@ -17,7 +17,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from rkserve.config.explain import explain
+from rkserve.config.serve_config import explain
 from rkserve.core.errors import (
     AdapterBroken,
     AdapterNotFound,

@@ -18,7 +18,7 @@ from pydantic import (
     ValidationError,
 )
 
-from rkserve.config.explain import explain
+from rkserve.config.serve_config import explain
 from rkserve.core.errors import ConfigError
 from rkserve.core.files import content_digest
 from rkserve.models.settings import FolderSettings

@@ -19,7 +19,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from rkserve.config.explain import explain
+from rkserve.config.serve_config import explain
 from rkserve.control.calls import ArtifactMetadata, DeclaredArtifact
 from rkserve.core.desired_state import BaseVersion
 from rkserve.core.errors import ArtifactNotFound, ArtifactRefused, ConfigError, RequestError
