@@ -423,6 +423,11 @@ def test_ollama_s_clients_find_the_models() -> None:
     assert told["capabilities"] == ["completion", "tools", "thinking"]
     assert send(of, "POST", "/api/show", json={"model": "other"}).status_code == 404
     assert send(of, "POST", "/api/show", json={}).json()["param"] == "model"
+    for older in ("", 5, "other", None):  # Ollama's own client sends an empty one beside `model`
+        both = {"model": "sim-chat", "name": older}
+        assert send(of, "POST", "/api/show", json=both).status_code == 200
+    assert send(of, "POST", "/api/show", json={"name": "sim-chat"}).status_code == 200
+    assert send(of, "POST", "/api/show", json={"name": 5}).json()["param"] == "name"
     (one,) = send(of, "GET", "/api/ps").json()["models"]
     assert one["name"] == "sim-chat"
 

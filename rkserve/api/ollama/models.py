@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated
 
-from pydantic import Field, SkipValidation
+from pydantic import Field, SkipValidation, model_validator
 from typing_extensions import NotRequired, TypedDict
 
 from rkserve.api.common.parameters import ModelName, Nonempty, OpenModel
@@ -257,8 +257,16 @@ class OllamaEmbeddingsRequest(VectorRequest):
 class OllamaShowRequest(OpenModel):
     """The body of POST /api/show. `name` is the older name of `model`."""
 
-    model: ModelName | None = None
-    name: ModelName | None = None
+    model: ModelName | None = Field(None, description="A model or an adapter.")
+    name: ModelName | None = Field(None, description="A model or an adapter.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_name(cls, given: object) -> object:
+        # Ollama's own client sends both, and leaves the older one empty.
+        if isinstance(given, dict) and given.get("model") is not None:
+            return {key: value for key, value in given.items() if key != "name"}
+        return given
 
 
 def parse_embed(body: bytes) -> EmbeddingCall:
