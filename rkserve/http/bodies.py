@@ -204,10 +204,14 @@ def generation(  # noqa: PLR0917 - as a table of routes reads them
     piece: Any = None,
     stream: str = EVENTS,
     says: str = "",
+    answered: str = "The answer.",
 ) -> dict[str, Any]:
-    """Return the description of a route that a board answers, whole or as a stream of pieces."""
+    """Return the description of a route that a board answers, whole or as a stream of pieces.
+
+    ``answered`` describes an answer without pieces.
+    """
     if piece is None:
-        answer = told(whole, "The answer.", headers=ANSWERED)
+        answer = told(whole, answered, headers=ANSWERED)
     else:
         content = {JSON: whole, stream: str}
         answer = EndpointAnswer(

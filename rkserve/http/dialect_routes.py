@@ -216,6 +216,7 @@ def _add_ollama_embeddings(app: FastAPI, service: Service) -> None:
             ollama_models.OllamaEmbedRequest,
             {"model": EMBED, "input": ["A trout.", "A stone."]},
             ollama_models.OllamaEmbedAnswer,
+            answered="A vector for each text.",
         ),
     )
     async def embed(request: Request) -> Response:
@@ -229,6 +230,7 @@ def _add_ollama_embeddings(app: FastAPI, service: Service) -> None:
             ollama_models.OllamaEmbeddingsRequest,
             {"model": EMBED, "prompt": "A trout."},
             ollama_models.OllamaEmbeddingsAnswer,
+            answered="The vector.",
         ),
     )
     async def embed_one(request: Request) -> Response:

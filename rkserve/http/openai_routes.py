@@ -151,7 +151,12 @@ def _add_embeddings(app: FastAPI, service: Service) -> None:
 
     pooled: JsonObject = {"model": EMBED, "input": ["A trout."]}
 
-    @app.post("/pooling", **generation(TEXTS, PoolingRequest, pooled, PooledAnswer))
+    rows = "A row for each token of each text."
+
+    @app.post(
+        "/pooling",
+        **generation(TEXTS, PoolingRequest, pooled, PooledAnswer, answered=rows),
+    )
     async def pool(request: Request) -> Response:
         """Return the hidden states of all tokens of texts, as vLLM does."""
         visit = visit_of(service, request)
@@ -163,7 +168,9 @@ def _add_embeddings(app: FastAPI, service: Service) -> None:
         "query": "fish",
         "documents": ["A trout.", "A stone."],
     }
-    reranked = generation(TEXTS, RerankRequest, documents, RankingAnswer)
+    reranked = generation(
+        TEXTS, RerankRequest, documents, RankingAnswer, answered="The most relevant one first."
+    )
 
     @app.post("/v1/rerank", **reranked)
     @app.post("/v2/rerank", **reranked)
@@ -175,7 +182,9 @@ def _add_embeddings(app: FastAPI, service: Service) -> None:
         return JSONResponse(answer, headers=headers)
 
     pairs: JsonObject = {"model": EMBED, "text_1": "fish", "text_2": ["A trout.", "A stone."]}
-    scored = generation(TEXTS, ScoreRequest, pairs, ScoresAnswer)
+    scored = generation(
+        TEXTS, ScoreRequest, pairs, ScoresAnswer, answered="A score for each pair, in their order."
+    )
 
     @app.post("/v1/score", **scored)
     @app.post("/score", **scored)

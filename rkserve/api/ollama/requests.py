@@ -49,7 +49,7 @@ class OllamaRequest(OwnParameters, ReasoningParameters):
     """Keys of both /api/chat and /api/generate."""
 
     model: ModelName = Field(description="A model or an adapter.")
-    stream: bool = True
+    stream: bool = Field(True, description="True unless it is said otherwise.")
     options: OllamaOptions = Field(default_factory=OllamaOptions)
     format: SkipValidation[Literal["", "json"] | AnyObject | None] = None
     think: SkipValidation[bool | Effort | None] = None
