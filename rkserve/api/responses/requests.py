@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, SkipValidation
+from pydantic import BeforeValidator, Field, SkipValidation
 
 from rkserve.api.common import unsupported
 from rkserve.api.common.calls import ChatCall
@@ -70,6 +70,11 @@ class ResponseCall(ChatCall):
     store: bool | None = None
 
 
+def _no_metadata(value: object) -> object:
+    # Some languages write an empty object as an empty array.
+    return value or {}
+
+
 class ReasoningEffort(OpenModel):
     """OpenAI's options of reasoning."""
 
@@ -105,7 +110,7 @@ class ResponseRequest(SamplingParameters, StepParameters, OwnParameters, Reasoni
     text: TextOptions = Field(default_factory=TextOptions)
     include: SkipValidation[list[str] | None] = None
     top_logprobs: TopLogprobs | None = None
-    metadata: dict[str, str] = Field({})
+    metadata: Annotated[dict[str, str], BeforeValidator(_no_metadata)] = Field({})
     truncation: SkipValidation[Literal["disabled"] | None] = None
     background: SkipValidation[Literal[False] | None] = None
 

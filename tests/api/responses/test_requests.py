@@ -142,6 +142,11 @@ def test_the_other_keys_are_those_of_a_chat() -> None:
     assert parsed(tools=[LOOK], max_tool_calls=2).tools.most_calls == 2
 
 
+@pytest.mark.parametrize("empty", [[], "", {}, None, False, 0], ids=repr)
+def test_empty_metadata_of_any_type_are_none(empty: Any) -> None:
+    assert parsed(metadata=empty).echo["metadata"] == {}
+
+
 OTHERS = [
     {"type": "namespace", "name": "agents", "description": "d", "tools": [LOOK]},
     {"type": "custom", "name": "patch", "format": {"type": "grammar"}},
