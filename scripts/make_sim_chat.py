@@ -36,7 +36,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from rkserve.models.settings import FAMILIES
 from rkserve.native.sim import models as sim_models
-from rkserve.native.sim.inputs import SimEncoder
+from rkserve.native.sim.models import SimEncoder
 
 ROOT = Path(__file__).resolve().parent.parent
 TEXTS = ROOT / "rkserve" / "native" / "sim"

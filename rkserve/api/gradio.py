@@ -22,7 +22,7 @@ from rkserve.api.common.parameters import OpenModel
 from rkserve.api.json.body import JsonObject, parse_object
 from rkserve.api.json.fields import Fields, Range, as_fields, wrong_type
 from rkserve.api.json.schemas import Count, RequestModel
-from rkserve.api.parsing.parts import Part, Retraction, TextPart
+from rkserve.api.parsing.tools.base import Part, Retraction, TextPart
 from rkserve.core.errors import RequestError, RouteNotFound
 from rkserve.core.messages import Delta, Finished, Paused
 

@@ -19,8 +19,8 @@ from rkserve.api.common.calls import ChatCall, read_chat
 from rkserve.api.common.output import error_object
 from rkserve.api.json.body import JsonObject, parse_object
 from rkserve.api.json.schemas import Count
-from rkserve.api.parsing.parts import Part, ReasoningPart, TextPart
 from rkserve.api.parsing.tool_choice import as_object
+from rkserve.api.parsing.tools.base import Part, ReasoningPart, TextPart
 from rkserve.core.errors import RequestError
 from rkserve.core.messages import Delta, Finished, FinishReason, Paused
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from pydantic import Field, SkipValidation
 from typing_extensions import NotRequired, TypedDict
 
-from rkserve.api.common import output, unsupported
+from rkserve.api.common import output
 from rkserve.api.common.answer import AnswerOrigin, AnyCall, BaseAnswer, Dialect, WeightSpans
 from rkserve.api.common.calls import (
     REQUEST_PREFIX,
@@ -39,6 +39,7 @@ from rkserve.api.json.body import JsonObject, parse_object
 from rkserve.api.json.fields import Fields, missing
 from rkserve.api.json.limits import MAX_CHOICES
 from rkserve.api.json.schemas import Count
+from rkserve.api.parsing import sampling
 from rkserve.api.parsing.sampling import SamplingOptions, read_guide
 from rkserve.api.vllm_generate import NEUTRAL, cut
 from rkserve.core.errors import RequestError
@@ -53,7 +54,7 @@ def _empty(value: Any, _body: Fields) -> bool:
     return value in (False, [], {}, "")
 
 
-_REFUSED: dict[str, unsupported.Harmless] = dict.fromkeys(
+_REFUSED: dict[str, sampling.Harmless] = dict.fromkeys(
     (
         *("input_embeds", "image_data", "video_data", "audio_data", "token_ids_logprob"),
         *("return_hidden_states", "return_routed_experts", "session_params", "session_id"),
@@ -129,10 +130,10 @@ class SglangGenerateRequest(RunParameters):
     model: ModelName | None = Field(None, description="May be left out where only one generates.")
 
 
-_PARAMS_REFUSED: dict[str, unsupported.Harmless] = {
+_PARAMS_REFUSED: dict[str, sampling.Harmless] = {
     **{
         name: harmless
-        for name, harmless in unsupported.SHARED.items()
+        for name, harmless in sampling.UNSUPPORTED.items()
         if name not in SglangSampling.keys()  # noqa: SIM118 - a method of the model
     },
     "stream_interval": lambda _value, _body: True,  # only how a stream is cut into chunks
@@ -147,10 +148,10 @@ def parse_generate(body: bytes) -> SglangCall:
     """
     values = parse_object(body)
     fields = Fields(values)
-    unsupported.refuse(fields, _REFUSED)
+    sampling.refuse_unsupported(fields, _REFUSED)
     prompts, listed = _prompts(fields)
     given = fields.child(_PARAMS) or Fields({}, _PARAMS)
-    unsupported.refuse(given, _PARAMS_REFUSED)
+    sampling.refuse_unsupported(given, _PARAMS_REFUSED)
     given.only((*SglangSampling.keys(), *_PARAMS_REFUSED))
     if isinstance(fields.get("rid"), list):
         raise RequestError("Invalid 'rid': send one request for each id.", "rid")

@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import Field, SkipValidation
 from typing_extensions import NotRequired, TypedDict
 
-from rkserve.api.common import output, unsupported
+from rkserve.api.common import output
 from rkserve.api.common.answer import (
     AnswerOrigin,
     AnyCall,
@@ -40,6 +40,7 @@ from rkserve.api.json.body import JsonObject, parse_object
 from rkserve.api.json.fields import Fields
 from rkserve.api.json.limits import MAX_CHOICES
 from rkserve.api.json.schemas import Count
+from rkserve.api.parsing import sampling
 from rkserve.core.messages import Delta, Finished, Paused
 from rkserve.core.run_params import Scored
 
@@ -60,13 +61,15 @@ _SILENT = (
     *("include_stop_str_in_output", "flat_logprobs", "skip_clone"),
 )
 _PARAMS = "sampling_params"
-_REFUSED: dict[str, unsupported.Harmless] = {
+_REFUSED: dict[str, sampling.Harmless] = {
     "features": lambda value, _body: value == {},
     "kv_transfer_params": lambda value, _body: value == {},
 }
-_PARAMS_REFUSED: dict[str, unsupported.Harmless] = {
+_PARAMS_REFUSED: dict[str, sampling.Harmless] = {
     **{
-        name: harmless for name, harmless in unsupported.SHARED.items() if name != "prompt_logprobs"
+        name: harmless
+        for name, harmless in sampling.UNSUPPORTED.items()
+        if name != "prompt_logprobs"
     },
     "extra_args": lambda value, _body: value == {},
     "best_of": lambda value, body: value == (body.get("n") or 1),
@@ -104,9 +107,9 @@ def parse_generate(body: bytes) -> CompletionCall:
     """
     values = parse_object(body)
     fields = Fields(values)
-    unsupported.refuse(fields, _REFUSED)
+    sampling.refuse_unsupported(fields, _REFUSED)
     given = fields.child(_PARAMS) or Fields({}, _PARAMS)
-    unsupported.refuse(given, _PARAMS_REFUSED)
+    sampling.refuse_unsupported(given, _PARAMS_REFUSED)
     given.only((*VllmSampling.keys(), *_SILENT, *_PARAMS_REFUSED))
     asked = VllmGenerateRequest.read(values)
     params = asked.sampling_params

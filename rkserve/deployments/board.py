@@ -14,7 +14,6 @@ from pathlib import Path
 import ray
 from ray import serve
 
-from rkserve.board.storage.node_slots import NodeSlot, claim_slot
 from rkserve.config.board_group import BoardGroupConfig
 from rkserve.config.router import ChannelConfig
 from rkserve.core.board_report import BoardReport, CacheEntry, Emitted, GenerationInfo, KvReport
@@ -29,7 +28,13 @@ from rkserve.core.messages import (
     Event,
     GenerateRequest,
 )
-from rkserve.deployments.board_factory import BoardLocation, HardwareView, assemble
+from rkserve.deployments.board_factory import (
+    BoardLocation,
+    HardwareView,
+    NodeSlot,
+    assemble,
+    claim_slot,
+)
 from rkserve.deployments.replica import Node, board_name, find_node, log_with_serve
 from rkserve.transport.server import ChannelAddress, ChannelServer
 

@@ -1,13 +1,17 @@
-"""Construction of a ``Board`` from a group's settings, and readings of its hardware. No Ray.
+"""Construction of a ``Board`` from a group's settings, its slot, and its hardware. No Ray.
 
-The board gets its model, library, files and hooks of this node; nothing is started. The hardware is
-read from the kernel's files, or from a simulated board's own tree of them; a stuck driver must not
+The board gets its model, library, files and hooks of this node; nothing is started. Its name comes
+from a slot of the node, the first free one by a file lock: a lock ends with its process, so a
+replaced replica finds the slot of its predecessor free and keeps the name. The hardware is read
+from the kernel's files, or from a simulated board's own tree of them; a stuck driver must not
 delay a report, so that a missing reading leaves the previous one in place.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import fcntl
 import hashlib
 import importlib
 import logging
@@ -28,8 +32,8 @@ from rkserve.board.storage.prompt_cache import CacheFingerprint, CacheStore
 from rkserve.config.board_group import BoardGroupConfig
 from rkserve.config.serve_config import engine_environ, resolve_folder
 from rkserve.core.board_report import Hardware
-from rkserve.core.errors import ConfigError
-from rkserve.core.files import content_digest, file_digest
+from rkserve.core.errors import ConfigError, LoadFailed
+from rkserve.core.files import content_digest, file_digest, open_private, private_folder
 from rkserve.models.folder import ModelFolder, open_model_folder
 from rkserve.native.runtime import LoadParams, VisionParams
 from rkserve.native.sim import telemetry as simulated
@@ -281,3 +285,53 @@ class HardwareView:
             self._shown = percent
         except (ConfigError, OSError) as exc:
             log.debug("the simulated load is not shown: %s", exc)
+
+
+@dataclass(frozen=True, slots=True)
+class NodeSlot:
+    """A claimed slot; keep it as long as the replica lives."""
+
+    index: int
+    fd: int
+
+    def release(self) -> None:
+        """Release it for another replica."""
+        os.close(self.fd)
+
+
+def claim_slot(state_dir: Path, group: str, slots: int) -> NodeSlot:
+    """Claim the lowest free of ``slots``.
+
+    Raises:
+        LoadFailed: all are held, or the folder is not private or cannot be written.
+    """
+    holders: list[str] = []
+    try:
+        private_folder(state_dir)
+        for index in range(slots):
+            fd = open_private(state_dir / f"{group}-{index}.slot", os.O_RDWR | os.O_CREAT)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                holders.append(_holder(fd))
+                os.close(fd)
+                continue
+            _sign(fd)
+            return NodeSlot(index, fd)
+    except OSError as exc:
+        raise LoadFailed(f"the state folder {state_dir} cannot be used: {exc}") from exc
+    raise LoadFailed(
+        f"all {slots} slots of group {group} on this node are held, by the processes "
+        f"{', '.join(holders)} ({state_dir})"
+    )
+
+
+def _sign(fd: int) -> None:
+    # The lock works without the name, for example on a full disk.
+    with contextlib.suppress(OSError):
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, str(os.getpid()).encode(), 0)
+
+
+def _holder(fd: int) -> str:
+    return os.pread(fd, 32, 0).decode(errors="replace").strip() or "?"

@@ -34,7 +34,6 @@ from rkserve.api.openai import answers
 from rkserve.api.openai.embeddings import chunks_of, finished_vector, texts_of
 from rkserve.board.answer.hooks import Hook, HookFactory
 from rkserve.board.board import Board
-from rkserve.board.storage.node_slots import claim_slot
 from rkserve.config.board_group import BoardGroupConfig
 from rkserve.config.router import ImagesConfig
 from rkserve.config.serve_config import default_state_dir, explain, resolve_folder
@@ -52,7 +51,7 @@ from rkserve.core.messages import (
     Embedded,
     GenerateRequest,
 )
-from rkserve.deployments.board_factory import BoardLocation, assemble
+from rkserve.deployments.board_factory import BoardLocation, assemble, claim_slot
 from rkserve.local.generation import (
     AsyncGeneration,
     LocalAnswer,

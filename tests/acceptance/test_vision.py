@@ -12,7 +12,7 @@ import openai
 import pytest
 from PIL import Image
 
-from rkserve.native.sim.inputs import SimEncoder, pattern
+from rkserve.native.sim.models import SimEncoder, pattern
 from tests.support.cluster.local_cluster import App, LocalCluster
 
 pytestmark = pytest.mark.ray

@@ -28,7 +28,7 @@ from rkserve.core.messages import (
 from rkserve.core.run_params import Picture, Stepwise
 from rkserve.native.runtime import VisionParams
 from rkserve.native.sim.build import ensure_encoder_built
-from rkserve.native.sim.inputs import SimEncoder, pattern
+from rkserve.native.sim.models import SimEncoder, pattern
 from tests.support.boards.board_bench import collect, until
 from tests.support.sim.sim_board import (
     CALM,

@@ -26,7 +26,8 @@ from rkserve.api.common.output import error_object
 from rkserve.api.json.body import JsonObject
 from rkserve.api.json.schemas import Count
 from rkserve.api.parsing.answer_parser import TOOL_CALLS
-from rkserve.api.parsing.parts import (
+from rkserve.api.parsing.tool_choice import as_object
+from rkserve.api.parsing.tools.base import (
     Part,
     ReasoningPart,
     Retraction,
@@ -34,7 +35,6 @@ from rkserve.api.parsing.parts import (
     ToolCallDelta,
     ToolCallStart,
 )
-from rkserve.api.parsing.tool_choice import as_object
 from rkserve.core.errors import ContextOverflow
 from rkserve.core.messages import Delta, Finished, FinishReason, Paused
 

@@ -12,7 +12,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, SkipValidation
 
-from rkserve.api.common import unsupported
 from rkserve.api.common.calls import ChatCall
 from rkserve.api.common.parameters import (
     AnyObject,
@@ -27,7 +26,8 @@ from rkserve.api.common.parameters import (
 from rkserve.api.json.body import parse_object
 from rkserve.api.json.fields import Fields, Range, as_fields, missing, quoted, wrong_type
 from rkserve.api.json.limits import MAX_MESSAGES, MAX_TOOLS
-from rkserve.api.parsing.reasoning import EFFORTS, ReasoningOptions
+from rkserve.api.parsing import sampling
+from rkserve.api.parsing.answer_parser import EFFORTS, ReasoningOptions
 from rkserve.api.parsing.sampling import Named, schema_guide
 from rkserve.api.parsing.tool_choice import NO_TOOLS, ToolOptions, read_definitions
 from rkserve.api.prompting.conversation import Message, check_prefill
@@ -94,7 +94,7 @@ def _conversation(asked: CountRequest, fields: Fields) -> ChatCall:
     messages = (*_system(fields), *_messages(fields))
     if prefill := messages[-1]["role"] == "assistant":
         check_prefill(messages, "messages")
-    unsupported.refuse(fields, _REFUSED)
+    sampling.refuse_unsupported(fields, _REFUSED)
     own = asked.own()
     # Anthropic's user ID; other types than text are ignored, as in Anthropic's API.
     user = asked.metadata.get("user_id") if isinstance(asked.metadata, dict) else None
@@ -167,9 +167,9 @@ def _is_harmless_edit(edit: Any) -> bool:
 
 
 # As in ``unsupported``: parameters that would change the answer, with values without effect.
-_REFUSED: dict[str, unsupported.Harmless] = {
-    **unsupported.SHARED,
-    **unsupported.TOKENS,
+_REFUSED: dict[str, sampling.Harmless] = {
+    **sampling.UNSUPPORTED,
+    **sampling.UNSUPPORTED_TOKENS,
     "mcp_servers": _empty,
     "context_management": _clears_nothing,
     "container": _never,

@@ -20,7 +20,7 @@ from rkserve.api.common.logprobs import ChoiceTokens, SpecialTokens, TokenTexts
 from rkserve.api.json.body import JsonObject
 from rkserve.api.json.schemas import Count, Seconds
 from rkserve.api.parsing.answer_parser import PLAIN, AnswerParser, ParserOptions
-from rkserve.api.parsing.parts import Part
+from rkserve.api.parsing.tools.base import Part
 from rkserve.core.messages import FIRST_LABEL, Delta, Finished, FinishReason, Paused, Timings
 from rkserve.core.run_params import Sampling
 

@@ -12,7 +12,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, SkipValidation
 
-from rkserve.api.common import unsupported
 from rkserve.api.common.parameters import (
     AnyObject,
     CompletionLogprobs,
@@ -31,7 +30,8 @@ from rkserve.api.common.tensors import read_embeds, read_encoder
 from rkserve.api.json.body import JsonObject, parse_object
 from rkserve.api.json.fields import Fields, missing, wrong_type
 from rkserve.api.json.limits import DEFAULT_COMPLETION_TOKENS, MAX_CHOICES, MAX_TOOLS
-from rkserve.api.parsing.reasoning import NO_WISH, ReasoningOptions
+from rkserve.api.parsing import sampling
+from rkserve.api.parsing.answer_parser import NO_WISH, ReasoningOptions
 from rkserve.api.parsing.sampling import SamplingOptions
 from rkserve.api.parsing.tool_choice import NO_TOOLS, ToolOptions, read_tools
 from rkserve.api.prompting.conversation import Message, read_messages, read_prefill
@@ -312,7 +312,7 @@ def read_chat(values: JsonObject) -> ChatCall:
     asked, fields = ChatRequest.read(values), Fields(values)
     messages = read_messages(fields)
     prefill = read_prefill(fields, messages)
-    unsupported.refuse(fields, unsupported.CHAT)
+    sampling.refuse_unsupported(fields, sampling.UNSUPPORTED_CHAT)
     newer = asked.max_completion_tokens
     return ChatCall(
         model=asked.model,
@@ -337,7 +337,7 @@ def parse_completion(body: bytes) -> CompletionCall:
     values = parse_object(body)
     asked, fields = CompletionRequest.read(values), Fields(values)
     prompts = _prompts(fields, asked.n)
-    unsupported.refuse(fields, unsupported.COMPLETION)
+    sampling.refuse_unsupported(fields, sampling.UNSUPPORTED_COMPLETION)
     if asked.max_tokens == 0 and not asked.echo:
         raise RequestError(
             "Invalid 'max_tokens': below minimum value. Expected a value >= 1 without 'echo', but "

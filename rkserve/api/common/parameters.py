@@ -44,7 +44,7 @@ from rkserve.api.json.limits import (
     MAX_TOP_LOGPROBS,
 )
 from rkserve.api.json.schemas import RequestModel, request_error
-from rkserve.api.parsing.reasoning import EFFORTS, MOST_TOKENS, ReasoningOptions, read_wish
+from rkserve.api.parsing.answer_parser import EFFORTS, MOST_TOKENS, ReasoningOptions, read_wish
 from rkserve.api.parsing.sampling import Named, SamplingOptions, read_guide, read_logit_bias
 from rkserve.core.block_hashes import salted
 from rkserve.core.errors import RequestError

@@ -22,8 +22,8 @@ from rkserve.api.common.output import error_object
 from rkserve.api.json.body import JsonObject
 from rkserve.api.json.schemas import Count
 from rkserve.api.ollama.requests import LoadRequest, parse_chat, parse_generate
-from rkserve.api.parsing.parts import Part, ReasoningPart, Retraction, TextPart
 from rkserve.api.parsing.tool_choice import as_object
+from rkserve.api.parsing.tools.base import Part, ReasoningPart, Retraction, TextPart
 from rkserve.core.messages import Delta, Finished, Paused
 
 HEADERS = {

@@ -11,7 +11,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, SkipValidation
 
-from rkserve.api.common import unsupported
 from rkserve.api.common.answer import AnyCall
 from rkserve.api.common.calls import ChatCall, CompletionCall, read_prompt
 from rkserve.api.common.parameters import (
@@ -28,7 +27,8 @@ from rkserve.api.common.parameters import (
 from rkserve.api.json.body import parse_object
 from rkserve.api.json.fields import Fields, as_fields, missing, wrong_type
 from rkserve.api.json.limits import MAX_MESSAGES, MAX_TOOLS
-from rkserve.api.parsing.reasoning import EFFORTS, ReasoningOptions
+from rkserve.api.parsing import sampling
+from rkserve.api.parsing.answer_parser import EFFORTS, ReasoningOptions
 from rkserve.api.parsing.sampling import JSON_OBJECT, Named, schema_guide
 from rkserve.api.parsing.tool_choice import read_tools
 from rkserve.api.prompting.conversation import Message, PendingToolCalls
@@ -60,7 +60,7 @@ class OllamaRequest(OwnParameters, ReasoningParameters):
     def call(self, fields: Fields) -> dict[str, Any]:
         """Return the values by the names of ``GenerationCall``; ``fields`` is the body."""
         options = self.options
-        unsupported.refuse(fields.child("options") or Fields({}), _OPTIONS_REFUSED)
+        sampling.refuse_unsupported(fields.child("options") or Fields({}), _OPTIONS_REFUSED)
         limit, draws = options.num_predict, options.draws()
         # As in Ollama, a negative seed means none; clients send it as the default.
         seed = None if draws.seed is not None and draws.seed < 0 else draws.seed
@@ -115,7 +115,7 @@ def parse_chat(body: bytes) -> ChatCall:
     values = parse_object(body)
     asked, fields = OllamaChatRequest.read(values), Fields(values)
     messages = tuple(_messages(fields))
-    unsupported.refuse(fields, _REFUSED)
+    sampling.refuse_unsupported(fields, _REFUSED)
     last = messages[-1]
     return ChatCall(
         messages=messages,
@@ -135,7 +135,7 @@ def parse_generate(body: bytes) -> AnyCall:
     values = parse_object(body)
     asked, fields = OllamaGenerateRequest.read(values), Fields(values)
     prompt = fields.required_text("prompt")
-    unsupported.refuse(fields, _REFUSED)
+    sampling.refuse_unsupported(fields, _REFUSED)
     images = _images(fields)
     if asked.raw:
         if asked.system:
@@ -192,7 +192,7 @@ def _format(fields: Fields) -> Named | None:
     return ("format", JSON_OBJECT) if word else None
 
 
-def _only(*harmless: Any) -> unsupported.Harmless:
+def _only(*harmless: Any) -> sampling.Harmless:
     return lambda value, _: not isinstance(value, bool) and value in harmless
 
 
@@ -205,16 +205,16 @@ def _empty(value: Any, _: Fields) -> bool:
 
 
 # As in ``unsupported``: parameters that would change the answer, with values without effect.
-_REFUSED: dict[str, unsupported.Harmless] = {
-    **unsupported.SHARED,
-    **unsupported.TOKENS,
+_REFUSED: dict[str, sampling.Harmless] = {
+    **sampling.UNSUPPORTED,
+    **sampling.UNSUPPORTED_TOKENS,
     "suffix": _empty,
     "template": _empty,
     "context": _empty,
     "logprobs": _off,
     "top_logprobs": _only(0),
 }
-_OPTIONS_REFUSED: dict[str, unsupported.Harmless] = {
+_OPTIONS_REFUSED: dict[str, sampling.Harmless] = {
     "typical_p": _only(1),
     "tfs_z": _only(1),
 }

@@ -38,7 +38,7 @@ from rkserve.api.common.output import error_event
 from rkserve.api.json.body import JsonObject
 from rkserve.api.json.schemas import Count
 from rkserve.api.parsing.answer_parser import TOOL_CALLS
-from rkserve.api.parsing.parts import (
+from rkserve.api.parsing.tools.base import (
     Part,
     ReasoningPart,
     Retraction,

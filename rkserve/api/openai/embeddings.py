@@ -14,7 +14,6 @@ from typing import Annotated, Literal
 from pydantic import Field, SkipValidation
 from typing_extensions import TypedDict
 
-from rkserve.api.common import unsupported
 from rkserve.api.common.calls import TextOrIds, read_prompt
 from rkserve.api.common.parameters import ModelName, Nonempty, NonemptyIds, Scheduling
 from rkserve.api.common.renderer import Prompt, Renderer
@@ -23,6 +22,7 @@ from rkserve.api.json.body import parse_object
 from rkserve.api.json.fields import Fields, wrong_type
 from rkserve.api.json.limits import MAX_DIMENSIONS, MAX_INPUTS
 from rkserve.api.json.schemas import Count
+from rkserve.api.parsing import sampling
 from rkserve.core.errors import ContextOverflow, InputTooLong, RequestError, UnsupportedParameter
 from rkserve.core.messages import EmbedRequest
 from rkserve.core.run_params import Pooling
@@ -34,11 +34,11 @@ CHUNK_INPUTS = 16
 CHUNK_TOKENS = 2048
 BASE64 = "base64"
 
-_REFUSED: dict[str, unsupported.Harmless] = {
+_REFUSED: dict[str, sampling.Harmless] = {
     name: lambda _value, _body: False
     for name in ("truncate_prompt_tokens", "prompt_embeds", "messages")
 }
-_NOT_POOLED: dict[str, unsupported.Harmless] = {
+_NOT_POOLED: dict[str, sampling.Harmless] = {
     "task": lambda value, _body: value == "token_embed",
     **{
         name: lambda value, _body: value is False
@@ -182,7 +182,7 @@ def parse_embeddings(body: bytes) -> EmbeddingCall:
     values = parse_object(body)
     asked, fields = EmbeddingsRequest.read(values), Fields(values)
     inputs, paths = _inputs(fields)
-    unsupported.refuse(fields, _REFUSED)
+    sampling.refuse_unsupported(fields, _REFUSED)
     as_base64 = asked.encoding_format == BASE64
     return EmbeddingCall(asked.options(), inputs, paths, as_base64, asked.dimensions)
 
@@ -196,7 +196,7 @@ def parse_pooling(body: bytes) -> PoolingCall:
     values = parse_object(body)
     asked, fields = PoolingRequest.read(values), Fields(values)
     inputs, paths = _inputs(fields)
-    unsupported.refuse(fields, _REFUSED | _NOT_POOLED)
+    sampling.refuse_unsupported(fields, _REFUSED | _NOT_POOLED)
     return PoolingCall(asked.options(), inputs, paths, asked.encoding_format == BASE64)
 
 

@@ -18,7 +18,6 @@ from typing import Annotated, Literal
 from pydantic import Field, SkipValidation
 from typing_extensions import NotRequired, TypedDict
 
-from rkserve.api.common import unsupported
 from rkserve.api.common.parameters import Nonempty, OpenModel
 from rkserve.api.common.renderer import PromptHeader, Renderer
 from rkserve.api.common.version_policy import ResolvedModel
@@ -27,13 +26,14 @@ from rkserve.api.json.fields import Fields, missing, wrong_type
 from rkserve.api.json.limits import MAX_INPUTS
 from rkserve.api.json.schemas import Count
 from rkserve.api.openai.embeddings import TextUsage, VectorOptions, VectorRequest, check_count
-from rkserve.api.parsing.reasoning import ReasoningOptions
+from rkserve.api.parsing import sampling
+from rkserve.api.parsing.answer_parser import ReasoningOptions
 from rkserve.core.errors import ContextOverflow, InputTooLong, RequestError, UnsupportedParameter
 from rkserve.core.messages import Delta, GenerateRequest
 from rkserve.core.run_params import Sampling, Stepwise
 from rkserve.models.settings import RerankSettings
 
-_REFUSED: dict[str, unsupported.Harmless] = {
+_REFUSED: dict[str, sampling.Harmless] = {
     name: lambda _value, _body: False
     for name in ("truncate_prompt_tokens", "max_chunks_per_doc", "max_tokens_per_doc")
 }
@@ -160,7 +160,7 @@ def parse_rerank(body: bytes) -> RankCall:
     found = fields.items("documents")
     check_count(len(found), "documents")
     documents = tuple(_text(one, f"documents[{at}]") for at, one in enumerate(found))
-    unsupported.refuse(fields, _REFUSED)
+    sampling.refuse_unsupported(fields, _REFUSED)
     return RankCall(asked.options(), query, documents, asked.top_n, asked.return_documents)
 
 
@@ -173,7 +173,7 @@ def parse_score(body: bytes) -> ScoreCall:
     values = parse_object(body)
     wanted, fields = ScoreRequest.read(values).options(), Fields(values)
     first, second = _texts(fields, _FIRST, query=True), _texts(fields, _SECOND)
-    unsupported.refuse(fields, _REFUSED)
+    sampling.refuse_unsupported(fields, _REFUSED)
     if len(first) == 1:
         first *= len(second)
     if len(first) != len(second):

@@ -9,18 +9,18 @@ from typing import Annotated
 from pydantic import Field, SkipValidation
 from typing_extensions import TypedDict
 
-from rkserve.api.common import unsupported
 from rkserve.api.common.calls import ChatMessage, Tools
 from rkserve.api.common.parameters import AnyObject, ModelName, OpenModel
 from rkserve.api.json.body import JsonObject, parse_object
 from rkserve.api.json.fields import Fields, missing
 from rkserve.api.json.schemas import Count, RequestModel, read_model
+from rkserve.api.parsing import sampling
 from rkserve.api.parsing.tool_choice import NO_TOOLS, ToolOptions, read_tools
 from rkserve.api.prompting.conversation import Message, read_messages, read_prefill
 from rkserve.core.errors import RequestError, UnsupportedParameter
 
 # Unsupported parameters that would change the IDs of a conversation.
-_CONVERSATION: dict[str, unsupported.Harmless] = {
+_CONVERSATION: dict[str, sampling.Harmless] = {
     "chat_template": lambda _value, _body: False,
     "chat_template_kwargs": lambda value, _body: value == {},
 }
@@ -126,7 +126,7 @@ def parse_tokenize(body: bytes) -> TokenizeCall:
             "writes, and no others.",
             "add_special_tokens",
         )
-    unsupported.refuse(fields, _CONVERSATION)
+    sampling.refuse_unsupported(fields, _CONVERSATION)
     messages = read_messages(fields)
     return TokenizeCall(
         model,

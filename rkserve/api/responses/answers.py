@@ -30,7 +30,7 @@ from rkserve.api.common.logprobs import chat_logprobs
 from rkserve.api.common.output import error_object
 from rkserve.api.json.body import JsonObject
 from rkserve.api.json.schemas import Count
-from rkserve.api.parsing.parts import (
+from rkserve.api.parsing.tools.base import (
     Part,
     ReasoningPart,
     Retraction,

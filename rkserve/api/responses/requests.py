@@ -12,7 +12,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, SkipValidation
 
-from rkserve.api.common import unsupported
 from rkserve.api.common.calls import ChatCall
 from rkserve.api.common.parameters import (
     AnyObject,
@@ -30,6 +29,7 @@ from rkserve.api.common.parameters import (
 from rkserve.api.json.body import JsonObject, JsonText, parse_object
 from rkserve.api.json.fields import Fields, as_fields, missing, quoted, wrong_type
 from rkserve.api.json.limits import MAX_MESSAGES, MAX_REFERENCES, MAX_TOOLS
+from rkserve.api.parsing import sampling
 from rkserve.api.parsing.sampling import (
     JSON_OBJECT,
     Named,
@@ -121,7 +121,7 @@ def parse_response(body: bytes) -> ResponseCall:
     asked, fields = ResponseRequest.read(values), Fields(values)
     items = _items(fields)
     messages = conversation(asked.instructions, (), items)
-    unsupported.refuse(fields, _REFUSED)
+    sampling.refuse_unsupported(fields, _REFUSED)
     tools, offer = _tools(asked, fields)
     steps, form = _steps(asked, fields)
     previous, effort = asked.previous_response_id or None, asked.reasoning.effort
@@ -193,9 +193,9 @@ def _off(value: Any, _: Fields) -> bool:
 
 
 # As in ``unsupported``: parameters that would change the answer.
-_REFUSED: dict[str, unsupported.Harmless] = {
-    **unsupported.SHARED,
-    **unsupported.TOKENS,
+_REFUSED: dict[str, sampling.Harmless] = {
+    **sampling.UNSUPPORTED,
+    **sampling.UNSUPPORTED_TOKENS,
     "conversation": _never,
     "prompt": _never,
     "background": _off,

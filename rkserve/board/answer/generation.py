@@ -20,8 +20,15 @@ from rkserve.board.answer.builtin_hooks import (
     thinking_limit,
 )
 from rkserve.board.answer.hooks import AnswerPiece, HookChain, HookFactory, Replace
-from rkserve.board.answer.kv_plan import Ids, Range, common_prefix
-from rkserve.board.answer.transcript import PendingDelta, Transcript, Utf8Decoder, ordered
+from rkserve.board.answer.transcript import (
+    Ids,
+    PendingDelta,
+    Range,
+    Transcript,
+    Utf8Decoder,
+    common_prefix,
+    ordered,
+)
 from rkserve.core.errors import ContextOverflow, HookFailed, RequestError, StateConflict
 from rkserve.core.messages import (
     Delta,

@@ -7,7 +7,7 @@ import logging
 from dataclasses import replace
 from pathlib import Path
 
-from rkserve.board.answer.kv_plan import Ids
+from rkserve.board.answer.transcript import Ids
 from rkserve.board.engine.protocol import EntryCommand
 from rkserve.board.run.loaded_engine import AdapterReady, LoadedEngine, RenewEngine
 from rkserve.board.run.ports import EngineSlot, RunQueue

@@ -12,7 +12,7 @@ import os
 import time
 from dataclasses import asdict, replace
 
-from rkserve.board.answer.kv_plan import Ids
+from rkserve.board.answer.transcript import Ids
 from rkserve.board.operations.base_weights import BaseWeights, ModelFileDigest
 from rkserve.board.operations.embedding import EmbeddingService
 from rkserve.board.operations.sleep import BoardSleep

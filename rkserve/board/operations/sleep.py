@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rkserve.board.answer.kv_plan import Ids, common_prefix
+from rkserve.board.answer.transcript import Ids, common_prefix
 from rkserve.board.engine.protocol import EngineFacts
 from rkserve.board.operations.embedding import EmbeddingService
 from rkserve.board.rules.obligations import adapter_name

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rkserve.board.answer.kv_plan import CachedContext, Ids, Range, ResumePlan, held, plan_resume
+from rkserve.board.answer.transcript import CachedContext, Ids, Range, ResumePlan, held, plan_resume
 from rkserve.board.engine.protocol import Engine, RunCommand, RunEnded
 from rkserve.board.run.job import Job
 from rkserve.board.run.run import (

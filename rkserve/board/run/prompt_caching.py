@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from rkserve.board.answer.kv_plan import Ids, common_prefix, held
+from rkserve.board.answer.transcript import Ids, common_prefix, held
 from rkserve.board.engine.protocol import EntryCommand, RunEnded
 from rkserve.board.rules.counters import BoardCounters
 from rkserve.board.run.loaded_engine import LoadedEngine

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from rkserve.board.answer.kv_plan import common_prefix
+from rkserve.board.answer.transcript import common_prefix
 from rkserve.board.rules.generation_states import GenerationEvent, judge
 from rkserve.board.run.job import Job, emitted
 from rkserve.board.run.ports import BoardBooks, EngineSlot

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 
-from rkserve.board.answer.kv_plan import Ids, Range
+from rkserve.board.answer.transcript import Ids, Range
 from rkserve.board.engine.protocol import EntryCommand, RunEnded
 from rkserve.board.run.job import Job
 from rkserve.board.storage.prompt_cache import CacheHit

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rkserve.board.answer.kv_plan import Ids, common_prefix
+from rkserve.board.answer.transcript import Ids, common_prefix
 from rkserve.board.engine.protocol import EntryCommand
 from rkserve.board.run.job import Job
 from rkserve.board.run.loaded_engine import LoadedEngine

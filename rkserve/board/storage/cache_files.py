@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rkserve.board.answer.kv_plan import Ids
+from rkserve.board.answer.transcript import Ids
 from rkserve.core.errors import ConfigError
 from rkserve.core.files import NAME, Stamp, file_digest, sync
 from rkserve.core.files import stamp as stamp_of

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from uuid import uuid4
 
-from rkserve.board.answer.kv_plan import Ids, common_prefix
+from rkserve.board.answer.transcript import Ids, common_prefix
 from rkserve.board.storage.cache_files import (
     CachedFile,
     CacheFingerprint,

@@ -3,7 +3,7 @@
  * Written anew from the numbers of its binary interface: names, order and types of the members, and
  * the values of the enums. This file is the input to cffi's cdef() and is also included by the
  * simulated runtime, so it holds declarations only: no includes, no macros.
- * tests/native/vision/test_encoder.py holds every size and offset to tests/data/rknn_abi.json.
+ * tests/native/binding/test_image_encoder.py holds every size and offset to tests/data/rknn_abi.json.
  */
 typedef uint64_t rknn_context; /* on 64-bit machines */
 

@@ -41,8 +41,8 @@ from rkserve.native.runtime import (
 )
 
 if TYPE_CHECKING:
+    from rkserve.native.binding.image_encoder import CachedEncoder
     from rkserve.native.engine.stepwise import StepwiseRuns
-    from rkserve.native.vision.encoder import CachedEncoder
 
 READ_SIZE = 1 << 16
 
@@ -182,7 +182,7 @@ class EngineServer:
         runtime.load(load)
         self._needs_encoder = load.use_cross_attn
         if vision is not None:
-            from rkserve.native.vision.encoder import open_vision  # late, as the library
+            from rkserve.native.binding.image_encoder import open_vision  # late, as the library
 
             self._vision = open_vision(vision, runtime.release)
         if command["text_mode"] or vision is not None:

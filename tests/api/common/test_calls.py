@@ -17,9 +17,9 @@ from rkserve.api.common.calls import (
     parse_completion,
 )
 from rkserve.api.common.parameters import TOP_K_OFF
-from rkserve.api.common.unsupported import CHAT, COMPLETION, SHARED
 from rkserve.api.json.body import parse_object
 from rkserve.api.json.limits import MAX_CHOICES, MAX_PAUSE_ON, MAX_STOP_CHARS
+from rkserve.api.parsing.sampling import UNSUPPORTED, UNSUPPORTED_CHAT, UNSUPPORTED_COMPLETION
 from rkserve.core.block_hashes import salted
 from rkserve.core.errors import RequestError, RkserveError
 from tests.support.http.wire_json import JSON, MESSAGE
@@ -165,9 +165,9 @@ def test_a_parameter_is_read(read: Any, keys: dict[str, Any], field: str, value:
 @pytest.mark.parametrize("read", [chat, completion])
 def test_null_counts_as_absent(read: Any) -> None:
     names = {
-        *CHAT,
-        *COMPLETION,
-        *SHARED,
+        *UNSUPPORTED_CHAT,
+        *UNSUPPORTED_COMPLETION,
+        *UNSUPPORTED,
         "max_tokens",
         "max_completion_tokens",
         "stop",
@@ -377,9 +377,9 @@ def test_what_no_answer_can_continue_is_refused(keys: dict[str, Any], param: str
 
 VALUES: dict[str, st.SearchStrategy[Any]] = dict.fromkeys(
     [
-        *CHAT,
-        *COMPLETION,
-        *SHARED,
+        *UNSUPPORTED_CHAT,
+        *UNSUPPORTED_COMPLETION,
+        *UNSUPPORTED,
         "stop",
         "n",
         "stream",

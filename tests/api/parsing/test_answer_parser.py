@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rkserve.api.parsing.answer_parser import PLAIN, AnswerParser, ParserOptions
-from rkserve.api.parsing.parts import (
+from rkserve.api.parsing.tools import FORMATS
+from rkserve.api.parsing.tools.base import (
     Part,
     ReasoningPart,
     Retraction,
@@ -14,7 +15,6 @@ from rkserve.api.parsing.parts import (
     ToolCallDelta,
     ToolCallStart,
 )
-from rkserve.api.parsing.tools import FORMATS
 from rkserve.core.messages import (
     Delta,
     Thinking,

@@ -18,7 +18,7 @@ from rkserve.api.common.answer import AnswerOrigin
 from rkserve.api.common.plan import reading
 from rkserve.api.openai.answers import ChatAnswer
 from rkserve.api.parsing.answer_parser import AnswerParser
-from rkserve.api.parsing.parts import Retraction
+from rkserve.api.parsing.tools.base import Retraction
 from rkserve.board.engine.protocol import EngineSpec
 from rkserve.core.errors import BoardFailed
 from rkserve.core.messages import ControlAction, Delta, Finished, GenerateRequest

@@ -20,7 +20,7 @@ from rkserve.core.messages import Delta, FailoverState, GenerateRequest, Transcr
 from rkserve.core.run_params import Embeds
 from rkserve.local import LocalBoard, open_board
 from rkserve.models.folder import open_model_folder
-from rkserve.native.sim.inputs import embeddings
+from rkserve.native.sim.models import embeddings
 from rkserve.router.served_models import ServedModel
 from tests.local.test_board import COUNTED, MODEL, SIMULATED, folder_with
 from tests.support.boards.fake_boards import accepted, finished

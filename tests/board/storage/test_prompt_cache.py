@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rkserve.board.answer.kv_plan import Ids
+from rkserve.board.answer.transcript import Ids
 from rkserve.board.storage.prompt_cache import CacheStore
 from rkserve.core.errors import CacheUnsupported, RequestError
 from rkserve.core.files import check_cache_name

@@ -349,7 +349,7 @@ def test_a_second_turn_is_appended_and_only_its_own_tokens_are_prefilled(
 ) -> None:
     prompt = prompts(STORY)
     first = board.ask(prompt)
-    # What the library says it holds is what is taken to be there, as board/answer/kv_plan.py does.
+    # What the library says it holds is taken to be there, as by board/answer/transcript.py.
     transcript = board.held(prompt, first)
     held, rest = transcript[: first.kv_positions], transcript[first.kv_positions :]
     closing = board.folder.settings.eos_token_ids[:1]

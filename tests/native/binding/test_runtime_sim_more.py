@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rkserve.native.sim import inputs, models
+from rkserve.native.sim import models
 from tests.support.sim.binding_child import RELEASES, child, told
 
 EVERY_RELEASE = pytest.mark.parametrize("release", RELEASES)
@@ -320,7 +320,7 @@ runtime.destroy()
 @EVERY_RELEASE
 def test_a_picture_is_seen(release: str, tmp_path: Path) -> None:
     tags = '("<|vision_start|>", "<|vision_end|>", "<|image_pad|>")'
-    picture = inputs.rows([0.25] * 64 * 4)
+    picture = models.rows([0.25] * 64 * 4)
     at_load, with_it = ("", f", tags={tags}") if release == "1.3.0" else (f"image_tags={tags}", "")
     script = f"""
 load({at_load})
@@ -330,11 +330,11 @@ tell(answer=text())
 runtime.destroy()
 """
     facts = told(child(release, script, tmp_path=tmp_path))
-    assert facts["answer"].startswith(f"The picture shows pattern {inputs.pattern(picture)}.")
+    assert facts["answer"].startswith(f"The picture shows pattern {models.pattern(picture)}.")
 
 
 def test_a_video_is_seen_by_1_3_0(tmp_path: Path) -> None:
-    video = inputs.rows([0.5] * 64 * 6)
+    video = models.rows([0.5] * 64 * 6)
     script = f"""
 load()
 video = Video({video!r}, n_tokens=2, n_frames=3, n_videos=1, width=64, height=64)
@@ -343,7 +343,7 @@ tell(answer=text())
 runtime.destroy()
 """
     facts = told(child("1.3.0", script, tmp_path=tmp_path))
-    assert facts["answer"].startswith(f"The video shows pattern {inputs.pattern(video)}.")
+    assert facts["answer"].startswith(f"The video shows pattern {models.pattern(video)}.")
 
 
 def test_our_tokenizer_and_embedding_layer_serve_a_model_without(tmp_path: Path) -> None:

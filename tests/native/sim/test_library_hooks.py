@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rkserve.native.sim import inputs
+from rkserve.native.sim import models
 from tests.support.sim.sim_driver import Event, chat, ids_of, violations
 from tests.support.sim.sim_features import FeatureSim, Rows, opened
 
@@ -102,7 +102,7 @@ def test_what_a_tokenizer_returns_is_checked(
 
 
 def own_rows(ids: list[int], rows: Any, _room: int) -> int:
-    rows[:] = inputs.embeddings(ids)
+    rows[:] = models.embeddings(ids)
     return 0
 
 
@@ -118,7 +118,7 @@ def test_the_callers_embedding_layer_is_asked_for_every_token(
     asked = [ids for kind, ids in sim.hooked if kind == "embed"]
     assert asked == [prompt, *([token] for token in answer[:-1])]
     sim.hooked.clear()
-    rows = Rows(inputs.embeddings(prompt))
+    rows = Rows(models.embeddings(prompt))
     assert sim.run(rows).ids == answer
     assert [ids for _, ids in sim.hooked] == [[token] for token in answer[:-1]]
     assert sim.destroy() == plain.destroy() == 0
@@ -126,7 +126,7 @@ def test_the_callers_embedding_layer_is_asked_for_every_token(
 
 def test_other_embeddings_make_other_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     def shifted(ids: list[int], rows: Any, _room: int) -> int:
-        rows[:] = inputs.embeddings(token + 1 for token in ids)
+        rows[:] = models.embeddings(token + 1 for token in ids)
         return 0
 
     monkeypatch.setenv("RKSIM_NO_EMBEDDING", "1")
@@ -186,7 +186,7 @@ def test_answers_hang_on_the_encoders_output(release: str) -> None:
     def answers() -> list[str]:
         return [sim.run(question).reply for question in questions]
 
-    keys = [float(at) for at in range(3 * inputs.CROSS_DIM)]
+    keys = [float(at) for at in range(3 * models.CROSS_DIM)]
     plain = answers()
     assert sim.set_cross_attention(keys, 3) == 0
     first = answers()
@@ -200,7 +200,7 @@ def test_answers_hang_on_the_encoders_output(release: str) -> None:
 
 
 def test_a_conversation_hears_a_new_encoder_output(release: str) -> None:
-    keys = [1.0] * inputs.CROSS_DIM
+    keys = [1.0] * models.CROSS_DIM
     told = []
     for change in (False, True):
         sim = opened(release, extend_use_cross_attn=1)
@@ -215,14 +215,14 @@ def test_a_conversation_hears_a_new_encoder_output(release: str) -> None:
 def test_without_use_cross_attn_it_is_refused(
     sim: FeatureSim, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert sim.set_cross_attention([1.0] * inputs.CROSS_DIM, 1) == -1
+    assert sim.set_cross_attention([1.0] * models.CROSS_DIM, 1) == -1
     assert "E rkllm: use_cross_attn was not set at init" in capfd.readouterr().err
 
 
 def test_arrays_that_are_missing_are_refused(release: str) -> None:
     sim = opened(release, extend_use_cross_attn=1)
     assert sim.lib.rkllm_set_cross_attn_params(sim.handle, sim.ffi.NULL) == -1
-    floats = sim.ffi.new("float[]", inputs.CROSS_DIM)
+    floats = sim.ffi.new("float[]", models.CROSS_DIM)
     positions = sim.ffi.new("int32_t[]", 1)
     whole = [floats, floats, floats, positions, 1]
     for at, missing in enumerate((sim.ffi.NULL,) * 4 + (0, -1)):
@@ -236,7 +236,7 @@ def test_while_running_or_paused_it_is_left_alone(
     release: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     sim = opened(release, extend_use_cross_attn=1)
-    keys = [1.0] * inputs.CROSS_DIM
+    keys = [1.0] * models.CROSS_DIM
     codes = []
 
     def meddle(_event: Event, _result: Any) -> int:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rkserve.native.sim import inputs
+from rkserve.native.sim import models
 from tests.support.sim.sim_driver import FINISH, NORMAL, Aborted, Event, chat, ids_of
 from tests.support.sim.sim_features import CACHE_HEADER, FeatureSim, Rows, held, opened, turn
 
@@ -232,9 +232,9 @@ def test_only_the_common_beginning_counts(sim: FeatureSim, cache: Path) -> None:
 
 def test_embeddings_are_recognised_in_a_cache(sim: FeatureSim, cache: Path) -> None:
     prompt = chat("Count to 5")
-    strange = inputs.rows([0.5] * inputs.EMBED_DIM)
-    given = Rows(inputs.embeddings(prompt[:10]) + strange + inputs.embeddings(prompt[10:]))
-    other = Rows(given.rows.replace(strange, inputs.rows([0.25] * inputs.EMBED_DIM)))
+    strange = models.rows([0.5] * models.EMBED_DIM)
+    given = Rows(models.embeddings(prompt[:10]) + strange + models.embeddings(prompt[10:]))
+    other = Rows(given.rows.replace(strange, models.rows([0.25] * models.EMBED_DIM)))
     sim.run(given, save=cache)
     assert sim.load_cache(cache) == 0
     assert sim.run(given).finish.perf[1] == 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from rkserve.board.answer.kv_plan import Ids
+from rkserve.board.answer.transcript import Ids
 from rkserve.board.storage.prompt_cache import CachedFile, CacheFingerprint, CacheStore
 
 SEAL = CacheFingerprint(

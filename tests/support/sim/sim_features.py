@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rkserve.native.binding.releases import RELEASES
-from rkserve.native.sim import inputs
+from rkserve.native.sim import models
 from tests.support.sim.sim_driver import EMBED, MULTIMODAL, Answer, Run, Sim, ids_of
 from tests.support.sim.sim_driver import opened as library
 
@@ -87,7 +87,7 @@ class FeatureSim(Sim):
         assert self.embed
         given = list(self.ffi.unpack(ids, n))
         self.hooked.append(("embed", given))
-        assert room == n * inputs.EMBED_DIM * 4
+        assert room == n * models.EMBED_DIM * 4
         return int(self.embed(given, self.ffi.buffer(rows, room), room))
 
     def _keep(self, value: Any) -> Any:
@@ -118,7 +118,7 @@ class FeatureSim(Sim):
         if isinstance(given, Rows):
             run_input.input_type = EMBED
             run_input.embed_input.embed = self._floats(given.rows)
-            run_input.embed_input.n_tokens = len(given.rows) // (4 * inputs.EMBED_DIM)
+            run_input.embed_input.n_tokens = len(given.rows) // (4 * models.EMBED_DIM)
         elif isinstance(given, Seen):
             run_input.input_type = MULTIMODAL
             self._fill_seen(run_input.multimodal_input, given)
@@ -133,13 +133,13 @@ class FeatureSim(Sim):
         elif given.images:
             seen.image_embed = self._floats(b"".join(given.images))
             seen.n_image = len(given.images)
-            seen.n_image_tokens = len(given.images[0]) // (4 * inputs.EMBED_DIM)
+            seen.n_image_tokens = len(given.images[0]) // (4 * models.EMBED_DIM)
             seen.image_width = seen.image_height = 392
 
     def _fill_part(self, part: Any, kind: str, shown: Sequence[bytes], given: Seen) -> None:
         if not shown:
             return
-        rows = len(shown[0]) // (4 * inputs.EMBED_DIM)
+        rows = len(shown[0]) // (4 * models.EMBED_DIM)
         setattr(part, f"{kind}_embed", self._floats(b"".join(shown)))
         setattr(part, f"n_{kind}", len(shown))
         if kind == "image":

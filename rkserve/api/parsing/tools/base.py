@@ -1,6 +1,7 @@
-"""The base of tool call parsers: text is held back only while it may be a call.
+"""The base of tool call parsers, and the parts of an answer that parsers yield.
 
-Text that turns out to be no call, or only part of one, becomes text again, without loss.
+Text is held back only while it may be a call. Parts are text, reasoning and tool calls in their
+order, and every dialect writes them in its own JSON.
 """
 
 from __future__ import annotations
@@ -10,15 +11,61 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
-from rkserve.api.parsing.parts import (
-    Part,
-    Retraction,
-    TextPart,
-    ToolCallDelta,
-    ToolCallStart,
-    overlap,
-)
 from rkserve.api.parsing.tools.json_stream import PartialCall
+
+
+@dataclass(frozen=True, slots=True)
+class TextPart:
+    """More text."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningPart:
+    """More reasoning."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallStart:
+    """The start of a tool call.
+
+    ``index`` counts the calls of this answer, including retracted ones; ``call_id`` is unique.
+    """
+
+    name: str
+    index: int = 0
+    call_id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallDelta:
+    """More JSON text of the arguments of the latest call."""
+
+    arguments: str
+    index: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Retraction:
+    """The number of trailing characters of text and reasoning, and of last calls, to retract."""
+
+    words: int = 0
+    thoughts: int = 0
+    calls: int = 0
+
+
+Part = TextPart | ReasoningPart | ToolCallStart | ToolCallDelta | Retraction
+
+
+def overlap(text: str, mark: str) -> int:
+    """Return the length of the longest suffix of ``text`` that is a proper prefix of ``mark``."""
+    for size in range(min(len(text), len(mark) - 1), 0, -1):
+        if text.endswith(mark[:size]):
+            return size
+    return 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from rkserve.api.parsing.parts import Part
-from rkserve.api.parsing.tools.base import CallSyntax, ToolCallParser, begins
+from rkserve.api.parsing.tools.base import CallSyntax, Part, ToolCallParser, begins
 from rkserve.api.parsing.tools.json_stream import ObjectCall
 
 _END = "</tool_call>"

@@ -8,7 +8,7 @@
 #include <string.h>
 
 /* Component 0 tells the id; the others are there so that no two rows look alike. All of them are
- * exact in a float, so rkserve/native/sim/inputs.py makes the same bytes. */
+ * exact in a float, so rkserve/native/sim/models.py makes the same bytes. */
 void embedding_of(int32_t id, float *row) {
     row[0] = (float)(id + 1) / 1048576.0f;
     for (int at = 1; at < SIM_EMBED_DIM; at++) {

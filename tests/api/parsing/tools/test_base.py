@@ -10,14 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rkserve.api.parsing.answer_parser import AnswerParser, ParserOptions
-from rkserve.api.parsing.parts import (
+from rkserve.api.parsing.tools import FORMATS, guess
+from rkserve.api.parsing.tools.base import (
     Part,
     Retraction,
     TextPart,
     ToolCallDelta,
     ToolCallStart,
+    overlap,
 )
-from rkserve.api.parsing.tools import FORMATS, guess
 from rkserve.api.prompting.templates import NAMED
 from rkserve.core.messages import (
     Delta,
@@ -30,6 +31,25 @@ from rkserve.core.messages import (
     Usage,
 )
 from tests.support.http.wire_folders import CHATML
+
+
+@pytest.mark.parametrize(
+    ("text", "mark", "length"),
+    [
+        ("", "</think>", 0),
+        ("well", "</think>", 0),
+        ("well<", "</think>", 1),
+        ("well</thi", "</think>", 5),
+        ("<</", "</think>", 2),
+        ("well</think>", "</think>", 0),
+        ("aa", "aab", 2),
+    ],
+)
+def test_overlap_is_the_beginning_of_a_mark_at_the_end_of_a_text(
+    text: str, mark: str, length: int
+) -> None:
+    assert overlap(text, mark) == length
+
 
 NAMES = frozenset({"get_weather", "get_time", "add"})
 HERMES_CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</tool_call>'

@@ -1,7 +1,7 @@
 """An image encoder in the vendor's RKNN runtime (librknnrt): pixels to rows of floats.
 
-Besides ``binding`` the only module with pointers, of another library. A model of the wrong shape is
-refused at load. An engine keeps the rows of recent images in a cache, by their pixels.
+The only module with pointers of another library. A model of the wrong shape is refused at load. An
+engine keeps the rows of recent images in a cache, by their pixels.
 """
 
 from __future__ import annotations

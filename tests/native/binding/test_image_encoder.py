@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from rkserve.core.errors import CallFailed, LibraryMissing, LoadFailed, Misuse, ReleaseRefused
+from rkserve.native.binding.image_encoder import ImageEncoderShape, RknnEncoder
 from rkserve.native.decl.rknn_api import ffi
 from rkserve.native.sim.build import ensure_built, ensure_encoder_built
-from rkserve.native.sim.inputs import SimEncoder
-from rkserve.native.vision.encoder import ImageEncoderShape, RknnEncoder
+from rkserve.native.sim.models import SimEncoder
 from tests.support.paths import TESTS
 
 FACTS = json.loads((TESTS / "data" / "rknn_abi.json").read_text())["structs"]

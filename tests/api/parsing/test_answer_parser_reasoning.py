@@ -14,8 +14,8 @@ from rkserve.api.common.calls import ChatCall, parse_chat
 from rkserve.api.common.plan import plan
 from rkserve.api.common.renderer import Renderer
 from rkserve.api.common.version_policy import ResolvedModel
-from rkserve.api.parsing.parts import ReasoningPart, TextPart
-from rkserve.api.parsing.reasoning import EFFORTS, RESERVED, ReasoningSplitter
+from rkserve.api.parsing.answer_parser import EFFORTS, RESERVED, ReasoningSplitter
+from rkserve.api.parsing.tools.base import ReasoningPart, TextPart
 from rkserve.api.prompting.conversation import with_thoughts
 from rkserve.core.errors import ConfigError, RequestError, UnsupportedParameter
 from rkserve.core.messages import GenerateRequest, Thinking

@@ -11,8 +11,8 @@ import pytest
 
 from rkserve.core.errors import CallFailed, LoadFailed
 from rkserve.core.run_params import Picture
+from rkserve.native.binding.image_encoder import CachedEncoder, ImageEncoderShape
 from rkserve.native.runtime import Image, VisionParams
-from rkserve.native.vision.encoder import CachedEncoder, ImageEncoderShape
 
 SIDE, TOKENS, ROWS = 4, 2, 24  # bytes that the encoder makes of an image
 TAGS = ("<s>", "</s>", "<c>")

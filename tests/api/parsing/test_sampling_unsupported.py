@@ -13,7 +13,7 @@ from rkserve.api.common.calls import (
     parse_chat,
     parse_completion,
 )
-from rkserve.api.common.unsupported import CHAT, COMPLETION, SHARED
+from rkserve.api.parsing.sampling import UNSUPPORTED, UNSUPPORTED_CHAT, UNSUPPORTED_COMPLETION
 from rkserve.core.errors import UnsupportedParameter
 from tests.support.paths import PROJECT
 
@@ -108,7 +108,7 @@ def test_what_would_change_the_answer_is_refused_by_name(read: Any, name: str, v
     assert (caught.value.param, caught.value.code) == (name, "unsupported_parameter")
 
 
-@pytest.mark.parametrize("name", sorted({*CHAT, *COMPLETION, *SHARED}))
+@pytest.mark.parametrize("name", sorted({*UNSUPPORTED_CHAT, *UNSUPPORTED_COMPLETION, *UNSUPPORTED}))
 def test_every_refused_parameter_is_documented(name: str) -> None:
     refused = API_DOC.read_text(encoding="utf-8").partition("### Refused by name")[2]
     assert f"`{name}`" in refused.partition("### Messages")[0]
