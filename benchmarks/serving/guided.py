@@ -15,7 +15,7 @@ from benchmarks.harness.processes import ANSWER_S, BenchCrew
 from benchmarks.harness.prompts import SMALL_PROFILE
 from rkserve.bench.processes import CommandProcess, Json, hold
 from rkserve.core.run_params import Guide, GuideKind
-from rkserve.models.vocabulary import Vocabulary
+from rkserve.models.files import Vocabulary
 from rkserve.sampling.grammar import GrammarCompiler
 
 MAX_TOKENS = 160

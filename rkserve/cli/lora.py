@@ -13,7 +13,7 @@ from rkserve.cli.context import EXIT_CODES, ClusterCommand, CommandContext
 from rkserve.cli.options import InFlightOption, Model, Running, Timeout
 from rkserve.cli.progress import progress
 from rkserve.client.upload import ADAPTER_FILE
-from rkserve.models.weights import SIM_MAGIC
+from rkserve.models.files import SIM_MAGIC
 from rkserve.native.sim import models as sim_models
 
 lora = typer.Typer(help=f"Bring LoRA adapters to the boards. {EXIT_CODES}", no_args_is_help=True)

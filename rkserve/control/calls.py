@@ -24,7 +24,7 @@ from rkserve.core.desired_state import (
     SleepLevel,
 )
 from rkserve.core.messages import AdapterRef
-from rkserve.models.weights import Parameter
+from rkserve.models.files import Parameter
 
 WEIGHTS, KV_CACHE = "weights", "kv_cache"
 

@@ -15,7 +15,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 
 from rkserve.core.errors import StepsRefused
 from rkserve.core.run_params import Guide, GuideKind
-from rkserve.models.vocabulary import Vocabulary
+from rkserve.models.files import Vocabulary
 from rkserve.sampling.draw import Allowed
 from rkserve.sampling.schemas import as_lark, is_endless, one_by_one
 

@@ -20,7 +20,7 @@ from rkserve.control.operations import (
     ResultStatus,
 )
 from rkserve.core.desired_state import BaseVersion, Desired
-from rkserve.models.weights import Parameter
+from rkserve.models.files import Parameter
 from tests.support.boards.fake_boards import FakeBoards, report
 from tests.support.cluster.fake_head import FakeHead, line, version
 from tests.support.http.router_house import House

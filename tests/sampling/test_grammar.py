@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from rkserve.core.errors import RequestError, StepsRefused
 from rkserve.core.run_params import Guide, GuideKind
-from rkserve.models.vocabulary import Vocabulary
+from rkserve.models.files import Vocabulary
 from rkserve.sampling.grammar import GrammarCompiler
 from rkserve.sampling.trial import MAX_CHARS
 from tests.support.values.grammar_walk import (

@@ -31,7 +31,7 @@ from rkserve.core.board_report import BoardReport
 from rkserve.core.desired_state import AdapterVersion, AdapterVersions, Desired, InFlight
 from rkserve.core.errors import RequestError
 from rkserve.core.files import DIGEST, NAME
-from rkserve.models.weights import Parameter, read_parameters
+from rkserve.models.files import Parameter, read_parameters
 
 MAX_SCALE = 100  # as in manifest.json
 

@@ -46,7 +46,7 @@ from rkserve.control.operations import ControlOperation, OperationState
 from rkserve.core.board_report import HASHING, UNREADABLE, BoardReport
 from rkserve.core.desired_state import Artifact, BaseVersion, Desired, InFlight, Weights
 from rkserve.core.errors import ArtifactRefused, RequestError, UnsupportedParameter
-from rkserve.models.weights import Parameter, difference, read_parameters
+from rkserve.models.files import Parameter, difference, read_parameters
 
 OWN = "default"  # stands for the file in the model's own folder
 WHOLE_FILE = "uint8"

@@ -15,7 +15,7 @@ from typing_extensions import TypedDict
 from rkserve.api.json.body import JsonObject
 from rkserve.core.messages import Delta, TokenOrigin
 from rkserve.core.run_params import Scored
-from rkserve.models.vocabulary import Vocabulary
+from rkserve.models.files import Vocabulary
 
 Ids = tuple[int, ...]
 Chosen = tuple[int, Scored | None]  # an ID, and its log-probability

@@ -26,9 +26,9 @@ from rkserve.api.prompting.tokenizer import (
 )
 from rkserve.core.errors import ConfigError, ContextOverflow, RequestError, UnsupportedParameter
 from rkserve.core.run_params import Embeds, EncoderShape, EncoderStates
+from rkserve.models.files import Vocabulary, read_vocabulary
 from rkserve.models.folder import ModelFolder
 from rkserve.models.settings import CONTEXT_MAX
-from rkserve.models.vocabulary import Vocabulary, read_vocabulary
 
 # Told from everything that templates write around a result; nine letters and digits, as some
 # templates demand of the id of a call.

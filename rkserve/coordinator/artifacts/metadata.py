@@ -25,8 +25,8 @@ from rkserve.core.desired_state import BaseVersion
 from rkserve.core.errors import ArtifactNotFound, ArtifactRefused, ConfigError, RequestError
 from rkserve.core.files import DIGEST, NAME, CachedDigest, sync, write_private
 from rkserve.models.adapters import Manifest
+from rkserve.models.files import UnfitWeights, read_parameters, weights_facts
 from rkserve.models.folder import weights_in
-from rkserve.models.weights import UnfitWeights, read_parameters, weights_facts
 
 log = logging.getLogger(__name__)
 

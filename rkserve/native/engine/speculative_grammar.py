@@ -14,7 +14,7 @@ from contextlib import suppress
 from enum import Enum, auto
 
 from rkserve.core.errors import CallFailed, NativeError, StepsRefused
-from rkserve.models.vocabulary import Vocabulary
+from rkserve.models.files import Vocabulary
 from rkserve.native import engine_frames
 from rkserve.native.engine_frames import Ids, StepParams
 from rkserve.native.runtime import RunEnd, RunParams, Runtime, SinkAction, Step, TokenInput

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rkserve.core.errors import ConfigError, StepsRefused
-from rkserve.models.vocabulary import Vocabulary, read_vocabulary
+from rkserve.models.files import Vocabulary, read_vocabulary
 from rkserve.native import engine_frames
 from rkserve.native.engine import commands
 from rkserve.native.engine.speculative_grammar import Detokenizer, SpeculativeRun

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rkserve.models.weights import SIM_HEADER, SIM_MAGIC
+from rkserve.models.files import SIM_HEADER, SIM_MAGIC
 
 _FILE_BYTES, _MODEL_ID, _PLATFORM = 2, 3, 4
 _STRINGS_AT, _STRINGS_BYTES = 16, 17

@@ -38,7 +38,7 @@ from rkserve.core.desired_state import (
 )
 from rkserve.core.errors import ArtifactRefused, RequestError, UnsupportedParameter
 from rkserve.core.messages import AdapterRef
-from rkserve.models.weights import Parameter, difference, read_parameters
+from rkserve.models.files import Parameter, difference, read_parameters
 from tests.support.values.control_values import recorded
 
 VERSION = AdapterVersion(AdapterRef("tone", "v7", "a" * 64), 1234)

@@ -27,7 +27,7 @@ from rkserve.core.messages import (
     Usage,
 )
 from rkserve.core.run_params import Scored
-from rkserve.models.vocabulary import Vocabulary
+from rkserve.models.files import Vocabulary
 
 USER = [{"role": "user", "content": "Hi"}]
 

@@ -28,7 +28,7 @@ from rkserve.core.messages import (
     Usage,
 )
 from rkserve.core.run_params import Sampling, Scored
-from rkserve.models.vocabulary import Vocabulary
+from rkserve.models.files import Vocabulary
 
 EVENTS: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 

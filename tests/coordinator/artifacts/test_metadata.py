@@ -13,7 +13,7 @@ from rkserve.coordinator.artifacts.metadata import FOLDER, MetadataFolder
 from rkserve.coordinator.artifacts.store import ArtifactRules, ArtifactStore
 from rkserve.core.desired_state import BaseVersion
 from rkserve.core.errors import ArtifactNotFound, ArtifactRefused, BodyTooLarge
-from rkserve.models.weights import Parameter
+from rkserve.models.files import Parameter
 from rkserve.native.sim.models import reseed
 from tests.support.paths import PROJECT
 

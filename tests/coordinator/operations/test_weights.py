@@ -22,7 +22,7 @@ from rkserve.core.errors import (
     StageFailed,
     StaleWeights,
 )
-from rkserve.models.weights import Parameter
+from rkserve.models.files import Parameter
 from tests.support.boards.fake_boards import eventually
 from tests.support.cluster.fake_cluster import MODEL, Control, FakeBoard, FakeCluster
 

@@ -14,7 +14,7 @@ import pytest
 
 from rkserve.core.errors import LoadFailed
 from rkserve.core.messages import Delta
-from rkserve.models.weights import UnfitWeights, WeightsMetadata, weights_facts
+from rkserve.models.files import UnfitWeights, WeightsMetadata, weights_facts
 from rkserve.native.sim import models
 from rkserve.native.sim.models import reseed
 from tests.support.boards.fakes import run_loop

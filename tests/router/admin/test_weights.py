@@ -19,7 +19,7 @@ from rkserve.control.operations import (
 )
 from rkserve.core.desired_state import BaseVersion
 from rkserve.core.errors import ArtifactRefused, OperationConflict, StaleWeights
-from rkserve.models.weights import Parameter
+from rkserve.models.files import Parameter
 from tests.support.cluster.fake_cluster import Control
 from tests.support.http.coordinator_house import Ask, with_both
 from tests.support.http.router_house import MAX_MODEL_BYTES

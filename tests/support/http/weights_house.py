@@ -7,7 +7,7 @@ from typing import Any
 from rkserve.control.calls import StoredArtifact
 from rkserve.core.desired_state import BaseVersion, Desired
 from rkserve.core.errors import ArtifactNotFound
-from rkserve.models.weights import Parameter
+from rkserve.models.files import Parameter
 from tests.support.boards.fake_boards import FakeBoards
 from tests.support.boards.fakes import run_loop
 from tests.support.cluster.fake_head import FakeHead, line, version

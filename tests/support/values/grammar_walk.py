@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from rkserve.core.run_params import Guide, GuideKind
-from rkserve.models.vocabulary import read_vocabulary
+from rkserve.models.files import read_vocabulary
 from rkserve.sampling.grammar import GrammarCompiler, refusal
 from rkserve.sampling.trial import refuse, too_long
 from tests.support.paths import PROJECT
