@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,13 @@ from rkserve.api.admin.query import kinds_of
 from rkserve.api.json.schemas import RequestModel
 from rkserve.config.router import RouterConfig
 from rkserve.core.errors import OperationConflict
+from rkserve.core.messages import Delta
+from rkserve.core.run_params import Scored
 from rkserve.http.openapi import JSON, Access, ApiDescription, Endpoint, ErrorShape, document
 from scripts.api_page import HOST, curl
+from tests.support.boards.fake_boards import answer
 from tests.support.boards.own_time import run_loop
-from tests.support.http.reference_house import ReferenceHouse, described_api
+from tests.support.http.reference_house import BOARD, ReferenceHouse, described_api
 
 API = described_api()
 ENDPOINTS, SCHEMAS = API.endpoints, API.schemas
@@ -142,6 +146,84 @@ def test_a_stream_has_the_pieces_that_are_declared(of: ReferenceHouse, one: Endp
     assert len(lines) > 2
     for line in lines:
         check(json.loads(line), one.answers[0].pieces[media])
+
+
+_SCORED = Scored(-0.5, ((100, -0.5), (101, -1.5)))
+_VERSIONS = {"return_weight_versions": True}
+_USAGE = {"stream_options": {"include_usage": True}, **_VERSIONS}
+_LOOK = {"name": "look", "description": "Looks.", "parameters": {"type": "object"}}
+_TOOLS = {"tools": [{"type": "function", "function": _LOOK}]}
+_RESPONSE_TOOLS = {"tools": [{"type": "function", **_LOOK}]}
+_MESSAGE_TOOLS = {"tools": [{"name": "look", "input_schema": {"type": "object"}}]}
+_THOUGHT = ("<think>", "Hm.", "</think>", "A ", "stone.")
+_CALL = ("See: ", '<tool_call>{"name": "look", ', '"arguments": {"at": 1}}</tool_call>')
+
+
+@pytest.mark.parametrize(
+    ("path", "asked", "texts", "told"),
+    [
+        ("/v1/chat/completions", {}, ("Hel", "lo"), ()),
+        (
+            "/v1/chat/completions",
+            {"logprobs": True, "top_logprobs": 2, "n": 2, "return_token_ids": True, **_USAGE},
+            ("Hel", "lo"),
+            ('"top_logprobs":', '"usage":{', '"weight_versions":', '"prompt_token_ids":'),
+        ),
+        ("/v1/chat/completions", _USAGE, _THOUGHT, ('"reasoning_content":"Hm."', '"A "')),
+        ("/v1/chat/completions", _TOOLS, _CALL, ('"tool_calls":[', '"tool_calls"}')),
+        ("/v1/completions", {}, ("Hel", "lo"), ()),
+        (
+            "/v1/completions",
+            {"logprobs": 2, "n": 2, **_USAGE},
+            ("Hel", "lo"),
+            ('"text_offset":', '"usage":{', '"weight_versions":'),
+        ),
+        (
+            "/v1/responses",
+            {"include": ["message.output_text.logprobs"], "top_logprobs": 2, **_VERSIONS},
+            ("Hel", "lo"),
+            ('"response.output_text.delta"', '"logprobs":[{'),
+        ),
+        ("/v1/responses", {}, _THOUGHT, ('"response.reasoning_text.delta"',)),
+        (
+            "/v1/responses",
+            _RESPONSE_TOOLS,
+            _CALL,
+            ('"response.function_call_arguments.delta"',),
+        ),
+        ("/v1/messages", _VERSIONS, ("Hel", "lo"), ('"text_delta"', '"weight_versions":')),
+        ("/v1/messages", {}, _THOUGHT, ('"thinking_delta"',)),
+        ("/v1/messages", _MESSAGE_TOOLS, _CALL, ('"input_json_delta"', '"tool_use"')),
+        ("/api/chat", _VERSIONS, ("Hel", "lo"), ('"done":true', '"weight_versions":')),
+        ("/api/chat", {"think": True}, _THOUGHT, ('"thinking":"Hm."',)),
+        ("/api/chat", _TOOLS, _CALL, ('"tool_calls":[',)),
+        ("/api/generate", _VERSIONS, ("Hel", "lo"), ('"done":true', '"weight_versions":')),
+    ],
+)
+def test_chunks_that_are_built_for_each_token_have_their_declared_types(
+    of: ReferenceHouse,
+    path: str,
+    asked: dict[str, Any],
+    texts: tuple[str, ...],
+    told: tuple[str, ...],
+) -> None:
+    (one,) = [one for one in STREAMED if (one.method, one.path) == ("POST", path)]
+    steps = answer(BOARD, *texts)
+    if "top_logprobs" in asked or "logprobs" in asked:
+        steps = [
+            replace(step, logprobs=(_SCORED,)) if isinstance(step, Delta) else step
+            for step in steps
+        ]
+    of.boards["chat"].scripts = {f"replica of {BOARD}": [steps]}
+    response = call(of, one, json={**one.example.body, "stream": True, **asked})
+    assert response.status_code == 200, response.text
+    lines = [line.removeprefix("data: ") for line in response.text.splitlines()]
+    pieces = [json.loads(line) for line in lines if line.startswith("{")]
+    assert len(pieces) > 2
+    for piece in pieces:
+        check(piece, one.answers[0].pieces[media_of(response)])
+    for part in told:
+        assert part in response.text
 
 
 @pytest.mark.parametrize("one", [one for one in ENDPOINTS if one.body], ids=ident)

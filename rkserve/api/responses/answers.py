@@ -169,6 +169,7 @@ class ResponseEvent(TypedDict):
     delta: NotRequired[Any]
     logprobs: NotRequired[Any]
     text: NotRequired[Any]
+    name: NotRequired[Any]
     arguments: NotRequired[Any]
     code: NotRequired[Any]
     message: NotRequired[Any]
