@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from rkserve.api.parsing.tools.base import ToolCallParser
-from rkserve.api.parsing.tools.json_objects import Hermes, Llama
-from rkserve.api.parsing.tools.mistral import Mistral, MistralArgs, Pythonic
+from rkserve.api.parsing.tools.formats import Hermes, Llama, Mistral, MistralArgs, Pythonic
 
 FORMATS: dict[str, type[ToolCallParser]] = {
     "hermes": Hermes,

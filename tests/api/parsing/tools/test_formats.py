@@ -6,7 +6,7 @@ import pytest
 
 from rkserve.api.parsing.answer_parser import AnswerParser, ParserOptions
 from rkserve.api.parsing.tools.base import ToolCallParser
-from rkserve.api.parsing.tools.json_objects import Hermes, Llama
+from rkserve.api.parsing.tools.formats import Hermes, Llama, python_value
 from rkserve.core.messages import Delta
 
 NAMES = frozenset({"add"})
@@ -40,3 +40,25 @@ def test_calls_are_told_from_text(
 ) -> None:
     found, made = parsed(form, text)
     assert (found.strip(), made) == (words, calls)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "f()",
+        "a",
+        "1 +",
+        "1 + 1",
+        "b'x'",
+        "...",
+        "1j",
+        "{1: 2}",
+        "{**a}",
+        "1e999",
+        "-'x'",
+        "(" * 999,
+    ],
+)
+def test_what_json_cannot_say_is_no_value(text: str) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        python_value(text)
