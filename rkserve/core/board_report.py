@@ -175,21 +175,22 @@ class BoardReport:
     ``replica`` addresses the replica that wrote it and changes with the replica; ``board_id``
     changes only if the board's node is renamed. The live context takes ``kv_positions`` of
     ``context_len``. ``paused`` generations are paused now, ``pauses`` counts all pauses;
-    conversations were ``parked`` in and ``restored`` from prompt cache files; ``adapters`` are the
-    keys of the loaded ones, whose files have ``adapter_bytes``. Of the ``engine_starts``,
+    conversations were ``parked`` in and ``restored`` from prompt cache files; ``adapters`` are
+    the keys of the loaded ones, whose files have ``adapter_bytes``. Of the ``engine_starts``,
     ``engine_renewals`` replaced a healthy engine. A batched run holds ``batch_entries`` /
-    ``batch_runs`` generations on average; ``batch_tail_ms`` is the time that finished generations
-    kept their batch entries while the run continued. ``reason`` explains why a board is not ready,
-    and otherwise its last recovery. ``epoch`` is that of the desired state that it obeys, None
-    before the first one; ``hold`` is the mode of a pause of the whole board, or empty; ``missing``
-    is the number of adapter versions that it still needs; ``staged`` are the keys of those on its
-    disk. ``versions`` are those that it has generated with. ``level`` is the depth of its sleep,
-    None when awake; ``idle_s`` is the time since its last request or model load. ``base`` is the
-    sha256 of a loaded model file other than the one in its model folder, or empty. ``holdings`` are
-    its reusable contexts, packed by ``block_hashes``. ``own_digest`` is the sha256 of the file in
-    its model folder, ``HASHING`` until it is computed, ``UNREADABLE`` if the file cannot be read,
-    or empty if there is none; ``own_bytes`` is that file's size. ``serving`` has the name and the
-    sha256 of each adapter as served to requests without a version.
+    ``batch_runs`` generations on average; ``batch_tail_ms`` is the time that finished
+    generations kept their batch entries while the run continued. ``reason`` explains why a
+    board is not ready, and is empty if it is; ``last_recovery`` is why its engine was last
+    replaced. ``epoch`` is that of the desired state that it obeys, None before the first one;
+    ``hold`` is the mode of a pause of the whole board, or empty; ``missing`` is the number of
+    adapter versions that it still needs; ``staged`` are the keys of those on its disk.
+    ``versions`` are those that it has generated with. ``level`` is the depth of its sleep, None
+    when awake; ``idle_s`` is the time since its last request or model load. ``base`` is the
+    sha256 of a loaded model file other than the one in its model folder, or empty. ``holdings``
+    are its reusable contexts, packed by ``block_hashes``. ``own_digest`` is the sha256 of the
+    file in its model folder, ``HASHING`` until it is computed, ``UNREADABLE`` if the file
+    cannot be read, or empty if there is none; ``own_bytes`` is that file's size. ``serving``
+    has the name and the sha256 of each adapter as served to requests without a version.
     """
 
     board_id: str
@@ -244,3 +245,4 @@ class BoardReport:
     own_digest: str = ""
     own_bytes: int = 0
     serving: tuple[tuple[str, str], ...] = ()
+    last_recovery: str = ""

@@ -245,6 +245,7 @@ class BoardAnswer(TypedDict):
     hold: str
     base: str
     own_digest: str
+    last_recovery: str
     serving: dict[str, str]
     own_bytes: int
     pid: int
@@ -302,6 +303,7 @@ def board_entry(board: BoardReport, circuit: tuple[str, str]) -> JsonObject:
     del told["holdings"]  # hashes, and of use to Routers only
     told["serving"] = dict(board.serving)
     told |= {"state": board.state.value, "reason": without_folders(board.reason)}
+    told["last_recovery"] = without_folders(board.last_recovery)
     state, reason = circuit
     told["circuit"] = {"state": state, "reason": without_folders(reason)}
     return {"id": told.pop("board_id"), "object": "board", **told}

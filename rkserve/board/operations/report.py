@@ -65,6 +65,7 @@ def report(
         model=settings.model,
         state=state,
         reason=reason,
+        last_recovery=supervisor.last_recovery,
         release=live.facts.release if live is not None else "",
         platform=settings.platform,
         node=settings.node,

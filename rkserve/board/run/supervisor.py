@@ -159,7 +159,8 @@ class EngineSupervisor:
         self._start_engine = start_engine
         self._tenants = tenants
         self.state = BoardState.LOADING
-        self.reason = ""
+        self.reason = ""  # why the board is not ready
+        self.last_recovery = ""  # why its engine was last replaced
         self.starts = 0
         self.renewals = 0  # the part of them that replaced a healthy engine
         self.live: LoadedEngine | None = None  # the last loaded engine, even after its end
@@ -310,7 +311,8 @@ class EngineSupervisor:
         self.live = LoadedEngine(self._board_id, engine, settings.patience, adapters)
         self.loaded_s = loop_time_s()
         engine.died.add_done_callback(self._died)
-        self._advance(BoardEvent.LOADED, self.reason)
+        self.last_recovery = self.reason or self.last_recovery
+        self._advance(BoardEvent.LOADED, "")
         log.info(
             "board %s serves %s on RKLLM %s, loaded in %.1f s",
             self._board_id,

@@ -61,7 +61,7 @@ async def test_a_crash_in_the_library_costs_one_answer_and_no_replica(
         assert after.pid == before.pid == os.getpid()
         assert after.engine_pid != before.engine_pid
         assert (after.state, after.engine_starts) == (BoardState.READY, 2)
-        assert fault.startswith("abort") == ("GGML_ASSERT" in after.reason)
+        assert fault.startswith("abort") == ("GGML_ASSERT" in after.last_recovery)
         board.check()
 
 
@@ -83,7 +83,7 @@ async def test_a_hang_in_the_library_is_ended_and_the_board_serves_again(
         with pytest.raises(EngineHung, match=missing):
             await ask(board, chat("Count to 5"))
         await until(lambda: board.report().state is BoardState.READY)
-        assert missing in board.report().reason
+        assert missing in board.report().last_recovery
         assert text_of(await ask(board, chat("Count to 3"))) == "1, 2, 3."
         assert board.report().engine_starts == 2
 
@@ -136,7 +136,7 @@ async def test_a_frozen_engine_is_noticed_without_a_run(sim: Sim) -> None:
     async with sim.board(silence_timeout_s=SILENCE_S) as board:
         os.kill(board.report().engine_pid, signal.SIGSTOP)
         await until(lambda: board.report().engine_starts >= 2)
-        assert "no sign of life" in board.report().reason
+        assert "no sign of life" in board.report().last_recovery
         assert text_of(await ask(board, chat("Count to 3"))) == "1, 2, 3."
 
 

@@ -147,7 +147,7 @@ def test_the_limit_is_kept_by_a_fresh_handle_and_nobody_is_lost(tmp_path: Path) 
         assert len(report.adapters) <= 2
         assert len(bench.engines) >= 2
         assert all(engine.stopped for engine in bench.engines[:-1])
-        assert "reclaimed" in report.reason
+        assert "reclaimed" in report.last_recovery
         (info,) = bench.board.generations()
         assert (info.state, info.kv) == (GenerationState.PAUSED, Kv.RECOMPUTED)
         await bench.board.control("paused", ControlAction.RESUME)

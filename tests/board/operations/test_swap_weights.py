@@ -81,7 +81,9 @@ def test_switched_ones_go_on_from_their_words_with_the_other_weights(
             voices.check(client)
             assert client.finished is not None
             assert client.finished.versions[-1].version == "w1"
-        assert it.board.report().engine_renewals == 1
+        report = it.board.report()
+        assert (report.state, report.reason, report.engine_renewals) == (BoardState.READY, "", 1)
+        assert report.last_recovery == "its base weights are replaced"
         said = voices.says("default", first.asked.prompt_ids, len(first.ids))
         assert said != first.ids  # else nobody could tell the weights apart
 

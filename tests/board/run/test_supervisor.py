@@ -65,7 +65,8 @@ async def test_a_crash_is_told_after_the_text_before_it_and_the_queue_survives(b
     assert "".join(texts) == "ab"
     assert await queued == ("Hello", FinishReason.STOP)
     report = b.board.report()
-    assert (report.state, report.reason, report.engine_starts) == (BoardState.READY, "SIGSEGV", 2)
+    assert (report.state, report.reason, report.engine_starts) == (BoardState.READY, "", 2)
+    assert report.last_recovery == "SIGSEGV"
 
 
 @board_test(Bench)
@@ -180,7 +181,7 @@ async def test_a_handle_that_fails_run_after_run_gets_a_fresh_engine() -> None:
         await until(lambda: bench.state is BoardState.READY)
         assert (await answer(bench.board))[0] == "x"
         assert len(bench.engines) == 2
-        assert "3 runs in a row failed" in bench.board.report().reason
+        assert "3 runs in a row failed" in bench.board.report().last_recovery
 
 
 async def test_three_crashes_quarantine_the_board_until_it_has_cooled() -> None:
