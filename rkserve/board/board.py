@@ -216,7 +216,9 @@ class Board:
     async def generate(
         self, request: GenerateRequest, hooks: Sequence[HookFactory] = ()
     ) -> AsyncGenerator[Event, None]:
-        """Yield ``Accepted``, deltas and ``Finished``. Closing the generator aborts the run.
+        """Yield ``Accepted``, deltas, changes of queue or pause, and ``Finished``.
+
+        Closing the generator aborts the run.
 
         Raises:
             QueueFull, QueueTimeout: the queue is full, or the wait was too long.
@@ -248,6 +250,7 @@ class Board:
         self.books.counters.requests += 1
         try:
             self.pump()
+            job.waits = job.ticket not in self.admission.running
             event: Event = Accepted(
                 self.board_id,
                 live.facts.release,
@@ -257,6 +260,7 @@ class Board:
                 self.books.obligations.epoch or 0,
                 job.ref,
                 job.line_epoch,
+                job.waits,
             )
             yield event
             while not isinstance(event, Finished):
@@ -491,6 +495,7 @@ class Board:
         if job.ticket not in self.books.jobs:
             return  # its consumer is gone
         job.queued_s = loop_time_s()
+        job.announce_queue(waits=True)
         # Not ahead of the requests that it released the board for, if they have not started yet.
         yields = job.released and job.ticket in self.admission.running
         self.admission.readmit(job.ticket, job.queued_s, job.key, yields=yields)

@@ -285,7 +285,8 @@ class Accepted:
     ``sampling_ignored`` names the requested fields that this runtime cannot change per run.
     ``version`` is that of the weights it would start with now: ``name@version`` of an adapter, or
     the version name of the base weights. ``epoch`` is the one that the board obeys. ``adapter`` is
-    that version, chosen at ``line_epoch`` of the adapter's versions.
+    that version, chosen at ``line_epoch`` of the adapter's versions. With ``waits`` it is in the
+    board's queue, and a ``QueueChange`` follows when it has the board.
     """
 
     board_id: str
@@ -296,6 +297,18 @@ class Accepted:
     epoch: int = 0
     adapter: AdapterRef | None = None
     line_epoch: int = 0
+    waits: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class QueueChange:
+    """The request has left the board's queue and has the board; or, with ``waits``, it is in the
+    queue again, without the board.
+
+    Board time is counted by it; clients do not get it.
+    """
+
+    waits: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -408,7 +421,7 @@ class Embedded:
     vectors: tuple[bytes, ...]
 
 
-Event = Accepted | Delta | Paused | Embedded | Finished
+Event = Accepted | QueueChange | Delta | Paused | Embedded | Finished
 
 
 class Kv(str, Enum):

@@ -36,6 +36,7 @@ from rkserve.core.messages import (
     Finished,
     GenerateRequest,
     Paused,
+    QueueChange,
     Timings,
     Usage,
 )
@@ -173,6 +174,8 @@ class AsyncGeneration:
             event = await anext(self._events, None)
             if isinstance(event, Delta):
                 return self._grown(event)
+            if isinstance(event, QueueChange):
+                continue
             if isinstance(event, Paused):
                 self.paused = event
                 if self._on_pause is None:

@@ -26,6 +26,7 @@ from rkserve.core.messages import (
     Finished,
     GenerateRequest,
     Paused,
+    QueueChange,
     merged,
 )
 from rkserve.fleet.board_table import BoardAddress
@@ -251,8 +252,8 @@ class Choices:
         if isinstance(event, BaseException):
             raise event
         assert not isinstance(
-            event, Accepted | Embedded
-        )  # accepted() has consumed acceptances; no embeddings here
+            event, Accepted | Embedded | QueueChange
+        )  # accepted() has consumed acceptances; no embeddings or queue changes here
         if isinstance(event, Finished):
             self._open -= 1
         return index, event

@@ -36,9 +36,10 @@ from rkserve.core.messages import (
     Finished,
     GenerateRequest,
     Paused,
+    QueueChange,
 )
 
-EVENTS: tuple[type[Any], ...] = (Delta, Accepted, Paused, Embedded, Finished)
+EVENTS: tuple[type[Any], ...] = (Delta, Accepted, Paused, Embedded, Finished, QueueChange)
 MANY_IDS = 64  # from here on packed: a prompt in digits would delay the tokens of other streams
 _PLAIN = (str, int, float, bool, type(None))
 _Turn = Callable[[Any], Any]

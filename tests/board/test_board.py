@@ -21,7 +21,15 @@ from rkserve.core.errors import (
     QueueTimeout,
     SamplingFixed,
 )
-from rkserve.core.messages import Accepted, Delta, Finished, FinishReason, GenerateRequest, Usage
+from rkserve.core.messages import (
+    Accepted,
+    Delta,
+    Finished,
+    FinishReason,
+    GenerateRequest,
+    QueueChange,
+    Usage,
+)
 from rkserve.core.run_params import Sampling
 from rkserve.native.runtime import RunEnd
 from tests.support.boards.board_bench import (
@@ -245,6 +253,26 @@ async def test_a_client_may_hang_up_while_it_waits() -> None:
         first.prefill.set()
         await until(lambda: bench.board.report().running == 0)
         assert len(bench.engine.commands) == 1
+
+
+async def test_a_request_in_the_queue_is_told_when_it_has_the_board() -> None:
+    first = held()
+    async with Bench(first, Script([*tokens_of("x"), (EOS, b"")])).running() as bench:
+        running = bench.board.generate(request())
+        accepted = await anext(running)
+        assert isinstance(accepted, Accepted)
+        assert not accepted.waits
+        await asyncio.sleep(0)
+        waiting = bench.board.generate(request())
+        queued = await anext(waiting)
+        assert isinstance(queued, Accepted)
+        assert queued.waits
+        await running.aclose()
+        assert first.prefill is not None
+        first.prefill.set()
+        assert await anext(waiting) == QueueChange(waits=False)
+        assert isinstance(await anext(waiting), Delta)
+        await waiting.aclose()
 
 
 @board_test(Bench)

@@ -16,7 +16,7 @@ from rkserve.control.calls import OperationKind
 from rkserve.core.board_report import GenerationInfo, GenerationState, RouterGenerations
 from rkserve.core.desired_state import ActivePause, Desired, PauseMode, Scope
 from rkserve.core.errors import BoardFailed, ConfigError, GenerationNotFound
-from rkserve.core.messages import ControlAction, Delta, Timings
+from rkserve.core.messages import ControlAction, Delta, QueueChange, Timings
 from rkserve.http.app import make_app
 from tests.support.boards.fake_boards import (
     FakeBoards,
@@ -661,3 +661,25 @@ async def test_time_in_the_queue_is_no_board_time() -> None:
     await of.service.fleet.refresh()
     gate.set()
     assert [(await one).status_code for one in (first, second)] == [200, 200]
+
+
+async def test_time_in_the_queue_of_a_board_is_no_board_time() -> None:
+    turn, gate = asyncio.Event(), asyncio.Event()
+    of = held(gate, max_board_s=100.0)
+    waits = replace(accepted("a"), queued_ahead=1, waits=True)
+    (script,) = of.boards.scripts["replica of a"]
+    of.boards.scripts["replica of a"] = [[waits, turn, QueueChange(waits=False), *script[1:]]]
+    call = asyncio.create_task(of("POST", CHAT, json=chat()))
+    await eventually(lambda: of.boards.running)
+    await asyncio.sleep(150)  # another Router's request has the board
+    await of.service.fleet.refresh()
+    assert not call.done()
+    turn.set()
+    await asyncio.sleep(80)
+    await of.service.fleet.refresh()
+    gate.set()
+    response = await call
+    assert response.status_code == 200
+    assert response.json()["choices"][0]["message"]["content"] == "hello"
+    assert of.metric("rkserve_board_seconds_total", model=MODEL) == pytest.approx(80, abs=1)
+    of.expect_nothing_left()

@@ -20,6 +20,7 @@ from rkserve.core.messages import (
     FinishReason,
     Kv,
     Paused,
+    QueueChange,
     Splice,
     Timings,
     TokenOrigin,
@@ -59,6 +60,8 @@ EVENTS = [
         Accepted("sim-0", "1.3.0", 0, ("top_k", "x"), "style@v2", 9, REF, 4),
         id="accepted with an adapter",
     ),
+    pytest.param(Accepted("sim-0", "1.3.0", 2, waits=True), id="accepted and queued"),
+    pytest.param(QueueChange(waits=False), id="the end of a wait"),
     pytest.param(Paused(None, 4, Kv.KEPT), id="paused by a call"),
     pytest.param(Paused("###", 4, Kv.RECOMPUTED), id="paused by a text"),
     pytest.param(Embedded((bytes(range(256)), b"")), id="vectors"),
@@ -93,7 +96,7 @@ def test_an_event_comes_back_as_it_was(event: Event) -> None:
     assert codec.unpack(item) == event
 
 
-@given(st.one_of(*(record_of(kind) for kind in (Delta, Accepted, Paused, Embedded, Finished))))
+@given(st.one_of(*(record_of(kind) for kind in codec.EVENTS)))
 def test_whatever_an_event_says_survives(event: Event) -> None:
     assert codec.unpack(sent(event)) == event
 

@@ -28,6 +28,7 @@ from rkserve.core.messages import (
     Event,
     Finished,
     FinishReason,
+    QueueChange,
     Timings,
     Usage,
     VersionSpan,
@@ -79,6 +80,12 @@ class EmbeddingJob:
         if self.live is not None and self.live.running is not None:
             self.live.abort(self.live.running)
 
+    async def begun(self) -> None:
+        """Wait until it has the board, or has ended without it."""
+        assert self.done is not None
+        while self.begun_s is None and self._error is None and not self.done.done():
+            await self.changed()
+
     async def settled(self) -> None:
         """Wait until all vectors may be emitted. Raises the error that ended it."""
         assert self.done is not None
@@ -123,7 +130,8 @@ class EmbeddingService:
         return bool(self._orders)
 
     async def events(self, request: EmbedRequest) -> AsyncGenerator[Event, None]:
-        """Yield ``Accepted``, ``Embedded`` and ``Finished``. Closing the generator withdraws it.
+        """Yield ``Accepted``, a ``QueueChange`` after a wait in the queue, ``Embedded`` and
+        ``Finished``. Closing the generator withdraws it.
 
         Raises:
             QueueFull, QueueTimeout: the queue is full, or the wait was too long.
@@ -136,6 +144,7 @@ class EmbeddingService:
         order = EmbeddingJob(request)
         order.held = self._keeps(order)
         ahead = self._queue.admission.ahead
+        waits = order.held or ahead > 0 or not self._slot.free
         order.done = self._queue.schedule(
             lambda: self._perform(order), first=False, barred=lambda: order.held
         )
@@ -148,8 +157,11 @@ class EmbeddingService:
             line_epoch = 0 if line is None else line.epoch
             release = self._slot.live.facts.release
             yield Accepted(
-                self._settings.board_id, release, ahead, (), label, epoch, ref, line_epoch
+                self._settings.board_id, release, ahead, (), label, epoch, ref, line_epoch, waits
             )
+            if waits:
+                await order.begun()
+                yield QueueChange(waits=False)
             await order.settled()
             yield Embedded(tuple(order.vectors))
             yield self._finished(order)
@@ -197,6 +209,7 @@ class EmbeddingService:
         if order.over:
             return
         order.begun_s = loop_time_s()
+        order.wake()
         ref = self._books.obligations.bind(order.request)
         order.label = self._books.obligations.label(ref)
         self._books.versions.began(order.label)

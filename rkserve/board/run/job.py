@@ -17,7 +17,15 @@ from rkserve.board.rules.generation_states import GenerationEvent, advance
 from rkserve.core.block_hashes import origin_of
 from rkserve.core.board_report import GenerationState
 from rkserve.core.errors import RkserveError
-from rkserve.core.messages import AdapterRef, Bound, Delta, Finished, GenerateRequest, Paused
+from rkserve.core.messages import (
+    AdapterRef,
+    Bound,
+    Delta,
+    Finished,
+    GenerateRequest,
+    Paused,
+    QueueChange,
+)
 
 _S, _E = GenerationState, GenerationEvent
 PAUSE_END = Delta("", ())  # emitted at the end of a pause
@@ -53,6 +61,7 @@ class Job:
         self.queued_s: float | None = (
             arrived_s  # since when it waits for the board; None: it has it
         )
+        self.waits = False  # the consumer was told that it waits in the board's queue
         self.paused_s: float | None = None  # since when it is paused
         self.paused_by: str | None = None
         self.expiry: asyncio.TimerHandle | None = None  # of the pause's timeout
@@ -67,7 +76,7 @@ class Job:
         self.abandoned = False  # the consumer closed the stream
         self.outcome: Finished | RkserveError | None = None
         # Events not consumed yet, up to the last pause or end of one.
-        self._events: deque[Paused | Delta] = deque()
+        self._events: deque[Paused | Delta | QueueChange] = deque()
         self._consumed = 0  # number of consumed events
         self._paused: Paused | None = None  # the last announced pause
         self._news = asyncio.Event()
@@ -131,6 +140,13 @@ class Job:
             self.tally.queue_s += now_s - self.queued_s
         self.queued_s, self.released = None, False
 
+    def announce_queue(self, *, waits: bool) -> None:
+        """Emit that it waits in the board's queue, or has the board, where that is new."""
+        if self.waits is not waits:
+            self.waits = waits
+            self._events.append(QueueChange(waits))
+            self._news.set()
+
     def start(self) -> None:
         """Note that a run of it starts; again, if the run before never began."""
         if self.state is not _S.PREFILLING:
@@ -183,7 +199,7 @@ class Job:
         self.abandoned = True
         self.wake()
 
-    async def next_event(self) -> Delta | Paused | Finished:
+    async def next_event(self) -> Delta | Paused | QueueChange | Finished:
         """Return the next event: one delta between two pauses, and last ``Finished``.
 
         Raises the ``RkserveError`` that ended the request, after the text before it; text withheld

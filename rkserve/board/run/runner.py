@@ -70,6 +70,7 @@ class RequestRunner:
                 wait_s = now_s - max(self._books.free_since_s, job.queued_s)
                 job.tally.batch_wait_s += min(wait_s, self._settings.batch_window_s)
             job.waited(now_s)
+            job.announce_queue(waits=False)
             job.has_board, job.yields = True, False
         if self._settings.n_batch == 1:
             await self._solo(jobs[0])

@@ -36,6 +36,7 @@ from rkserve.core.messages import (
     GenerateRequest,
     Kv,
     Paused,
+    QueueChange,
     Splice,
     Timings,
     TokenOrigin,
@@ -253,6 +254,8 @@ class GenerationProgress:
             return self._rested(event)
         elif isinstance(event, Accepted):
             return self._taken(event)
+        elif isinstance(event, QueueChange):
+            return None
         elif isinstance(event, Finished):
             timings = replace(
                 event.timings,

@@ -11,7 +11,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from rkserve.core.errors import RkserveError
-from rkserve.core.messages import Delta, EmbedRequest, Event, Finished, GenerateRequest, Kv, Paused
+from rkserve.core.messages import (
+    Accepted,
+    Delta,
+    EmbedRequest,
+    Event,
+    Finished,
+    GenerateRequest,
+    Kv,
+    Paused,
+    QueueChange,
+)
 from rkserve.fleet.load import Candidate, ModelBoards
 from rkserve.fleet.requests import InFlightRequest, RoutingRequest
 
@@ -31,7 +41,9 @@ class RequestSize:
 
 @dataclass(frozen=True, slots=True)
 class AnswerTiming:
-    """The measured times of one answer. ``held_ms`` is its time on a board, without pauses."""
+    """The measured times of one answer. ``held_ms`` is its time on a board, without pauses
+    and without the wait in the board's queue.
+    """
 
     prefill_tokens: int
     prefill_ms: float
@@ -148,11 +160,14 @@ class Reservation:
         self._held_s = 0.0
         self._kept = False  # paused inside the runtime, which occupies the board
         self._kept_s = 0.0  # total time of such pauses
+        self._waits = False  # it is in the board's own queue
 
     def heard(self, event: Event) -> None:
         """Process an event of the answer; the last one frees the board."""
         self._in_flight.heard(event)
-        if isinstance(event, Finished):
+        if isinstance(event, Accepted | QueueChange):
+            self._wait(waits=event.waits)
+        elif isinstance(event, Finished):
             self._end(event, left=False)
         elif isinstance(event, Paused) if not self._paused else _goes_on(event):
             self._turn(kept=isinstance(event, Paused) and event.kv is Kv.KEPT)
@@ -167,11 +182,16 @@ class Reservation:
         )
 
     def used_s(self, now_s: float) -> tuple[float, float]:
-        """Return the time it has run on its board, and has occupied it while paused."""
+        """Return the time it has run on its board, and has occupied it while paused.
+
+        Its time in the board's own queue is neither.
+        """
         worked_s, kept_s = self._held_s, self._kept_s
-        if not self._over and not self._paused:
+        if self._over or self._waits:
+            return worked_s, kept_s
+        if not self._paused:
             worked_s += now_s - self._since_s
-        elif not self._over and self._kept:
+        elif self._kept:
             kept_s += now_s - self._since_s
         return worked_s, kept_s
 
@@ -185,6 +205,12 @@ class Reservation:
         Only the first end counts.
         """
         self._end(None, left=left)
+
+    def _wait(self, *, waits: bool) -> None:
+        """Enter the board's queue, or leave it for the board."""
+        now_s = time.monotonic()
+        self._held_s, self._kept_s = self.used_s(now_s)
+        self._waits, self._since_s = waits, now_s
 
     def _turn(self, *, kept: bool) -> None:
         """Switch between running and paused."""

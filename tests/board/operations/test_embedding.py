@@ -31,7 +31,15 @@ from rkserve.core.errors import (
     RkserveError,
     RunFailed,
 )
-from rkserve.core.messages import Accepted, Embedded, EmbedRequest, Event, Finished, GenerateRequest
+from rkserve.core.messages import (
+    Accepted,
+    Embedded,
+    EmbedRequest,
+    Event,
+    Finished,
+    GenerateRequest,
+    QueueChange,
+)
 from rkserve.core.run_params import Pooling
 from tests.support.boards.board_bench import collect, text_of, until
 from tests.support.boards.fakes import run_loop
@@ -65,8 +73,10 @@ def near(one: bytes, other: bytes) -> float:
 
 async def vectors(board: Board, *inputs: tuple[int, ...], **extra: Any) -> tuple[bytes, ...]:
     events = await collect(board.embed(request(*inputs, **extra)))
-    accepted, embedded, finished = events
+    accepted, *changes, embedded, finished = events
     assert isinstance(accepted, Accepted)
+    # A wait in the queue has an end.
+    assert changes == ([QueueChange(waits=False)] if accepted.waits else [])
     assert isinstance(embedded, Embedded)
     assert isinstance(finished, Finished)
     return embedded.vectors

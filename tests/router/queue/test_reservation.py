@@ -11,9 +11,11 @@ from rkserve.core.errors import (
     DeadlineUnreachable,
 )
 from rkserve.core.messages import (
+    Accepted,
     Delta,
     Kv,
     Paused,
+    QueueChange,
     Timings,
 )
 from rkserve.router.queue.admission import QueueTerms
@@ -135,6 +137,34 @@ async def test_board_time_is_told_as_it_passes_also_in_pauses_that_keep_the_boar
     await asyncio.sleep(50)
     await of.hear()
     assert total() == pytest.approx(137, abs=0.1)
+
+
+async def test_time_in_the_queue_of_a_board_is_no_board_time() -> None:
+    of = await hall("a", limit=9)
+    told: list[float] = []
+    place = await of.ask(QueueTerms(flow="x", use=lambda _, seconds: told.append(seconds)))
+    place.heard(Accepted("a", "1.3.0", 1, waits=True))
+    await asyncio.sleep(100)
+    await of.hear()
+    assert sum(told) == pytest.approx(0, abs=0.1)
+    place.heard(QueueChange(waits=False))
+    await asyncio.sleep(20)  # the prefill
+    place.heard(Delta("x", (1,)))
+    await asyncio.sleep(5)
+    place.heard(Paused(None, 1, Kv.KEPT))
+    await asyncio.sleep(3)
+    place.heard(Delta("", ()))
+    place.heard(QueueChange(waits=True))
+    await asyncio.sleep(50)
+    await of.hear()
+    assert sum(told) == pytest.approx(28, abs=0.1)
+    place.heard(Paused(None, 1, Kv.KEPT))  # in the queue, so it does not occupy the board
+    await asyncio.sleep(50)
+    place.heard(Delta("", ()))
+    place.heard(QueueChange(waits=False))
+    await asyncio.sleep(2)
+    place.heard(finished())
+    assert sum(told) == pytest.approx(30, abs=0.1)
 
 
 async def test_of_one_key_half_of_the_boards_are_kept_in_pauses_at_most() -> None:
