@@ -23,7 +23,7 @@ from rkserve.client import (
     UnexpectedAnswer,
     Unreachable,
 )
-from rkserve.client.connection import DEFAULT_URL
+from rkserve.client.requests import DEFAULT_URL
 
 
 class Exit(IntEnum):

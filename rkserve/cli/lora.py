@@ -12,7 +12,7 @@ from rkserve.cli import show
 from rkserve.cli.context import EXIT_CODES, ClusterCommand, CommandContext
 from rkserve.cli.options import InFlightOption, Model, Running, Timeout
 from rkserve.cli.progress import progress
-from rkserve.client.upload import ADAPTER_FILE
+from rkserve.client.requests import ADAPTER_FILE
 from rkserve.models.files import SIM_MAGIC
 from rkserve.native.sim import models as sim_models
 

@@ -10,15 +10,31 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
-from urllib.parse import quote
 
-from rkserve.client import answers, flows, requests
+from rkserve.client import answers, flows
 from rkserve.client.answers import IsSleeping, Operation, Pushed, PushedWeights
-from rkserve.client.flows import Flow, OnProgress, RetryPolicy, WeightsPush
+from rkserve.client.flows import Flow, OnProgress, RetryPolicy
 from rkserve.client.lease import Lease, leased_async
-from rkserve.client.requests import InFlight, Level, Mode, Names, Request, ScopeParams, Tag
+from rkserve.client.requests import (
+    BUILD_S,
+    FILE_S,
+    InFlight,
+    Level,
+    Mode,
+    Names,
+    Request,
+    Tag,
+    change,
+    fetch,
+    given,
+    joined,
+    listed,
+    path_of,
+    scope,
+)
 
 T = TypeVar("T")
+GENERATIONS, CACHES = "/v1/generations", "/v1/cache"
 
 
 class AsyncCalls(ABC):
@@ -33,15 +49,35 @@ class AsyncCalls(ABC):
     async def _ask(
         self, path: str, read: Callable[[dict[str, Any]], T], **query: str | int | None
     ) -> T:
-        return await self._run(flows.ask(requests.fetch(path, **query), self._retry, read))
+        return await self._run(flows.ask(fetch(path, **query), self._retry, read))
 
     async def _tell(self, request: Request) -> dict[str, Any]:
         """Send a change without an idempotency key: once, without retries."""
         return await self._run(flows.ask(request, flows.once(self._retry), dict))
 
-    async def _complete(
-        self, request: Request, wait: bool, on_progress: OnProgress | None
+    async def _complete(  # noqa: PLR0917 -- the calls pass on the parameters of their own
+        self,
+        path: str,
+        params: Mapping[str, Any],
+        key: str | None,
+        timeout_s: float | None,
+        wait: bool,
+        on_progress: OnProgress | None,
+        *,
+        epoch: int | None = None,
+        read_s: float | None = None,
     ) -> Operation:
+        """Start an operation in the background; return it when it has succeeded, or at once."""
+        request = change(
+            "POST",
+            path,
+            params,
+            key=key,
+            timeout_s=timeout_s,
+            epoch=epoch,
+            background=True,
+            read_s=read_s,
+        )
         flow = flows.complete(request, self._retry, wait=wait, on_progress=on_progress)
         return await self._run(flow)
 
@@ -76,18 +112,16 @@ class AsyncModelCalls(AsyncCalls):
         Raises:
             OperationFailed: not every board slept in time; all of them are awake again.
         """
-        scope = ScopeParams(models, boards)
-        request = requests.sleep(
-            scope,
-            level,
-            mode,
-            wake_on_request=wake_on_request,
-            lease_s=lease_s,
-            timeout_s=timeout_s,
-            epoch=epoch,
-            key=key,
+        params = {
+            **scope(models, boards),
+            "level": level,
+            "mode": mode,
+            "lease_s": lease_s,
+            "wake_on_request": wake_on_request or None,
+        }
+        return await self._complete(
+            "/sleep", params, key, timeout_s, wait, on_progress, epoch=epoch
         )
-        return await self._complete(request, wait, on_progress)
 
     async def wake(
         self,
@@ -109,9 +143,10 @@ class AsyncModelCalls(AsyncCalls):
         Raises:
             PartlyDone: some boards have not loaded yet; they follow as soon as they can.
         """
-        scope = ScopeParams(models, boards)
-        request = requests.wake(scope, tags, timeout_s=timeout_s, epoch=epoch, key=key)
-        return await self._complete(request, wait, on_progress)
+        params = {**scope(models, boards), "tags": None if tags is None else list(tags)}
+        return await self._complete(
+            "/wake_up", params, key, timeout_s, wait, on_progress, epoch=epoch
+        )
 
     async def is_sleeping(self, model: str | None = None) -> IsSleeping:
         """Return what is asleep."""
@@ -168,8 +203,8 @@ class AsyncModelCalls(AsyncCalls):
         on_progress: OnProgress | None = None,
     ) -> Operation:
         """Wake a model on all its boards. Raises what ``wake`` does."""
-        request = requests.load(model, timeout_s=timeout_s, key=key)
-        return await self._complete(request, wait, on_progress)
+        path = "/v1/models/load"
+        return await self._complete(path, {"model": model}, key, timeout_s, wait, on_progress)
 
     async def unload_model(
         self,
@@ -188,10 +223,8 @@ class AsyncModelCalls(AsyncCalls):
         What is None is the server's default: level 1, mode ``wait``, and whether requests wake it
         as the boards' groups are configured. Raises what ``sleep`` does.
         """
-        request = requests.unload(
-            model, level, mode, wake_on_request=wake_on_request, timeout_s=timeout_s, key=key
-        )
-        return await self._complete(request, wait, on_progress)
+        params = {"model": model, "level": level, "mode": mode, "wake_on_request": wake_on_request}
+        return await self._complete("/v1/models/unload", params, key, timeout_s, wait, on_progress)
 
     async def models(self) -> list[dict[str, Any]]:
         """Return the models and adapters that can be asked for, and whether they are loaded."""
@@ -227,16 +260,23 @@ class AsyncWeightCalls(AsyncCalls):
             Refused: the parameters do not fit the artifact; nothing was paused.
             OperationFailed: it was undone; the previous weights are served.
         """
-        request = requests.receive(
-            version,
-            artifact,
-            parameters,
-            model=model,
-            in_flight=in_flight,
-            timeout_s=timeout_s,
-            key=key,
+        named, tensors = artifact, parameters
+        if not isinstance(artifact, str):
+            named, model = artifact.label, model or artifact.model
+            whole = {"name": named, "shape": [artifact.size_bytes], "dtype": "uint8"}
+            tensors = [whole] if parameters is None else parameters
+        # Without the ``timestamp`` of PipelineRL, so that a repeated call is equal to the first.
+        params = {
+            "kind": "weight_update_request",
+            "version": version,
+            "parameters_info": [dict(one) for one in tensors or ()],
+            "artifact": named,
+            "model": model,
+            "in_flight": in_flight,
+        }
+        return await self._complete(
+            "/receive_weight_update", params, key, timeout_s, wait, on_progress, read_s=FILE_S
         )
-        return await self._complete(request, wait, on_progress)
 
     async def update_weights(
         self,
@@ -262,16 +302,16 @@ class AsyncWeightCalls(AsyncCalls):
             OperationFailed: a board could not load it; all have the previous weights again.
             PartlyDone: it has taken effect, and some boards have not followed yet.
         """
-        request = requests.update(
-            path,
-            version,
-            model,
-            in_flight,
-            max_unavailable=max_unavailable,
-            timeout_s=timeout_s,
-            key=key,
+        params = {
+            "model_path": path if isinstance(path, str) else path.label,
+            "weight_version": version,
+            "model": model if isinstance(path, str) else model or path.model,
+            "in_flight": in_flight,
+            "max_unavailable": max_unavailable,
+        }
+        return await self._complete(
+            "/update_weights_from_disk", params, key, timeout_s, wait, on_progress, read_s=FILE_S
         )
-        return await self._complete(request, wait, on_progress)
 
     async def push_weights(
         self,
@@ -292,8 +332,8 @@ class AsyncWeightCalls(AsyncCalls):
             SourceFailed: the file cannot be read.
             Refused: it is not a model for these boards.
         """
-        what = WeightsPush(source, version, model, parameters, key or requests.new_key())
-        return await self._run(flows.push_weights(what, self._retry, on_progress))
+        params = {"version": version, "model": model, "parameters": parameters}
+        return await self._run(flows.push_weights(source, params, key, self._retry, on_progress))
 
     async def weight_info(self, model: str | None = None) -> dict[str, Any]:
         """Return the labels, steps and files of the weights, by model and board."""
@@ -307,7 +347,9 @@ class AsyncWeightCalls(AsyncCalls):
         self, version: str, *, model: str | None = None, key: str | None = None
     ) -> Operation:
         """Label the weights of a model; answers carry the label."""
-        return await self._run(flows.perform(requests.label(model, version, key), self._retry))
+        params = {"new_version": version, "model": model}
+        request = change("POST", "/update_weight_version", params, key=key)
+        return await self._run(flows.perform(request, self._retry))
 
 
 class AsyncGenerationCalls(AsyncCalls):
@@ -318,7 +360,7 @@ class AsyncGenerationCalls(AsyncCalls):
 
     async def board(self, board: str) -> dict[str, Any]:
         """Return the report of one board."""
-        return await self._ask(f"/v1/boards/{quote(board)}", dict)
+        return await self._ask(path_of("/v1/boards", board), dict)
 
     async def generations(self) -> list[dict[str, Any]]:
         """Return the generations that run, wait or are paused."""
@@ -326,11 +368,15 @@ class AsyncGenerationCalls(AsyncCalls):
 
     async def generation(self, generation: str) -> dict[str, Any]:
         """Return one generation with its text so far."""
-        return await self._ask(requests.generation_path(generation), dict)
+        return await self._ask(path_of(GENERATIONS, generation), dict)
+
+    async def _control(self, generation: str, action: str, **params: Any) -> dict[str, Any]:
+        path = path_of(GENERATIONS, generation, action)
+        return await self._tell(Request("POST", path, body=given(**params)))
 
     async def pause_generation(self, generation: str, choice: int | None = None) -> dict[str, Any]:
         """Pause a generation or one of its choices; return when it emits no more tokens."""
-        return await self._tell(requests.control_generation(generation, "pause", choice=choice))
+        return await self._control(generation, "pause", choice=choice)
 
     async def edit_generation(
         self,
@@ -344,34 +390,30 @@ class AsyncGenerationCalls(AsyncCalls):
         clear: Sequence[tuple[int, int]] | None = None,
     ) -> dict[str, Any]:
         """Change a paused generation: drop its last tokens, append a text or token ids."""
-        return await self._tell(
-            requests.control_generation(
-                generation,
-                "edit",
-                choice=choice,
-                replace_last=replace_last,
-                text=text,
-                token_ids=token_ids,
-                role=role,
-                clear=clear,
-            )
+        return await self._control(
+            generation,
+            "edit",
+            choice=choice,
+            replace_last=replace_last,
+            text=text,
+            token_ids=token_ids,
+            role=role,
+            clear=clear,
         )
 
     async def resume_generation(self, generation: str, choice: int | None = None) -> dict[str, Any]:
         """Resume a paused generation."""
-        return await self._tell(requests.control_generation(generation, "resume", choice=choice))
+        return await self._control(generation, "resume", choice=choice)
 
     async def abort_generation(self, generation: str, choice: int | None = None) -> dict[str, Any]:
         """Abort a generation; its client gets the text so far."""
-        return await self._tell(requests.control_generation(generation, "abort", choice=choice))
+        return await self._control(generation, "abort", choice=choice)
 
     async def kv_size(
         self, *, model: str | None = None, boards: Names | None = None
     ) -> dict[str, Any]:
         """Return the size of the KV caches, by board and in total."""
-        return await self._ask(
-            "/v1/cache/kv/size", dict, model=model, boards=requests.joined(boards)
-        )
+        return await self._ask("/v1/cache/kv/size", dict, model=model, boards=joined(boards))
 
     async def clear_kv(
         self,
@@ -387,20 +429,19 @@ class AsyncGenerationCalls(AsyncCalls):
 
         With ``generation`` and ``ranges`` clear positions of one paused answer's context.
         """
-        return await self._tell(
-            requests.clear_kv(
-                model,
-                boards,
-                generation=generation,
-                ranges=ranges,
-                everything=everything,
-                keep_system_prompt=keep_system_prompt,
-            )
+        body = given(
+            model=model,
+            boards=listed(boards),
+            generation=generation,
+            ranges=ranges and [list(one) for one in ranges],
+            all=everything or None,
+            keep_system_prompt=keep_system_prompt,
         )
+        return await self._tell(Request("POST", "/v1/cache/kv/clear", body=body))
 
     async def caches(self, model: str) -> list[dict[str, Any]]:
         """Return the prompt caches of a model, by board."""
-        return await self._ask(requests.cache_path(model), answers.rows)
+        return await self._ask(path_of(CACHES, model), answers.rows)
 
     async def build_cache(
         self,
@@ -411,8 +452,11 @@ class AsyncGenerationCalls(AsyncCalls):
         messages: Sequence[Mapping[str, Any]] | None = None,
     ) -> dict[str, Any]:
         """Build a prompt cache from a prompt or messages, on every board of a model."""
-        return await self._tell(requests.build_cache(model, name, prompt, messages))
+        listing = None if messages is None else [dict(one) for one in messages]
+        body = given(cache_name=name, prompt=prompt, messages=listing)
+        request = Request("POST", path_of(CACHES, model), body=body, read_s=BUILD_S)
+        return await self._tell(request)
 
     async def delete_cache(self, model: str, name: str) -> dict[str, Any]:
         """Delete a prompt cache on all boards."""
-        return await self._tell(Request("DELETE", requests.cache_path(model, name)))
+        return await self._tell(Request("DELETE", path_of(CACHES, model, name)))

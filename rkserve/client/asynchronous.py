@@ -16,29 +16,37 @@ from typing import Any, TypeVar
 
 import httpx
 
-from rkserve.client import answers, flows, requests
+from rkserve.client import answers, flows
 from rkserve.client.answers import IsPaused, Operation, Pushed
 from rkserve.client.async_calls import AsyncGenerationCalls, AsyncModelCalls, AsyncWeightCalls
-from rkserve.client.connection import (
+from rkserve.client.errors import Unreachable
+from rkserve.client.flows import (
+    ADAPTERS,
+    OPERATIONS,
+    BlockingCall,
+    Delay,
+    Flow,
+    OnProgress,
+    RetryPolicy,
+)
+from rkserve.client.lease import Lease, leased_async
+from rkserve.client.requests import (
     CONNECT_S,
     DEFAULT_URL,
     PATIENCE_S,
     READ_S,
-    arguments,
-    check_url,
-    headers,
-)
-from rkserve.client.errors import Unreachable
-from rkserve.client.flows import AdapterPush, BlockingCall, Delay, Flow, OnProgress, RetryPolicy
-from rkserve.client.lease import Lease, leased_async
-from rkserve.client.requests import (
     InFlight,
     Mode,
     Names,
     Request,
-    RolloutParams,
-    ScopeParams,
     Strategy,
+    arguments,
+    change,
+    check_url,
+    given,
+    headers,
+    path_of,
+    scope,
 )
 
 T = TypeVar("T")
@@ -120,16 +128,9 @@ class AsyncClient(AsyncGenerationCalls, AsyncModelCalls, AsyncWeightCalls):
         Raises:
             OperationUndone: not every board stopped in time; none is paused now.
         """
-        scope = ScopeParams(models, boards, adapter)
-        request = requests.pause(
-            scope,
-            mode,
-            clear_cache=clear_cache,
-            lease_s=lease_s,
-            timeout_s=timeout_s,
-            epoch=epoch,
-            key=key,
-        )
+        meant = scope(models, boards, adapter)
+        params = {**meant, "mode": mode, "clear_cache": clear_cache, "lease_s": lease_s}
+        request = change("POST", "/pause", params, key=key, timeout_s=timeout_s, epoch=epoch)
         return await self._run(flows.perform(request, self._retry))
 
     async def resume(
@@ -147,8 +148,8 @@ class AsyncClient(AsyncGenerationCalls, AsyncModelCalls, AsyncWeightCalls):
         Raises:
             PartlyDone: some boards did not answer; they resume once they reconnect.
         """
-        scope = ScopeParams(models, boards, adapter)
-        request = requests.resume(scope, timeout_s=timeout_s, epoch=epoch, key=key)
+        meant = scope(models, boards, adapter)
+        request = change("POST", "/resume", meant, key=key, timeout_s=timeout_s, epoch=epoch)
         return await self._run(flows.perform(request, self._retry))
 
     async def is_paused(self, model: str | None = None) -> IsPaused:
@@ -203,8 +204,8 @@ class AsyncClient(AsyncGenerationCalls, AsyncModelCalls, AsyncWeightCalls):
         key: str | None = None,
     ) -> Operation:
         """Drop the KV caches; with ``running`` also those of running requests."""
-        scope = ScopeParams(models, boards)
-        request = requests.reset_cache(scope, running=running, timeout_s=timeout_s, key=key)
+        params = {**scope(models, boards), "reset_running_requests": running}
+        request = change("POST", "/reset_prefix_cache", params, key=key, timeout_s=timeout_s)
         return await self._run(flows.perform(request, self._retry))
 
     # Adapters
@@ -243,24 +244,36 @@ class AsyncClient(AsyncGenerationCalls, AsyncModelCalls, AsyncWeightCalls):
             OperationFailed: it was not staged, or its rollout was undone.
             PartlyDone: it has taken effect, and some boards have not followed yet.
         """
-        rollout = RolloutParams(strategy, max_unavailable, weight, in_flight, observe_s, auto)
-        what = AdapterPush(
-            source,
-            name,
-            version,
-            model,
-            scale,
-            rollout if activate else None,
-            timeout_s,
-            key or requests.new_key(),
-            parameters,
-            base_digest,
+        rollout = given(
+            strategy=strategy,
+            max_unavailable=max_unavailable,
+            weight=weight,
+            in_flight=in_flight,
+            observe_s=observe_s,
+            auto=auto,
         )
-        return await self._run(flows.push_adapter(what, self._retry, on_progress))
+        params = {
+            "name": name,
+            "version": version,
+            "model": model,
+            "scale": scale,
+            "parameters": parameters,
+            "base_digest": base_digest,
+        }
+        flow = flows.push_adapter(
+            source,
+            params,
+            rollout if activate else None,
+            key,
+            timeout_s=timeout_s,
+            retry=self._retry,
+            on_progress=on_progress,
+        )
+        return await self._run(flow)
 
     async def adapters(self, model: str | None = None) -> list[dict[str, Any]]:
         """Return the adapters with their versions, by board."""
-        return await self._ask("/v1/lora_adapters", answers.rows, model=model)
+        return await self._ask(ADAPTERS, answers.rows, model=model)
 
     async def rollout(
         self,
@@ -285,9 +298,18 @@ class AsyncClient(AsyncGenerationCalls, AsyncModelCalls, AsyncWeightCalls):
             OperationFailed: it was undone; the previous version is served.
             PartlyDone: it has taken effect, and some boards have not followed yet.
         """
-        how = RolloutParams(strategy, max_unavailable, weight, in_flight, observe_s, auto)
-        request = requests.roll_out(name, version, model, how, timeout_s=timeout_s, key=key)
-        return await self._complete(request, wait, on_progress)
+        params = {
+            "version": version,
+            "model": model,
+            "strategy": strategy,
+            "max_unavailable": max_unavailable,
+            "weight": weight,
+            "in_flight": in_flight,
+            "observe_s": observe_s,
+            "auto": auto,
+        }
+        path = path_of(ADAPTERS, name, "rollout")
+        return await self._complete(path, params, key, timeout_s, wait, on_progress)
 
     async def rollback(
         self,
@@ -300,8 +322,8 @@ class AsyncClient(AsyncGenerationCalls, AsyncModelCalls, AsyncWeightCalls):
         on_progress: OnProgress | None = None,
     ) -> Operation:
         """Return to the previous version, or end a canary. Raises the same as ``rollout``."""
-        request = requests.decide("rollback", name, model, timeout_s, key)
-        return await self._complete(request, wait, on_progress)
+        path = path_of(ADAPTERS, name, "rollback")
+        return await self._complete(path, {"model": model}, key, timeout_s, wait, on_progress)
 
     async def promote(
         self,
@@ -314,8 +336,8 @@ class AsyncClient(AsyncGenerationCalls, AsyncModelCalls, AsyncWeightCalls):
         on_progress: OnProgress | None = None,
     ) -> Operation:
         """Serve the canary's version to all sessions. Raises the same as ``rollout``."""
-        request = requests.decide("promote", name, model, timeout_s, key)
-        return await self._complete(request, wait, on_progress)
+        path = path_of(ADAPTERS, name, "promote")
+        return await self._complete(path, {"model": model}, key, timeout_s, wait, on_progress)
 
     async def remove_adapter(
         self,
@@ -329,18 +351,22 @@ class AsyncClient(AsyncGenerationCalls, AsyncModelCalls, AsyncWeightCalls):
         on_progress: OnProgress | None = None,
     ) -> Operation:
         """Remove a version, or all versions of an adapter. Raises the same as ``rollout``."""
-        request = requests.remove(name, version, model, timeout_s, key)
-        return await self._complete(request, wait, on_progress)
+        path = path_of(ADAPTERS, name, *([] if version is None else [version]))
+        request = change(
+            "DELETE", path, {"model": model}, key=key, timeout_s=timeout_s, background=True
+        )
+        flow = flows.complete(request, self._retry, wait=wait, on_progress=on_progress)
+        return await self._run(flow)
 
     # Operations and state
 
     async def operations(self, limit: int | None = None) -> list[Operation]:
         """Return the last operations, the newest first."""
-        return await self._ask("/v1/operations", answers.operations, limit=limit)
+        return await self._ask(OPERATIONS, answers.operations, limit=limit)
 
     async def operation(self, operation_id: str) -> Operation:
         """Return one operation in its current state."""
-        return await self._ask(requests.operation_path(operation_id), answers.operation)
+        return await self._ask(path_of(OPERATIONS, operation_id), answers.operation)
 
     async def wait(
         self,

@@ -6,7 +6,7 @@ response, or throws in the exception that httpx raised), a ``Delay`` or a ``Bloc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
@@ -16,10 +16,10 @@ import httpx
 from rkserve.client import answers, requests
 from rkserve.client.answers import Operation, Pushed, PushedWeights
 from rkserve.client.errors import UnexpectedAnswer, Unreachable, WaitTimeout
-from rkserve.client.requests import Request, RolloutParams
-from rkserve.client.upload import Upload
+from rkserve.client.requests import Request, Upload
 
 T = TypeVar("T")
+ADAPTERS, OPERATIONS = "/v1/lora_adapters", "/v1/operations"
 POLL_S = (0.05, 1.0)  # the first pause between looks at an operation, and the longest
 RETRY_S = (0.2, 3.0)
 PROXY_ERRORS = frozenset({500, 502, 503, 504})
@@ -151,7 +151,7 @@ def follow(
         WaitTimeout: it has not ended after ``timeout_s`` seconds.
     """
     began, delay = retry.clock(), POLL_S[0]
-    request = requests.fetch(requests.operation_path(operation_id))
+    request = requests.fetch(requests.path_of(OPERATIONS, operation_id))
     while True:
         one: Operation = yield from ask(request, retry, answers.operation)
         if on_progress is not None:
@@ -184,82 +184,68 @@ def complete(
     return answers.settled(replace(ended, applied=begun.applied))
 
 
-@dataclass(frozen=True, slots=True)
-class AdapterPush:
-    """The adapter to push; without ``rollout`` it is staged only."""
-
-    source: Path | str | bytes
-    name: str
-    version: str | None
-    model: str | None
-    scale: float | None
-    rollout: RolloutParams | None
-    timeout_s: float | None
-    key: str
-    parameters: Sequence[Mapping[str, Any]] | None = None
-    base_digest: str | None = None
-
-
 def push_adapter(
-    what: AdapterPush, retry: RetryPolicy, on_progress: OnProgress | None
+    source: Path | str | bytes,
+    params: Mapping[str, Any],
+    rollout: Mapping[str, Any] | None,
+    key: str | None,
+    *,
+    timeout_s: float | None,
+    retry: RetryPolicy,
+    on_progress: OnProgress | None,
 ) -> Flow[Pushed]:
     """Upload an adapter, stage it on every board, and roll it out unless only staging is asked for.
 
-    Staging and rollout have keys derived from one: a push that is repeated with the same key
-    continues where the first one was lost.
+    ``params`` are those of the upload, ``rollout`` those of the rollout. Staging and rollout have
+    keys derived from one: a push that is repeated with the same key continues where the first one
+    was lost.
     """
-    source = yield from _opened(what.source, on_progress)
-    request = requests.push_adapter(
-        source,
-        what.name,
-        version=what.version,
-        model=what.model,
-        scale=what.scale,
-        parameters=what.parameters,
-        base_digest=what.base_digest,
-        timeout_s=what.timeout_s,
-        key=what.key,
-    )
+    key = key or requests.new_key()
+    file = yield from _opened(source, on_progress)
+    staged = {**params, "timeout_s": timeout_s, "activate": "false", "async": "true"}
+    # The head answers once it has all bytes on its disk and has read them again.
+    read_s = (timeout_s or requests.OPERATION_TIMEOUT_S) + requests.MARGIN_S
+    request = requests.send_file(ADAPTERS, file, staged, key=key, read_s=read_s)
     response = yield from exchange(request, retry)
     body = answers.json_of(response)
     staging = answers.settled(answers.operation(body))
     if not staging.over:
         ended = yield from follow(staging.id, retry, on_progress=on_progress)
         staging = answers.settled(replace(ended, applied=staging.applied))
-    version, model = answers.text_of(body, "version"), answers.text_of(body, "model")
-    pushed = Pushed(
-        what.name, version, model, source.sha256, source.size_bytes, staging, rollout=None
+    name, version, model = (
+        params["name"],
+        answers.text_of(body, "version"),
+        answers.text_of(body, "model"),
     )
-    if what.rollout is None:
+    pushed = Pushed(name, version, model, file.sha256, file.size_bytes, staging, rollout=None)
+    if rollout is None:
         return pushed
-    begin = requests.roll_out(
-        what.name, version, model, what.rollout, timeout_s=what.timeout_s, key=f"{what.key}:rollout"
+    begin = requests.change(
+        "POST",
+        requests.path_of(ADAPTERS, name, "rollout"),
+        {"version": version, "model": model, **rollout},
+        key=f"{key}:rollout",
+        timeout_s=timeout_s,
+        background=True,
     )
-    rollout = yield from complete(begin, retry, on_progress=on_progress)
-    return replace(pushed, rollout=rollout)
-
-
-@dataclass(frozen=True, slots=True)
-class WeightsPush:
-    """The base weights to push."""
-
-    source: Path | str | bytes
-    version: str | None
-    model: str | None
-    parameters: Sequence[Mapping[str, Any]] | None
-    key: str
+    return replace(pushed, rollout=(yield from complete(begin, retry, on_progress=on_progress)))
 
 
 def push_weights(
-    what: WeightsPush, retry: RetryPolicy, on_progress: OnProgress | None
+    source: Path | str | bytes,
+    params: Mapping[str, Any],
+    key: str | None,
+    retry: RetryPolicy,
+    on_progress: OnProgress | None,
 ) -> Flow[PushedWeights]:
-    """Upload base weights to the head."""
-    source = yield from _opened(what.source, on_progress)
-    request = requests.push_weights(source, what.version, what.model, what.parameters, what.key)
-    response = yield from exchange(request, retry)
-    body = answers.json_of(response)
+    """Upload base weights to the head; ``params`` are those of the upload."""
+    file = yield from _opened(source, on_progress)
+    request = requests.send_file(
+        "/v1/weights", file, params, key=key or requests.new_key(), read_s=requests.FILE_S
+    )
+    body = yield from ask(request, retry, dict)
     label, model = answers.text_of(body, "id"), answers.text_of(body, "model")
-    return PushedWeights(label, model, source.sha256, source.size_bytes, body)
+    return PushedWeights(label, model, file.sha256, file.size_bytes, body)
 
 
 def _opened(source: Path | str | bytes, on_progress: OnProgress | None) -> Flow[Upload]:

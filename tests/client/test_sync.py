@@ -41,7 +41,7 @@ from rkserve.client import (
     errors,
 )
 from rkserve.client.lease import Lease
-from rkserve.client.upload import PIECE_BYTES, Upload
+from rkserve.client.requests import PIECE_BYTES, Upload
 from tests.support.cluster.fake_control import PARTLY, FakeControl, envelope, error, ok, stored
 
 PAUSE, RESUME = "POST /pause", "POST /resume"
