@@ -12,7 +12,7 @@ from rkserve.bench.presets import PresetResult
 from rkserve.bench.trace import Trace, TraceShape, lines_of, make_trace, read_trace, write_trace
 from rkserve.cli.bench_options import SHAPE_OPTIONS, Seed
 from rkserve.cli.bench_run import EXIT_CODES, LoadContext, LoadingCommand, TraceLoadingCommand
-from rkserve.cli.options import GroupedCommand
+from rkserve.cli.context import GroupedCommand
 
 bench = typer.Typer(
     name="bench",

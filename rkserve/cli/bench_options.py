@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from rkserve.bench.trace import Arrivals, TraceShape
-from rkserve.cli.context import first_line
-from rkserve.cli.options import OptionGroup
+from rkserve.cli.context import OptionGroup, first_line
 
 if TYPE_CHECKING:
     from rkserve.bench.figures import Slo

@@ -28,8 +28,7 @@ from rkserve.cli.bench_options import (
     targets,
     usage,
 )
-from rkserve.cli.context import Exit
-from rkserve.cli.options import GroupedCommand, OptionGroup
+from rkserve.cli.context import Exit, GroupedCommand, OptionGroup
 from rkserve.core.errors import RkserveError
 
 if TYPE_CHECKING:

@@ -12,13 +12,21 @@ from rkserve import __version__
 from rkserve.cli import show
 from rkserve.cli.bench import bench
 from rkserve.cli.chat import chat
-from rkserve.cli.context import EXIT_CODES, ClusterCommand, CommandContext, Exit
+from rkserve.cli.context import (
+    EXIT_CODES,
+    Boards,
+    ClusterCommand,
+    CommandContext,
+    Exit,
+    Models,
+    ModeOption,
+    Modes,
+    Timeout,
+)
 from rkserve.cli.generations import boards, caches, generations, kv
 from rkserve.cli.lora import lora
-from rkserve.cli.models import models, sleep, wake
-from rkserve.cli.options import Boards, Models, ModeOption, Modes, Timeout
+from rkserve.cli.models import models, sleep, wake, weights
 from rkserve.cli.progress import progress
-from rkserve.cli.weights import weights
 from rkserve.client.answers import PARTIAL, SUCCEEDED
 from rkserve.core.errors import ConfigError
 from rkserve.deployments.haproxy import default_folder, prepare

@@ -1,18 +1,18 @@
-"""The context of commands that call a cluster: client, consoles, output, errors and exit codes."""
+"""Commands that call a cluster: shared options, client, consoles, output, errors and exit codes."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import IntEnum
+from enum import Enum, IntEnum
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, ClassVar, Generic, TypeAlias, TypeVar
 
 import typer
 from rich.console import Console
+from typer.core import TyperCommand, TyperGroup
 
-from rkserve.cli.options import GroupedCommand, OptionGroup
 from rkserve.client import (
     CallError,
     Client,
@@ -24,6 +24,100 @@ from rkserve.client import (
     Unreachable,
 )
 from rkserve.client.requests import DEFAULT_URL
+
+T = TypeVar("T")
+
+
+class ModeOption(str, Enum):
+    """The effect of a pause or a sleep on requests."""
+
+    KEEP = "keep"
+    WAIT = "wait"
+    ABORT = "abort"
+
+
+class InFlightOption(str, Enum):
+    """The effect of a change of weights on running requests."""
+
+    PIN = "pin"
+    SWITCH = "switch"
+    ABORT = "abort"
+
+
+Modes = Annotated[
+    ModeOption, typer.Option(help="keep: requests wait; wait: they end first; abort: they end now.")
+]
+Models = Annotated[
+    list[str] | None, typer.Option("--model", help="Only this model; may be repeated.")
+]
+Model = Annotated[str | None, typer.Option(help="The base model, where several are served.")]
+Boards = Annotated[
+    list[str] | None,
+    typer.Option("--board", help="Only this board, or those of a pattern; may be repeated."),
+]
+Timeout = Annotated[float | None, typer.Option(help="Seconds; then what was done is undone.")]
+# What is loaded is not unloaded again.
+LoadTimeout = Annotated[
+    float | None, typer.Option(help="Seconds; boards that need longer follow when they can.")
+]
+Running = Annotated[
+    InFlightOption, typer.Option(help="Running requests keep their version, change it, or end.")
+]
+
+
+class OptionGroup(Generic[T]):
+    """Options of several commands, declared once: the parameters of ``read``, which gets them."""
+
+    def __init__(self, read: Callable[..., T]) -> None:
+        app = typer.Typer(add_completion=False)
+        app.command()(read)
+        self._command = typer.main.get_command(app)
+
+    @property
+    def params(self) -> list[Any]:
+        """The options, as typer makes them for a command."""
+        return self._command.params
+
+    def take(self, given: dict[str, Any]) -> T:
+        """Remove the group's values from a command's parameters and pass them to ``read``."""
+        assert self._command.callback is not None
+        values = {one.name: given.pop(one.name) for one in self.params}
+        read: T = self._command.callback(**values)
+        return read
+
+
+class GroupedCommand(TyperCommand):
+    """A command with the options of ``groups`` behind its own."""
+
+    groups: ClassVar[tuple[OptionGroup[Any], ...]] = ()
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.params = [*self.params, *(one for group in self.groups for one in group.params)]
+
+
+class DefaultCommandGroup(TyperGroup):
+    """A group with a default command: ``rkserve models`` is ``rkserve models list``."""
+
+    default: ClassVar[str]
+
+    # The context's class is typer's own copy of click's, or click's, by its version.
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Insert the default command before options or the end."""
+        named = bool(args) and (not args[0].startswith("-") or args[0] in ctx.help_option_names)
+        return super().parse_args(ctx, args if named else [self.default, *args])
+
+
+class ListFirst(DefaultCommandGroup):
+    """A group whose default command is ``list``."""
+
+    default = "list"
+
+
+class InfoFirst(DefaultCommandGroup):
+    """A group whose default command is ``info``."""
+
+    default = "info"
 
 
 class Exit(IntEnum):

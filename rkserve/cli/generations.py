@@ -9,8 +9,15 @@ from typing import Annotated, Any
 import typer
 
 from rkserve.cli import show
-from rkserve.cli.context import EXIT_CODES, ClusterCommand, CommandContext, Exit
-from rkserve.cli.options import Boards, ListFirst, Model
+from rkserve.cli.context import (
+    EXIT_CODES,
+    Boards,
+    ClusterCommand,
+    CommandContext,
+    Exit,
+    ListFirst,
+    Model,
+)
 
 generations = typer.Typer(
     cls=ListFirst, help=f"Pause, edit, resume and abort what generates. {EXIT_CODES}"

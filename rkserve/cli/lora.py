@@ -9,8 +9,15 @@ from typing import Annotated, Any
 import typer
 
 from rkserve.cli import show
-from rkserve.cli.context import EXIT_CODES, ClusterCommand, CommandContext
-from rkserve.cli.options import InFlightOption, Model, Running, Timeout
+from rkserve.cli.context import (
+    EXIT_CODES,
+    ClusterCommand,
+    CommandContext,
+    InFlightOption,
+    Model,
+    Running,
+    Timeout,
+)
 from rkserve.cli.progress import progress
 from rkserve.client.requests import ADAPTER_FILE
 from rkserve.models.files import SIM_MAGIC

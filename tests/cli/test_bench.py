@@ -1,29 +1,18 @@
-"""``rkserve bench``: what it prints and writes, and the exit codes that scripts go by."""
+"""``rkserve bench``: its presets and traces."""
 
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from rkserve.bench.trace import read_trace
-from rkserve.cli import app
-from rkserve.cli.bench_options import LoadOptions, targets
 from rkserve.cli.context import Exit
+from tests.support.http.bench_terminal import QUICK, bench, report
 from tests.support.http.fake_openai import FakeOpenAi, serving
-from tests.support.http.terminal import plain
-
-PATIENCE_S = 120.0
-QUICK = ("--rate", "200", "--sessions", "4")
 
 
 @pytest.fixture
@@ -32,184 +21,11 @@ def server() -> Iterator[FakeOpenAi]:
         yield fake
 
 
-def bench(*words: str, **environ: str) -> tuple[int, str, str]:
-    done = CliRunner().invoke(
-        app, ["bench", *words], env={"COLUMNS": "200", "RKSERVE_URL": "", **environ}
-    )
-    return done.exit_code, done.stdout, plain(done.stderr)
-
-
-def report(*words: str) -> tuple[int, dict[str, Any]]:
-    code, out, _ = bench(*words, "--json")
-    found: dict[str, Any] = json.loads(out)
-    return code, found
-
-
-# -- exit codes -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("words", "code"),
-    [
-        pytest.param(("run", *QUICK), Exit.DONE, id="measured"),
-        pytest.param(("run", *QUICK, "--model", "busy"), Exit.FAILED, id="nothing was answered"),
-        pytest.param(("smoke",), Exit.DONE, id="smoke"),
-        pytest.param(("smoke", "--model", "fails"), Exit.FAILED, id="smoke, nothing answered"),
-    ],
-)
-def test_exit_codes(server: FakeOpenAi, words: tuple[str, ...], code: Exit) -> None:
-    assert bench(*words, "--url", server.url)[0] == code
-
-
-@pytest.mark.parametrize(
-    ("allowed", "code"),
-    [pytest.param("0.4", Exit.PARTLY, id="too many"), pytest.param("0.5", Exit.DONE, id="allowed")],
-)
-def test_errors_are_counted_against_what_is_allowed(
-    server: FakeOpenAi, allowed: str, code: Exit
-) -> None:
-    urls = ("--url", f"good={server.url}", "--url", f"bad={server.url}")
-    models = ("--model", "ok", "--model", "busy")
-    assert bench("run", *QUICK, *urls, *models, "--max-errors", allowed)[0] == code
-
-
-def test_nobody_at_the_url_is_said() -> None:
-    with serving() as gone:
-        pass
-    code, _, err = bench("smoke", "--url", gone.url)
-    assert code == Exit.UNREACHABLE
-    assert "cannot be reached" in err
-    code, out, _ = bench("run", *QUICK, "--url", gone.url, "--model", "ok")
-    assert code == Exit.UNREACHABLE
-    assert "connect ECONNREFUSED" in out
-
-
-def test_without_a_url_it_loads_the_server_of_the_environment(server: FakeOpenAi) -> None:
-    code, _, err = bench("run", *QUICK, "--model", "ok", RKSERVE_URL=server.url)
-    assert code == Exit.DONE, err
-    assert server.asked
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        pytest.param(("run",), "either --url (or RKSERVE_URL", id="nothing to load"),
-        pytest.param(("run", "--url", "ftp://a"), "not an http://", id="no HTTP"),
-        pytest.param(("run", "--url", "http://a", "--boards", "2"), "either", id="both"),
-        pytest.param(("run", "--url", "http://a", "--policy", "prefix"), "--policy", id="policy"),
-        pytest.param(("run", "--url", "http://a", "--slo", "x=1"), "none of ttft", id="limits"),
-        pytest.param(("run", "--url", "http://a", "--header", "x"), "NAME: VALUE", id="header"),
-        pytest.param(
-            ("run", "--url", "http://a", "--header", "x: a\r\ny: b"),
-            "NAME: VALUE",
-            id="two headers",
-        ),
-        pytest.param(("run", "--url", "http://a", "--body", "[]"), "JSON object", id="body"),
-        pytest.param(("run", "--url", "http://a", "--body", "{"), "is not JSON", id="no JSON"),
-        pytest.param(("run", "--url", "http://a", "--api", "x"), "completions", id="api"),
-        pytest.param(("run", "--url", "http://a", "--watch", "x"), "name=pid", id="watch"),
-        pytest.param(("run", "--url", "http://a", "--arrivals", "x"), "poisson", id="arrivals"),
-        pytest.param(("run", "--boards", "1", "--profile", "rk3588-x"), "no profile", id="profile"),
-        pytest.param(
-            ("run", "--url", "http://a", "--key-env", "RKSERVE_NO_SUCH"), "RKSERVE_NO", id="key"
-        ),
-        pytest.param(
-            ("run", *("--url", "http://a", "--model", "x") * 2, "--model", "y"),
-            "3 models for 2 URLs",
-            id="models",
-        ),
-        pytest.param(
-            ("run", *("--url", "a=http://a", "--model", "x") * 2), "same name", id="names"
-        ),
-    ],
-)
-def test_wrong_usage_is_refused_before_anything_is_asked(words: tuple[str, ...], said: str) -> None:
-    code, _, err = bench(*words)
-    assert code == Exit.USAGE
-    assert said in err
-
-
 def test_a_broken_trace_is_named(server: FakeOpenAi, tmp_path: Path) -> None:
     (tmp_path / "trace.jsonl").write_text("{}")
     code, _, err = bench("run", "--url", server.url, "--trace", str(tmp_path / "trace.jsonl"))
     assert code == Exit.FAILED
     assert "line 1: not a trace" in err
-
-
-# -- what is loaded -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("urls", "models", "expected"),
-    [
-        pytest.param(["http://a"], ["m"], [("server", "m")], id="one"),
-        pytest.param(["http://a"], ["m", "n"], [("m", "m"), ("n", "n")], id="models of one"),
-        pytest.param(
-            ["http://a", "b=http://b"], ["m"], [("server 1", "m"), ("b", "m")], id="one for all"
-        ),
-        pytest.param(["a=http://a", "b=http://b"], ["m", "n"], [("a", "m"), ("b", "n")], id="each"),
-    ],
-)
-def test_urls_and_models_are_paired(
-    urls: list[str], models: list[str], expected: list[tuple[str, str]]
-) -> None:
-    found = targets(LoadOptions(url=urls, model=models))
-    assert [(one.name, one.model) for one in found] == expected
-
-
-def test_a_url_with_an_equals_sign_is_not_taken_for_a_name() -> None:
-    (found,) = targets(LoadOptions(url=["http://a/v1?x=http://b"], model=["m"]))
-    assert (found.name, found.address) == ("server", ("a", 80))
-
-
-def test_a_key_comes_from_a_file_or_the_environment_and_is_printed_nowhere(
-    server: FakeOpenAi, tmp_path: Path
-) -> None:
-    (tmp_path / "key").write_text("# mine\nsecret-1\n")
-    out = tmp_path / "out"
-    first = bench(
-        "run", *QUICK, "--url", server.url, "--key-file", str(tmp_path / "key"), "--out", str(out)
-    )
-    assert {one.headers["authorization"] for one in server.asked} == {"Bearer secret-1"}
-    server.asked.clear()
-    second = bench("run", *QUICK, "--url", server.url, "--key-env", "SOME_KEY", SOME_KEY="s-2")
-    assert {one.headers["authorization"] for one in server.asked} == {"Bearer s-2"}
-    written = "".join(one.read_text() for one in out.iterdir())
-    assert "secret" not in f"{first}{second}{written}"
-
-
-def test_processes_that_are_named_are_measured(server: FakeOpenAi) -> None:
-    code, found = report("run", *QUICK, "--url", server.url, "--watch", f"itself={os.getpid()}")
-    assert code == Exit.DONE
-    assert found["runs"][0]["processes"]["itself"]["rss_bytes"] > 0
-    code, _, err = bench("run", *QUICK, "--url", server.url, "--watch", "it=no such command here")
-    assert code == Exit.FAILED
-    assert "no process runs that is it" in err
-
-
-def test_without_a_key_none_is_sent(server: FakeOpenAi) -> None:
-    bench("run", *QUICK, "--url", server.url, OPENAI_API_KEY="for somebody else")
-    assert not any("authorization" in one.headers for one in server.asked)
-
-
-# -- what comes out -------------------------------------------------------------------------------
-
-
-def test_a_folder_gets_the_report_its_plots_and_all_outcomes(
-    server: FakeOpenAi, tmp_path: Path
-) -> None:
-    out = tmp_path / "made" / "here"
-    code, printed, _ = bench("run", *QUICK, "--turns", "2", "--url", server.url, "--out", str(out))
-    assert code == Exit.DONE
-    text = (out / "report.md").read_text()
-    assert "## Rates" in printed
-    for name in ("ttft", "gaps", "end-to-end", "running"):
-        assert f"({name}.svg)" in text
-        assert (out / f"{name}.svg").read_text().startswith("<svg")
-    found = json.loads((out / "results.json").read_text())
-    lines = (out / "outcomes.jsonl").read_text().splitlines()
-    assert len(lines) == found["runs"][0]["asked"] == 8
-    assert found["runs"][0]["prefix"]["cached"] > 0
 
 
 def test_the_same_trace_is_played_against_each(server: FakeOpenAi) -> None:
@@ -278,122 +94,8 @@ def test_a_trace_is_made_and_played_again(server: FakeOpenAi, tmp_path: Path) ->
     assert len(server.asked) == trace.requests == 6
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "kill"])
-def test_what_is_interrupted_prints_what_there_is(
-    server: FakeOpenAi, tmp_path: Path, number: int
-) -> None:
-    out = tmp_path / "out"
-    words = ["run", "--url", server.url, "--model", "hangs", "--sessions", "3", "--rate", "1000"]
-    with subprocess.Popen(
-        [sys.executable, "-m", "rkserve", "bench", *words, "--out", str(out)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    ) as child:
-        deadline_s = time.monotonic() + PATIENCE_S
-        while len(server.asked) < 3 and time.monotonic() < deadline_s:
-            time.sleep(0.01)
-        child.send_signal(number)
-        printed, err = child.communicate(timeout=PATIENCE_S)
-    assert (child.returncode, err) == (Exit.INTERRUPTED, "")
-    assert "Interrupted: these are the figures of what there was." in printed
-    assert json.loads((out / "results.json").read_text())["runs"][0]["cut"] == 3
-
-
-def test_help_says_the_exit_codes() -> None:
-    code, printed, _ = bench("--help")
-    assert code == Exit.DONE
-    assert "Exit codes" in plain(printed)
-
-
-# -- capturing, all models, several runs ----------------------------------------------------------
-
-BOARD = {
-    "id": "sim-0",
-    "memory_mb": 1689.2,
-    "hardware": {"npu_load": [40.0, 60.0], "npu_hz": 10**9, "memory_available_bytes": 2 * 10**9},
-}
-
-
 def captured(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "captured.jsonl").read_text().splitlines()]
-
-
-def test_a_capture_has_whole_prompts_answers_figures_and_boards(
-    server: FakeOpenAi, tmp_path: Path
-) -> None:
-    server.boards = [BOARD, {**BOARD, "id": "sim-1", "memory_mb": 1.0}]
-    shape = ("--sessions", "2", "--rate", "500", "--systems", "1", "--system-words", "900")
-    words = ("run", *shape, "--turns", "2", "--think", "0.001", "--clients", "1", "--capture")
-    code, _, err = bench(*words, "--url", server.url, "--out", str(tmp_path))
-    assert (code, err) == (0, "")
-    told = captured(tmp_path)
-    assert len(told) == len(server.asked)
-    for one, asked in zip(told, server.asked, strict=True):
-        assert one["messages"] == asked.messages, "the whole prompt, history included"
-        assert one["settings"] == {"max_tokens": asked.body["max_tokens"], "temperature": 0}
-        assert (one["answer"], one["error"], one["model"]) == ("one two three", "", "ok")
-        assert one["usage"]["completion_tokens"] == 3
-        assert one["timings"] == {"queue_ms": 4.0}
-        assert one["ttft_ms"] > 0
-        assert one["tokens_per_s"] > 0
-        assert one["board"] == "sim-0"
-        figures = one["board_figures"]
-        assert (figures["npu_load_mean"], figures["memory_mb"]) == (50.0, 1689.2)
-        assert figures["memory_available_mb"] == 2000.0
-    report = (tmp_path / "captured.md").read_text()
-    for one in told:
-        assert all(message["content"] in report for message in one["messages"])
-    assert "| sim-0 |" in report
-    assert "50 %" in report
-    assert "captured" not in (tmp_path / "outcomes.jsonl").read_text()
-
-
-def test_a_capture_keeps_thoughts_calls_errors_and_fences(
-    server: FakeOpenAi, tmp_path: Path
-) -> None:
-    urls = ("--url", f"a={server.url}", "--url", f"b={server.url}")
-    models = ("--model", "thinks", "--model", "busy")
-    words = ("run", *QUICK, "--capture", "--max-errors", "1", "--out", str(tmp_path))
-    assert bench(*words, *urls, *models)[0] == Exit.DONE
-    told = captured(tmp_path)
-    good = [one for one in told if one["run"] == "a"]
-    assert {(one["thoughts"], one["answer"]) for one in good} == {("well, yes", "```four```")}
-    assert good[0]["tool_calls"] == [{"name": "look", "arguments": '{"a": 1}'}]
-    refused = [one for one in told if one["run"] == "b"]
-    assert {one["error"] for one in refused} == {"refused 429 queue_full: no"}
-    assert all(one["messages"] and one["ttft_ms"] is None for one in refused)
-    report = (tmp_path / "captured.md").read_text()
-    assert "````\n```four```\n````" in report, "a text with a fence in it stays in its own"
-    assert "lists no boards" in report
-    assert told[0]["board_figures"] is None
-
-
-def test_a_capture_needs_a_place(server: FakeOpenAi) -> None:
-    code, _, err = bench("run", *QUICK, "--capture", "--url", server.url)
-    assert code == Exit.USAGE
-    assert "--out" in err
-    assert server.asked == []
-
-
-def test_without_capture_nothing_is_kept(server: FakeOpenAi, tmp_path: Path) -> None:
-    assert bench("run", *QUICK, "--url", server.url, "--out", str(tmp_path))[0] == Exit.DONE
-    assert not (tmp_path / "captured.jsonl").exists()
-    assert "one two three" not in (tmp_path / "outcomes.jsonl").read_text()
-
-
-def test_all_models_are_loaded_but_those_that_embed(server: FakeOpenAi) -> None:
-    embedding = {"id": "vectors", "rkserve": {"embedding": {"pooling": "last"}}}
-    server.models = [{"id": "ok"}, {"id": "echo", "rkserve": {"embedding": None}}, embedding]
-    code, found = report("run", *QUICK, "--all-models", "--url", server.url)
-    assert code == Exit.DONE
-    assert [run["target"] for run in found["runs"]] == ["ok", "echo"]
-    assert {asked.body["model"] for asked in server.asked} == {"ok", "echo"}
-    code, _, err = bench("run", "--all-models", "--model", "ok", "--url", server.url)
-    assert (code, "either --model or --all-models" in err) == (Exit.USAGE, True)
-    code, _, err = bench("run", "--all-models", "--boards", "1")
-    assert (code, "--all-models is for --url" in err) == (Exit.USAGE, True)
 
 
 def test_several_runs_are_played_and_their_spread_is_shown(server: FakeOpenAi) -> None:

@@ -31,16 +31,6 @@ class Call:
         return self.id
 
 
-@pytest.fixture
-def server() -> FakeControl:
-    return FakeControl()
-
-
-@pytest.fixture
-def rkserve(server: FakeControl) -> Terminal:
-    return Terminal(server)
-
-
 CALLS = [
     Call(
         "sleep",
