@@ -285,7 +285,9 @@ class CachedDigest:
             return
         fresh = self._record.with_name(f"{self._record.name}.new")
         try:
-            fresh.write_text(json.dumps({"stamp": stamped, "digest": digest}), encoding="utf-8")
+            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+            with open(open_private(fresh, flags), "w", encoding="utf-8") as file:
+                json.dump({"stamp": stamped, "digest": digest}, file)
             sync(fresh)
             fresh.replace(self._record)
         except OSError as exc:  # the next process reads the file once more, and nothing else

@@ -193,6 +193,7 @@ def test_a_kept_digest_outlives_its_process_and_not_a_change_of_the_file(tmp_pat
     first = CachedDigest(file, record)
     assert first.known is None
     assert first.get() == first.known == hashlib.sha256(b"one").hexdigest()
+    assert record.stat().st_mode & 0o777 == 0o600
     # A successor that could not read a byte of the file still knows it: it reads the record.
     second = CachedDigest(file, record)
     second.stop()

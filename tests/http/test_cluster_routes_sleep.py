@@ -16,6 +16,7 @@ from rkserve.control.operations import (
     ResultStatus,
 )
 from rkserve.core.block_hashes import CachedPrefixes, pack
+from rkserve.core.desired_state import Desired
 from tests.support.boards.fake_boards import FakeBoards, report
 from tests.support.boards.fakes import run_loop
 from tests.support.http.router_house import CHAT, House, chat
@@ -75,6 +76,18 @@ def test_a_wake_up_is_asked_for_in_every_peer_s_words(
     told = response.json()
     assert (told["status"], told["tags"]) == (status, tags)
     assert told["results"]["a"]["status"] == "awake"
+
+
+@pytest.mark.parametrize(
+    ("asleep", "status"), [(False, "awake"), (True, "sleeping")], ids=["awake", "asleep"]
+)
+def test_to_wake_a_part_again_changes_nothing_and_shows_what_is_left(
+    asleep: bool, status: str
+) -> None:
+    of = house(desired=slept() if asleep else Desired(6))
+    of.head.says["perform"] = lambda call: replace(of.head.outcome(call), applied=False)
+    told = send(of, "POST", "/wake_up", params={"tags": ["weights"]}).json()
+    assert (told["status"], told["applied"]) == (status, False)
 
 
 @pytest.mark.parametrize(

@@ -333,7 +333,10 @@ class SleepControl:
         """Wake boards, in vLLM's form."""
         call = parse_wake(asked)
         outcome = await self._woken(call, asked)
-        status = "awake" if call.whole else "sleeping"
+        # Part of a sleep was ended, now or before; without a sleep there is no part.
+        pauses = self._service.cluster.desired.pauses
+        partly = outcome.applied or any(pause.level is not None for pause in pauses)
+        status = "sleeping" if partly and not call.whole else "awake"
         told = {
             "status": "waking" if outcome.status == ACCEPTED else status,
             "tags": list(call.tags or TAGS),
