@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import ssl
+import statistics
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, suppress
@@ -85,7 +86,8 @@ class PlayedRun:
     """A finished run.
 
     The window for rates reaches from the end of the warm-up to the time when the last request was
-    due. ``lag_ms`` are the delays of this program's event loop.
+    due, or to the last answer if all were due within the time of one answer. ``lag_ms`` are the
+    delays of this program's event loop.
     """
 
     target: str
@@ -120,6 +122,14 @@ class Player:
         """Hang up everywhere."""
         self._stopped.set()
 
+    def _window_end(self, first_s: float) -> float:
+        last_s = max(first_s, self._last_due_s)
+        done = [(one.end_s, one.asked.due_s) for one in self._outcomes if one.ok and one.end_s]
+        if done and last_s - first_s < statistics.median(end_s - due_s for end_s, due_s in done):
+            # Hardly an answer could end before the last request.
+            return max(last_s, max(done)[0])
+        return last_s
+
     async def play(self, tell: OnRunProgress = lambda _: None) -> PlayedRun:
         """Play the trace to its end. Raises ``BenchFailed`` where the host has no address."""
         await self._pool.resolve()
@@ -142,7 +152,7 @@ class Player:
             plan=self._plan,
             outcomes=tuple(self._outcomes),
             start_s=self._start_s,
-            window_s=(first_s, max(first_s, self._last_due_s)),
+            window_s=(first_s, self._window_end(first_s)),
             end_s=end_s,
             lag_ms=tuple(self._lag_ms),
             cpu_s=time.process_time() - cpu_s,

@@ -276,6 +276,7 @@ def _method(results: BenchResults) -> str:
             * closed
         )
         + "Nothing is asked twice. Rates are counted in the window: from the end of the warm-up to "
-        "the last request. Intervals of percentiles are by ranks, and take answers as independent, "
+        "the last request, or to the last answer if all were asked within the time of one answer. "
+        "Intervals of percentiles are by ranks, and take answers as independent, "
         "which turns of one session are not quite.\n"
     )

@@ -266,6 +266,13 @@ def test_in_a_closed_loop_so_many_ask_at_once_and_no_more(server: FakeOpenAi, cl
     }
 
 
+def test_what_is_asked_at_once_is_counted_to_its_last_answer(server: FakeOpenAi) -> None:
+    found = play(target_of(server), at_once(2), PlayOptions(clients=2, limits=PATIENT))
+    ends = [one.end_s for one in found.outcomes if one.end_s is not None]
+    assert len(ends) == 2
+    assert found.window_s[1] == max(ends) > max(one.asked.due_s for one in found.outcomes)
+
+
 def test_connections_are_used_again(server: FakeOpenAi) -> None:
     play(target_of(server), at_once(20), PlayOptions(clients=1, limits=PATIENT))
     assert server.connections < 20  # a standstill of two seconds may cost one of them
