@@ -209,18 +209,22 @@ class ServedModels:
         for model_id in self._models:
             ages = self._ages(model_id)
             in_folder = {of[0].name: of for of in await self.names.adapters(model_id)}
-            lines = [
-                line
-                for line in self._cluster.desired.lines
-                if line.model == model_id
-                and (bind(line, None, ANY) is not None or line.name not in in_folder)
-            ]
+            lines = [line for line in self._cluster.desired.lines if line.model == model_id]
+            served = [line for line in lines if bind(line, None, ANY) is not None]
+            taken = {line.name for line in served} | in_folder.keys()
             entries.append(self._model_entry(model_id))
-            entries += [line_entry(*ages, line) for line in lines]
+            entries += [line_entry(*ages, line) for line in served]
+            # What was never rolled out has no version for its bare name.
+            entries += [
+                line_entry(*ages, line, one.ref.version)
+                for line in lines
+                if line.name not in taken
+                for one in line.versions
+            ]
             entries += [
                 adapter_entry(model_id, *ages, versions)
                 for name, versions in in_folder.items()
-                if all(name != line.name for line in lines)
+                if all(name != line.name for line in served)
             ]
         return models_list(entries)
 

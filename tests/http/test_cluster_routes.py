@@ -689,6 +689,19 @@ def test_the_table_of_versions_says_which_board_has_what() -> None:
     assert two["boards"]["b"] == {"staged": False, "loaded": False}
 
 
+def test_models_are_listed_by_names_that_a_request_may_send() -> None:
+    staged = line("junk", active=None, kept=(version("junk", "v1"),))
+    lines = (line("tone", kept=(version("tone", "v2"),)), staged)
+    of = House(FakeBoards.answering("a"), head=FakeHead(Desired(4, lines=lines)))
+    names = [one["id"] for one in send(of, "GET", "/v1/models").json()["data"]]
+    assert [name for name in names if "tone" in name] == ["sim-chat:tone"]
+    assert [name for name in names if "junk" in name] == ["sim-chat:junk@v1"]
+    for name in names:
+        assert send(of, "GET", f"/v1/models/{name}").status_code == 200
+    unserved = send(of, "POST", CHAT, json=chat(model="sim-chat:junk"))
+    assert (unserved.status_code, unserved.json()["error"]["code"]) == (404, "model_not_found")
+
+
 # -- looking --------------------------------------------------------------------------------------
 
 
