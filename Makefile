@@ -46,8 +46,9 @@ test: $(READY) sim
 # A file's tests stay in one process, which shares their fixtures. The order is that of conftest.py.
 PYTEST := $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder
 
+# Twice as many processes as cores: half of the tests wait for simulated tokens.
 unit: $(READY) sim
-	$(PYTEST) -n 2 -m "not ray"
+	$(PYTEST) -n 4 -m "not ray"
 
 # Without Ray, engine processes, compilers and whatever else takes long.
 test-quick: $(READY) sim
