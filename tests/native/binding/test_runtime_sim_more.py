@@ -306,10 +306,10 @@ runtime.destroy()
 @EVERY_RELEASE
 def test_text_given_as_embeddings_is_answered_as_text(release: str, tmp_path: Path) -> None:
     script = """
-from rkserve.native.sim import inputs
+from rkserve.native.sim import models
 load()
 prompt = chat("Count to 6")
-runtime.run(run_of(EmbedInput(inputs.embeddings(prompt.ids), len(prompt.ids))), keep)
+runtime.run(run_of(EmbedInput(models.embeddings(prompt.ids), len(prompt.ids))), keep)
 tell(answer=text())
 runtime.destroy()
 """
@@ -348,12 +348,12 @@ runtime.destroy()
 
 def test_our_tokenizer_and_embedding_layer_serve_a_model_without(tmp_path: Path) -> None:
     script = """
-from rkserve.native.sim import inputs
+from rkserve.native.sim import models
 asked = []
 def tokenize(text):
     asked.append(text)
     return tokenizer.encode(text, add_special_tokens=False).ids
-load(tokenize=tokenize, embed=inputs.embeddings)
+load(tokenize=tokenize, embed=models.embeddings)
 gc.collect()
 runtime.run(run_of(PromptInput("Count to 6")), keep)
 silent = text()
@@ -377,12 +377,12 @@ runtime.destroy()
 def test_an_encoders_output_changes_what_follows(release: str, tmp_path: Path) -> None:
     script = """
 import struct
-from rkserve.native.sim import inputs
+from rkserve.native.sim import models
 load(use_cross_attn=True)
 answers = []
 for value in (None, 0.25, 0.5):
     if value is not None:
-        cache = inputs.rows([value] * inputs.CROSS_DIM * 3)
+        cache = models.rows([value] * models.CROSS_DIM * 3)
         runtime.set_cross_attention(CrossAttention(
             cache, cache, struct.pack("3f", 1, 1, 1), struct.pack("3i", 0, 1, 2), 3))
         gc.collect()

@@ -16,7 +16,14 @@ from rkserve.api.common.renderer import Renderer
 from rkserve.api.common.version_policy import ResolvedModel
 from rkserve.api.openai.answers import ChatAnswer
 from rkserve.board.board import Board
-from rkserve.core.messages import Accepted, Delta, Event, Finished, GenerateRequest
+from rkserve.core.messages import (
+    Accepted,
+    Delta,
+    Event,
+    Finished,
+    GenerateRequest,
+    QueueChange,
+)
 from rkserve.core.run_params import Sampling
 from rkserve.models.folder import ModelFolder
 from tests.support.boards.board_bench import collect
@@ -119,7 +126,7 @@ def tell(whole: ChatAnswer, streamed: ChatAnswer, index: int, event: Event) -> b
         case Finished():
             whole.end(index, event)
             return streamed.finish(index, event)
-        case Accepted():
+        case Accepted() | QueueChange():
             return b""
     raise AssertionError(event)
 
