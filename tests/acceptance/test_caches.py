@@ -53,7 +53,7 @@ def http(app: App) -> Iterator[httpx.Client]:
     with app.http_sync() as client:
         yield client
     (after,) = app.reports()
-    assert after.engine_pid == before.engine_pid, after.reason
+    assert after.engine_pid == before.engine_pid, after.last_recovery
 
 
 def say(http: httpx.Client, messages: list[dict[str, str]], **extra: Any) -> dict[str, Any]:

@@ -259,7 +259,7 @@ def test_a_library_that_fails_costs_no_answer_and_no_replica(
     assert after.engine_pid != before.engine_pid, "the engine was not replaced"
     assert not psutil.pid_exists(before.engine_pid)
     assert after.engine_starts == before.engine_starts + 1
-    assert says in after.reason
+    assert says in after.last_recovery
     _expect_every_board_to_serve(well)
 
 
