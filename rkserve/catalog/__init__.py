@@ -1,0 +1,1 @@
+"""The local catalogue of models: adding, listing and removing model folders."""
