@@ -2,7 +2,7 @@
  *
  * The three releases are binary identical. This file is the input to cffi's cdef() and is also
  * included by the simulated runtime, so it holds declarations only: no includes, no macros.
- * tests/native/binding/test_abi.py holds every size and offset to tests/data/rkllm_abi.json.
+ * tests/native/binding/test_releases.py holds every size and offset to tests/data/rkllm_abi.json.
  *
  * Origin: rkllm.h of https://github.com/airockchip/rknn-llm, Copyright (c) Rockchip Electronics Co.,
  * Ltd., all rights reserved; redistributed under its BSD-style licence, reproduced in NOTICE.

@@ -3,7 +3,7 @@
  * RKLLMParam, RKLLMInput, RKLLMMultiModalInput and RKLLMInferParam are laid out differently from
  * 1.2.x, and rkllm_init takes a struct of callbacks. This file is the input to cffi's cdef() and is also
  * included by the simulated runtime, so it holds declarations only: no includes, no macros.
- * tests/native/binding/test_abi.py holds every size and offset to tests/data/rkllm_abi.json.
+ * tests/native/binding/test_releases.py holds every size and offset to tests/data/rkllm_abi.json.
  *
  * Origin: rkllm.h of https://github.com/airockchip/rknn-llm, Copyright (c) Rockchip Electronics Co.,
  * Ltd., all rights reserved; redistributed under its BSD-style licence, reproduced in NOTICE.

@@ -1,0 +1,1 @@
+"""Experiments that settle the quirks of a board's runtime, and their report."""
