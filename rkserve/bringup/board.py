@@ -1,0 +1,295 @@
+"""A board that joins: its question to the head, the checks, its Ray, and its end.
+
+A raylet ends itself where its Python agent needs more than 15 s to start, which no setting changes.
+Therefore the agent's modules are read into the page cache first, and the start is tried again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from rkserve.api.admin.join import JoinAnswer
+from rkserve.bench.processes import PROC, snapshot
+from rkserve.bringup import serving
+from rkserve.bringup.head import (
+    FAILED,
+    RAY_START,
+    RECORD_S,
+    check_ports,
+    haproxy_environ,
+    start_ray,
+)
+from rkserve.bringup.processes import NodeSupervisor, StateFolder
+from rkserve.bringup.serving import Note
+from rkserve.bringup.settings import BOARD, GCS_PORT, NodePorts, board_options, environment_of
+from rkserve.core.errors import ConfigError
+from rkserve.core.files import replace_private, write_private
+from rkserve.doctor.collect import Checkup, collect, free_bytes, this_machine
+from rkserve.doctor.facts import Severity
+from rkserve.doctor.node import limits
+from rkserve.doctor.rules import findings_of
+from rkserve.doctor.tree import Tree
+
+LEAVE = "rkserve leave"
+ASK_S = 30.0
+TOO_MANY = 429
+# A raylet that ran for less counts as one that did not start.
+SETTLED_S, SHORT_RUNS = 30.0, 3
+AGENTS = (
+    "import ray.dashboard.utils as utils; utils.get_all_modules(utils.DashboardAgentModule); "
+    "import ray.dashboard.agent, ray._private.runtime_env.agent.main, ray._private.log_monitor"
+)
+UNKNOWN_SERIAL = re.compile(r"[0\s]*")
+MACHINE_IDS = ("etc/machine-id", "var/lib/dbus/machine-id")
+
+
+@dataclass(frozen=True)
+class JoinOptions:
+    """The options of ``rkserve join``.
+
+    Without ``head`` the answer of the last join counts. ``ray_cpus`` are the CPUs of Ray after its
+    start; ``share`` is the NPU that this node offers.
+    """
+
+    state: Path
+    head: str | None = None
+    token: str | None = None
+    library: Path | None = None
+    model: Path | None = None
+    doctor: bool = True
+    replace_token: bool = False
+    share: float = 1.0
+    ray_cpus: tuple[int, ...] = ()
+    ray_port: int = GCS_PORT
+    temp_dir: Path | None = None
+
+
+def identity(root: Path = Path("/")) -> dict[str, str]:
+    """Return digests of the machine-id and of the SoC's serial number, empty where unknown.
+
+    The ids themselves stay on the board: a machine-id is confidential.
+    """
+    tree = Tree(root)
+    machine = next((text for name in MACHINE_IDS if (text := tree.text(name))), "")
+    serial = tree.text("proc/device-tree/serial-number") or ""
+    if not serial:
+        found = re.search(r"^Serial\s*:\s*(\w+)", tree.text("proc/cpuinfo") or "", re.MULTILINE)
+        serial = found[1] if found is not None else ""
+    if re.fullmatch(r"[0-9a-f]{32}", machine) is None:
+        machine = ""  # empty or "uninitialized" in an image before its first start
+    if UNKNOWN_SERIAL.fullmatch(serial):
+        serial = ""
+    return {"machine": _digest(machine), "serial": _digest(serial)}
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(f"rkserve board {text}".encode()).hexdigest()[:32] if text else ""
+
+
+def ask_head(head: str, token: str, body: dict[str, str]) -> JoinAnswer:
+    """Ask the head for what this board needs.
+
+    Raises:
+        ConfigError: the head cannot be reached, or refuses; the message is the head's sentence.
+    """
+    url = f"{head.rstrip('/')}/v1/join"
+    headers = {"content-type": "application/json", "authorization": f"Bearer {token}"}
+    if not url.startswith(("http://", "https://")):
+        raise ConfigError(f"{head} is no URL of a head, such as http://head:8000.")
+    try:
+        request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+        with urllib.request.urlopen(request, timeout=ASK_S) as answer:
+            found: JoinAnswer = json.load(answer)
+    except urllib.error.HTTPError as exc:
+        raise ConfigError(f"{head}: {_sentence(exc)}") from exc
+    except (OSError, ValueError) as exc:
+        raise ConfigError(f"{head} cannot be asked: {getattr(exc, 'reason', exc)}.") from exc
+    if missing := JoinAnswer.__annotations__.keys() - found.keys():
+        raise ConfigError(
+            f"{head} did not answer as rkserve: {', '.join(sorted(missing))} missing."
+        )
+    return found
+
+
+def _sentence(exc: urllib.error.HTTPError) -> str:
+    try:
+        return str(json.load(exc)["error"]["message"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return f"HTTP status {exc.code}; it is no head of this rkserve."
+
+
+def keep_token(token: str, *, replace: bool) -> None:
+    """Write Ray's token for its owner only, unless it is there.
+
+    Raises:
+        ConfigError: another one is there, or it cannot be written.
+    """
+    file = serving.token_file()
+    found = serving.read_token()
+    if found is not None and found != token and (os.environ.get("RAY_AUTH_TOKEN") or not replace):
+        place = "RAY_AUTH_TOKEN" if os.environ.get("RAY_AUTH_TOKEN") else str(file)
+        raise ConfigError(
+            f"{place} has the token of another cluster. End that cluster's Ray on this board, then "
+            "join with --replace-token."
+        )
+    if found == token and (os.environ.get("RAY_AUTH_TOKEN") or not file.stat().st_mode & 0o077):
+        return
+    try:
+        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_private(file, f"{token}\n")
+    except OSError as exc:
+        raise ConfigError(f"Ray's token {file} cannot be written: {exc}.") from exc
+
+
+def check_board(options: JoinOptions) -> None:
+    """Raise ``ConfigError`` with every finding of ``rkserve doctor`` that stops a board."""
+    process, clock, seen = this_machine(None)
+    facts = collect(
+        Checkup(
+            library=options.library,
+            model=options.model,
+            process=process,
+            clock=clock,
+            head=seen,
+            free_bytes=free_bytes,
+        )
+    )
+    # A raylet that runs here is of another cluster, or was left by a start before.
+    errors = [one for one in findings_of(facts) if one.severity is Severity.ERROR]
+    if errors:
+        lines = [f"  {one.id}: {one.sentence}\n    mend: {one.command}" for one in errors]
+        found = "\n".join(lines)
+        raise ConfigError(f"this board cannot serve:\n{found}\n--no-doctor joins all the same.")
+
+
+def run_board(options: JoinOptions, note: Note) -> int:
+    """Join, and stay until Ctrl-C, SIGTERM or a failure. Returns the exit code.
+
+    Raises:
+        ConfigError: something that is known before the start prevents it.
+    """
+    state = StateFolder(options.state, BOARD)
+    state.refuse_second(LEAVE)
+    ports = NodePorts(options.ray_port)
+    check_ports(range(ports.first + 1, ports.last))
+    if options.doctor:
+        check_board(options)
+    terms = _terms(options, state, note)
+    serving.interrupt_on_signals()
+    command = [*RAY_START, *board_options(ports, str(terms["ray_address"]), options.share)]
+    if options.temp_dir is not None:
+        command.append(f"--temp-dir={options.temp_dir}")
+    try:
+        with ExitStack() as stack:
+            environ = environment_of(BOARD, {**terms["environ"], **os.environ})
+            environ = {**haproxy_environ(environ, options.ray_port, stack, "0"), **environ}
+            node = stack.enter_context(NodeSupervisor(state))
+            stack.callback(note, "Leaving ...")
+            log = stack.enter_context(state.log("board-ray").open("wb"))
+            note("Reading Ray's agents into the page cache ...")
+            warm = node.start([sys.executable, "-c", AGENTS], environ, log, signal.SIGTERM)
+            warm.wait()
+            node.drop(warm)
+            return RunningBoard(node, state, options, note).run(command, environ, log)
+    except KeyboardInterrupt:
+        return 0
+
+
+def _terms(options: JoinOptions, state: StateFolder, note: Note) -> dict[str, Any]:
+    """Return the head's answer, or that of the last join."""
+    file = state.folder / "joined.json"
+    if options.head is None:
+        try:
+            saved: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as exc:
+            raise ConfigError(
+                f"This board has not joined yet ({exc}): name the head, and a token that `rkserve "
+                "token` prints there."
+            ) from exc
+        return saved
+    if not options.token:
+        raise ConfigError("A join token is missing: `rkserve token` on the head prints one.")
+    body = {
+        "host": re.sub(r"[^\w.-]", "-", socket.gethostname()) or "board",
+        "ray": limits().ray or "none",
+        "python": ".".join(platform.python_version_tuple()[:2]),
+        **identity(),
+    }
+    answer = ask_head(options.head, options.token, body)
+    for sentence in answer["notes"]:
+        note(f"rkserve: {sentence}")
+    keep_token(answer["cluster_token"], replace=options.replace_token)
+    saved = {"ray_address": answer["ray_address"], "environ": answer["environ"]}
+    try:
+        replace_private(file, json.dumps(saved, indent=1) + "\n")
+    except OSError as exc:
+        raise ConfigError(f"{file} cannot be written: {exc}.") from exc
+    return saved
+
+
+@dataclass
+class RunningBoard:
+    """A board's Ray: its start, its restarts, and the watch over it."""
+
+    node: NodeSupervisor
+    state: StateFolder
+    options: JoinOptions
+    note: Note
+
+    def run(self, command: list[str], environ: dict[str, str], log: BinaryIO) -> int:
+        """Start Ray, and again when it ends. Returns the exit code after it ended too often."""
+        short_runs = 0
+        while short_runs < SHORT_RUNS:
+            ray = start_ray(self.node, command, environ, log, self.note)
+            if ray is None:
+                return FAILED
+            started_s = time.monotonic()
+            if self.options.ray_cpus:
+                self.note(f"Ray runs on CPUs {', '.join(map(str, self.options.ray_cpus))}.")
+                move_to_cpus(ray.pid, self.options.ray_cpus)
+            self.note(f"This board has joined: it offers rknpu {self.options.share:g}.")
+            self.node.record(ready=True)
+            self._watch(ray)
+            ran_s = time.monotonic() - started_s
+            short_runs = short_runs + 1 if ran_s < SETTLED_S else 0
+            self.note(f"rkserve: Ray ended with exit code {ray.returncode}; see {log.name}.")
+            self.node.drop(ray)
+        self.note(f"rkserve: Ray ended {SHORT_RUNS} times within {SETTLED_S:.0f} s; giving up.")
+        return FAILED
+
+    def _watch(self, ray: subprocess.Popen[bytes]) -> None:
+        while True:
+            try:
+                ray.wait(RECORD_S)
+            except subprocess.TimeoutExpired:
+                self.node.record()
+            else:
+                return
+
+
+def move_to_cpus(pid: int, cpus: tuple[int, ...]) -> None:
+    """Move a process and all below it to these CPUs; processes that they start follow.
+
+    Ray's start itself has all CPUs: on little cores its agent takes longer than the raylet waits.
+    """
+    for process in snapshot(PROC, [pid]):
+        for thread in (PROC / str(process.pid) / "task").glob("*"):
+            try:
+                os.sched_setaffinity(int(thread.name), cpus)
+            except ProcessLookupError:
+                continue  # it has ended since

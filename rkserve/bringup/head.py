@@ -1,0 +1,337 @@
+"""The head: Ray, HAProxy and the application, started in order and ended together."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, BinaryIO
+
+from rkserve.bringup import serving
+from rkserve.bringup.processes import NodeSupervisor, StateFolder
+from rkserve.bringup.serving import Note, ServeLog
+from rkserve.bringup.settings import (
+    DASHBOARD_PORT,
+    GCS_PORT,
+    HEAD,
+    NodePorts,
+    environment_of,
+    head_options,
+    sent_to_boards,
+)
+from rkserve.core.child_process import free_ports
+from rkserve.core.errors import ConfigError
+from rkserve.core.files import replace_private
+from rkserve.deployments import haproxy, preflight
+from rkserve.router.membership import FOLDER, ClusterTerms, new_token, write_terms
+
+RAY_START = (sys.executable, "-m", "ray.scripts.scripts", "start")
+RAY_STARTED = "Ray runtime started."
+RAY_ATTEMPTS = 3
+RECORD_S = 5.0
+DOWN = "rkserve down"
+FAILED = 1
+HOUR_S = 3600.0
+
+
+@dataclass(frozen=True)
+class HeadOptions:
+    """The options of ``rkserve up``.
+
+    ``address`` is the one at which boards reach this machine; ``temp_dir`` is Ray's folder.
+    """
+
+    config: Path
+    state: Path
+    address: str | None = None
+    ray_port: int = GCS_PORT
+    dashboard_port: int = DASHBOARD_PORT
+    temp_dir: Path | None = None
+    haproxy: bool = True
+
+
+@dataclass(frozen=True)
+class HeadPlan:
+    """The part of a configuration file that concerns the head."""
+
+    url: str
+    port: int
+    real: bool  # some group has real boards, which join later
+
+    @classmethod
+    def of(cls, config: Path) -> HeadPlan:
+        """Read a file that has been checked."""
+        content = preflight.read(config)
+        options = content.get("http_options") or {}
+        host, port = str(options.get("host", preflight.HOST)), options.get("port", preflight.PORT)
+        local = "127.0.0.1" if host in ("0.0.0.0", "::") else host
+        listed = content.get("applications")
+        found = [
+            preflight.check_args(one.get("args") or {})
+            for one in (listed if isinstance(listed, list) else [content])
+            if one.get("import_path") == preflight.APPLICATION
+        ]
+        if not found:
+            raise ConfigError(f"{config} has no application with {preflight.APPLICATION}.")
+        real = any(group.simulated is None for one in found for group in one.boards)
+        named = f"[{local}]" if ":" in local else local
+        return cls(f"http://{named}:{port}", int(port), real)
+
+    def join_url(self, address: str) -> str:
+        """Return the URL of the endpoint as boards see it."""
+        return f"http://{address}:{self.port}"
+
+
+def own_address() -> str:
+    """Return the address of this machine in its network, as Ray looks for it.
+
+    Raises:
+        ConfigError: it has none but the loopback.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("8.8.8.8", 80))  # sends nothing; it asks for the route
+            found = str(probe.getsockname()[0])
+        except OSError:
+            try:
+                found = socket.gethostbyname(socket.gethostname())
+            except OSError:
+                found = "127.0.0.1"
+    if found.startswith("127."):
+        raise ConfigError(
+            f"The address of this machine is {found}, which boards cannot reach: give the one in "
+            "their network by --address."
+        )
+    return found
+
+
+def check_ports(ports: Iterable[int]) -> None:
+    """Raise ``ConfigError`` if a port of Ray is in use."""
+    for port in ports:
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("0.0.0.0", port))
+            except OSError as exc:
+                raise ConfigError(
+                    f"Ray needs port {port}, which cannot be listened on: {exc.strerror}. End the "
+                    "Ray that runs here, or give other ports by --ray-port and --dashboard-port."
+                ) from exc
+
+
+def run_head(options: HeadOptions, note: Note) -> int:
+    """Start the head, and keep it until Ctrl-C, SIGTERM or a failure. Returns the exit code.
+
+    Raises:
+        ConfigError: something that is known before the start prevents it.
+    """
+    ports = NodePorts(options.ray_port)
+    state = StateFolder(options.state, HEAD)
+    state.refuse_second(DOWN)
+    preflight.check_file(options.config, starts=True)
+    plan = HeadPlan.of(options.config)
+    address = options.address or own_address()
+    check_ports((*range(ports.first, ports.last + 1), options.dashboard_port))
+    if warning := preflight.check_token(os.environ, starts=True):
+        note(f"rkserve: {warning}")
+    if serving.read_token() is None:
+        raise ConfigError(f"Ray's token {serving.token_file()} is missing or empty.")
+    serving.interrupt_on_signals()
+    ray_address = f"{address}:{ports.first}"
+    command = [*RAY_START, *head_options(ports, address, options.dashboard_port)]
+    if options.temp_dir is not None:
+        command.append(f"--temp-dir={options.temp_dir}")
+    try:
+        with ExitStack() as stack:
+            environ = environment_of(HEAD, os.environ)
+            if options.haproxy and haproxy.available():
+                environ = {**haproxy_environ(environ, options.ray_port, stack), **environ}
+            _write_terms(state.folder, ray_address, environ)
+            environ[FOLDER] = str(state.folder)
+            about = {"url": plan.url, "join_url": plan.join_url(address)}
+            node = stack.enter_context(NodeSupervisor(state, **about))
+            stack.callback(note, "Stopping ...")
+            logs = [stack.enter_context(state.log(name).open("wb")) for name in ("ray", "serve")]
+            head = RunningHead(node, state, plan, note)
+            return head.run(command, environ, ray_address, str(options.config), logs)
+    except KeyboardInterrupt:
+        return 0
+
+
+def _write_terms(folder: Path, ray_address: str, environ: dict[str, str]) -> None:
+    """Write the values that boards need to join."""
+    token = folder / "cluster_token"
+    python = ".".join(map(str, sys.version_info[:2]))
+    ray = importlib.metadata.version("ray")
+    terms = ClusterTerms(ray_address, ray, python, str(token), sent_to_boards(environ))
+    try:
+        replace_private(token, f"{serving.read_token()}\n")
+        write_terms(folder, terms)
+    except OSError as exc:
+        raise ConfigError(f"{folder} cannot be written: {exc}.") from exc
+
+
+def join_command(state: StateFolder, lifetime_s: float) -> str:
+    """Return the command by which boards join, with a new token.
+
+    Raises:
+        ConfigError: no head runs that this folder has a record of.
+    """
+    record = state.read()
+    if record is None or not record.running:
+        raise ConfigError(f"No head runs that {state.folder} has a record of: `rkserve up` first.")
+    try:
+        token = new_token(state.folder, lifetime_s, time.time())
+    except OSError as exc:
+        raise ConfigError(f"{state.folder} cannot be written: {exc}.") from exc
+    return f"rkserve join {record.join_url} --token {token}"
+
+
+def haproxy_environ(
+    environ: dict[str, str], ray_port: int, stack: ExitStack, default: str = "1"
+) -> dict[str, str]:
+    """Return HAProxy's variables; the folder of another than the usual Ray goes with ``stack``.
+
+    ``default`` is the flag where the environment has none.
+    """
+    if environ.get(haproxy.FLAG, default) != "1":
+        return {}
+    if ray_port == GCS_PORT or "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC" in environ:
+        return haproxy.own_environ({haproxy.FLAG: "1", **environ})
+    # Short, for the paths of its sockets.
+    folder = Path(stack.enter_context(TemporaryDirectory(prefix="rkserve-", dir="/tmp")))
+    return haproxy.environ(folder, free_ports())
+
+
+@dataclass
+class RunningHead:
+    """The steps of a head's start, and the watch over its processes."""
+
+    node: NodeSupervisor
+    state: StateFolder
+    plan: HeadPlan
+    note: Note
+    children: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    started_s: float = field(default_factory=time.monotonic)
+    shown: str = ""
+
+    def run(
+        self,
+        command: list[str],
+        environ: dict[str, str],
+        ray_address: str,
+        config: str,
+        logs: Sequence[BinaryIO],
+    ) -> int:
+        """Start Ray and the application, and watch them. Returns the exit code."""
+        ray = start_ray(self.node, command, environ, logs[0], self.note)
+        if ray is None:
+            return FAILED
+        self.note(f"Ray runs at {ray_address} after {self._passed()}.")
+        serve = [*serving.SERVE, "--address", ray_address, config]
+        started = self.node.start(serve, environ, logs[1], signal.SIGINT)
+        self.children = {"Ray": ray, "serve": started}
+        if self._until("The Router is", self._answers, serving.START_TIMEOUT_S):
+            self.note(f"The Router answers at {self.plan.url} after {self._passed()}.")
+            if self.plan.real:
+                self.note(
+                    f"Within the next hour, on each board: {join_command(self.state, HOUR_S)}"
+                )
+                self.node.record(ready=True)
+            limit_s = None if self.plan.real else serving.START_TIMEOUT_S
+            if models := self._until("Boards are", self._models, limit_s):
+                self._ask(models)
+                self.node.record(ready=True)
+                self._until("", lambda: None, None)
+        return FAILED
+
+    def _passed(self) -> str:
+        return f"{time.monotonic() - self.started_s:.0f} s"
+
+    def _answers(self) -> bool:
+        return serving.get_json(f"{self.plan.url}/health") is not None
+
+    def _models(self) -> list[str] | None:
+        models = serving.ready_models(self.plan.url)
+        if models is None:
+            ready, known = serving.board_counts(self.plan.url)
+            self._progress(f"Boards: {ready} of {known} ready.")
+        return models
+
+    def _progress(self, text: str) -> None:
+        if text != self.shown:
+            self.note(text)
+            self.shown = text
+
+    def _ask(self, models: list[str]) -> None:
+        ready = f"Ready after {self._passed()}: {', '.join(models)} at {self.plan.url}"
+        try:
+            took_s = serving.first_answer(self.plan.url, models[0])
+        except OSError as exc:
+            self.note(f"rkserve: {exc}")
+        else:
+            self.note(f"{ready}; a first answer took {took_s:.1f} s." if took_s else f"{ready}.")
+
+    def _until(self, step: str, look: Callable[[], Any], limit_s: float | None) -> Any:
+        """Return what ``look`` returns once that is true; None after a child or the limit ended."""
+        began_s = recorded_s = time.monotonic()
+        while limit_s is None or time.monotonic() - began_s < limit_s:
+            for name, child in self.children.items():
+                if child.poll() is not None:
+                    log = ServeLog(self.state.log(name.lower()))
+                    ended = f"rkserve: {name} ended with exit code {child.returncode}"
+                    is_serve = name == "serve"
+                    self.note(
+                        log.explain_end(child.returncode)
+                        if is_serve
+                        else f"{ended}; see {log.path}."
+                    )
+                    return None
+            if found := look():
+                return found
+            if time.monotonic() - recorded_s >= RECORD_S:
+                self.node.record()
+                recorded_s = time.monotonic()
+            time.sleep(serving.POLL_S)
+        self.note(
+            f"rkserve: {step} not ready after {limit_s:.0f} s; see {self.state.log('serve')}."
+        )
+        return None
+
+
+def start_ray(
+    node: NodeSupervisor,
+    command: list[str],
+    environ: dict[str, str],
+    log: BinaryIO,
+    note: Note,
+) -> subprocess.Popen[bytes] | None:
+    """Start Ray on this node, again where it ends before it runs; None after the last attempt.
+
+    A raylet ends itself where its Python agent needs more than 15 s to start, which no setting
+    changes; the next attempt finds the agent's modules in the page cache.
+    """
+    note("Starting Ray ...")
+    path, attempts = Path(log.name), RAY_ATTEMPTS
+    for attempt in range(1, attempts + 1):
+        log.seek(0)
+        log.truncate()
+        ray = node.start(command, environ, log, signal.SIGTERM)
+        while ray.poll() is None:
+            if RAY_STARTED in path.read_text(errors="replace"):
+                return ray
+            time.sleep(serving.POLL_S)
+        last = ServeLog(path).last_line()
+        node.drop(ray)
+        again = "trying once more" if attempt < attempts else f"giving up; see {path}"
+        note(f"rkserve: Ray did not start ({last}); {again}.")
+    return None

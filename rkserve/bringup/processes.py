@@ -1,0 +1,204 @@
+"""The processes of one node: a record of them by pid and start time, and their end.
+
+Only recorded processes are ever signalled. Pids are reused, so that a process counts as the
+recorded one only with the same start time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from rkserve.bench.processes import PROC, ProcessIdentity, identity_of, is_alive, snapshot
+from rkserve.core.errors import ConfigError
+from rkserve.core.files import private_folder, replace_private
+
+POLL_S = 0.2
+# The time to end in order, then after SIGTERM: Ray drains its node and ends its workers.
+ORDERLY_S, FORCED_S = 90.0, 10.0
+
+
+@dataclass(frozen=True)
+class NodeRecord:
+    """A running node: its supervisor, every process below it, and its URLs."""
+
+    supervisor: ProcessIdentity
+    processes: tuple[ProcessIdentity, ...] = ()
+    ready: bool = False
+    url: str = ""
+    join_url: str = ""
+
+    @property
+    def running(self) -> bool:
+        """True while the supervisor runs."""
+        return is_alive(PROC, self.supervisor)
+
+    def all_alive(self) -> list[ProcessIdentity]:
+        """Return every process of the node that runs, with those started since the record."""
+        known = {self.supervisor, *self.processes}
+        alive = {one for one in known if is_alive(PROC, one)}
+        return [*(alive | set(snapshot(PROC, [one.pid for one in alive])))]
+
+
+class StateFolder:
+    """The private folder of a node's record, token, and logs."""
+
+    def __init__(self, folder: Path, kind: str) -> None:
+        """Raises ``ConfigError`` if the folder is not private or cannot be made."""
+        self.folder, self.kind = folder, kind
+        try:
+            private_folder(folder)
+        except OSError as exc:
+            raise ConfigError(f"The state folder cannot be used: {exc}.") from exc
+
+    @property
+    def file(self) -> Path:
+        """The record's file."""
+        return self.folder / f"{self.kind}.json"
+
+    def log(self, name: str) -> Path:
+        """Return the path of a log."""
+        return self.folder / f"{name}.log"
+
+    def read(self) -> NodeRecord | None:
+        """Return the record, None without one. Raises ``ConfigError`` if it is damaged."""
+        try:
+            found: dict[str, Any] = json.loads(self.file.read_text(encoding="utf-8"))
+            return NodeRecord(
+                ProcessIdentity(**found.pop("supervisor")),
+                tuple(ProcessIdentity(**one) for one in found.pop("processes")),
+                **found,
+            )
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, TypeError, KeyError) as exc:
+            raise ConfigError(f"{self.file} is no record of a node: {exc!r}. Remove it.") from exc
+
+    def write(self, record: NodeRecord) -> None:
+        """Replace the record."""
+        replace_private(self.file, json.dumps(asdict(record), indent=1) + "\n")
+
+    def refuse_second(self, end: str) -> None:
+        """Raise ``ConfigError`` if a recorded process runs; ``end`` is the command that ends it."""
+        record = self.read()
+        if record is not None and (alive := record.all_alive()):
+            raise ConfigError(
+                f"{self.file} has {len(alive)} running processes, such as pid {alive[0].pid}. "
+                f"`{end}` ends them; --state names the folder of another one."
+            )
+
+    def end(self, note: Any) -> bool:
+        """End the recorded node, and remove its record; False if none was running."""
+        record = self.read()
+        alive = record.all_alive() if record is not None else []
+        if record is not None and record.running:
+            note(f"Stopping pid {record.supervisor.pid} ...")
+            signal_process(record.supervisor, signal.SIGTERM)
+            _await([record.supervisor], ORDERLY_S)
+        end_processes(alive)
+        self.file.unlink(missing_ok=True)
+        return bool(alive)
+
+
+def signal_process(process: ProcessIdentity, number: int) -> None:
+    """Send a signal to a process if it is the recorded one and runs."""
+    if is_alive(PROC, process):
+        try:
+            os.kill(process.pid, number)
+        except ProcessLookupError:
+            return  # it has ended since
+
+
+def end_processes(processes: Iterable[ProcessIdentity]) -> None:
+    """End processes by SIGTERM, and by SIGKILL where that is not enough."""
+    left = list(processes)
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        left = [one for one in left if is_alive(PROC, one)]
+        for one in left:
+            signal_process(one, number)
+        _await(left, FORCED_S)
+
+
+def _await(processes: Sequence[ProcessIdentity], limit_s: float) -> None:
+    deadline_s = time.monotonic() + limit_s
+    while any(is_alive(PROC, one) for one in processes) and time.monotonic() < deadline_s:
+        time.sleep(POLL_S)
+
+
+class NodeSupervisor:
+    """The children of this process that make a node, recorded while they run.
+
+    A context manager: at its end all of them, and everything below them, have ended.
+    """
+
+    def __init__(self, state: StateFolder, **about: Any) -> None:
+        own = identity_of(PROC, os.getpid())
+        assert own is not None, "this process runs"
+        self._state, self._record = state, NodeRecord(own, **about)
+        self._children: list[tuple[subprocess.Popen[bytes], int]] = []
+
+    def __enter__(self) -> NodeSupervisor:
+        self._state.write(self._record)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for ignored in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(ignored, signal.SIG_IGN)  # a second Ctrl-C must not leave half behind
+        everything = set(self._record.processes) | set(self._below())
+        for child, number in reversed(self._children):
+            end_child(child, number)
+        end_processes(everything)
+        self._state.file.unlink(missing_ok=True)
+
+    def start(
+        self, command: Sequence[str], environ: Mapping[str, str], log: IO[bytes], ends_by: int
+    ) -> subprocess.Popen[bytes]:
+        """Start a child, which the signal ``ends_by`` ends in order."""
+        child = subprocess.Popen(
+            command,
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # Ctrl-C reaches it through this process, once
+        )
+        self._children.append((child, ends_by))
+        self.record()
+        return child
+
+    def drop(self, child: subprocess.Popen[bytes]) -> None:
+        """End a child that failed to start, with everything below it."""
+        number = next(number for one, number in self._children if one is child)
+        self._children = [one for one in self._children if one[0] is not child]
+        fallen = {*self._record.processes, *snapshot(PROC, [child.pid])} - {*self._below()}
+        end_child(child, number)
+        end_processes(fallen)
+        self.record()
+
+    def record(self, **changes: Any) -> None:
+        """Write the record with all processes that run now."""
+        fields = {**self._record.__dict__, **changes, "processes": tuple(self._below())}
+        self._record = NodeRecord(**fields)
+        self._state.write(self._record)
+
+    def _below(self) -> list[ProcessIdentity]:
+        return [*snapshot(PROC, [child.pid for child, _ in self._children])]
+
+
+def end_child(child: subprocess.Popen[bytes], number: int = signal.SIGINT) -> None:
+    """End a child in order by a signal, and by force if that does not end it."""
+    for each, patience_s in ((number, 60), (signal.SIGTERM, 20), (signal.SIGKILL, 5)):
+        if child.poll() is None:
+            child.send_signal(each)
+        try:
+            child.wait(patience_s)
+        except subprocess.TimeoutExpired:
+            continue
+        return

@@ -1,0 +1,149 @@
+"""The process of ``serve run`` as ``make demo`` and ``rkserve up`` see it: its log, its readiness,
+and the first answer behind it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+SERVE = (sys.executable, "-m", "rkserve.deployments.preflight", "run")
+START_TIMEOUT_S = 600
+POLL_S = 0.5
+ANSWER_S = 120.0
+TOKEN_ASKED = "Token authentication is enabled"
+STARTED = "Started a local Ray instance"
+UNAUTHORIZED = 401
+Note = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class ServeLog:
+    """The output of ``serve run``."""
+
+    path: Path
+
+    def text(self) -> str:
+        """Return all of it."""
+        return self.path.read_text(errors="replace")
+
+    def last_line(self) -> str:
+        """Return the last line that is not empty."""
+        lines = reversed(self.text().split("\n"))
+        return next((line.strip() for line in lines if line.strip()), "without a word")
+
+    def lacks_ray(self) -> bool:
+        """Return whether its Ray never ran, for another reason than the configuration."""
+        return STARTED not in self.text() and not self.last_line().startswith("rkserve: ")
+
+    def explain_end(self, code: int) -> str:
+        """Return the one sentence of a check that failed, or the log's end."""
+        if (last := self.last_line()).startswith("rkserve: "):
+            return last
+        tail = "\n".join(self.text().splitlines()[-15:])
+        return f"rkserve: serve ended with exit code {code}:\n{tail}"
+
+    def dashboard(self) -> str:
+        """Return the dashboard's address as Ray logged it, and the token that it asks for."""
+        text = self.text()
+        found = re.search(r"dashboard at \S*?(http://[\w.:\[\]-]+\d)", text)
+        if found is None:
+            return "none was started"
+        asked = TOKEN_ASKED in text or os.environ.get("RAY_AUTH_MODE", "").lower() == "token"
+        token = read_token() if asked else None
+        return found[1] if token is None else f"{found[1]}  (token: {token})"
+
+
+def token_file() -> Path:
+    """Return the path of the token of Ray's clusters on this machine, as Ray finds it."""
+    named = os.environ.get("RAY_AUTH_TOKEN_PATH")
+    return Path(named) if named else Path.home() / ".ray" / "auth_token"
+
+
+def read_token() -> str | None:
+    """Return that token, or the one of the environment."""
+    if token := os.environ.get("RAY_AUTH_TOKEN", "").strip():
+        return token
+    try:
+        return token_file().read_text(encoding="utf-8").strip() or None
+    except OSError:
+        return None
+
+
+def interrupt_on_signals() -> None:
+    """Have Ctrl-C and SIGTERM raise ``KeyboardInterrupt``.
+
+    A shell without job control starts its background jobs with Ctrl-C ignored, and children would
+    inherit that: nothing could stop them in order.
+    """
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, _as_interrupt)
+
+
+def _as_interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def get_json(url: str, timeout_s: float = 2.0) -> Any:
+    """Return the JSON behind ``url``, or None while it is not there."""
+    try:
+        with urllib.request.urlopen(url, timeout=timeout_s) as answer:
+            return json.load(answer)
+    except (OSError, ValueError):
+        return None
+
+
+def ready_models(url: str) -> list[str] | None:
+    """Return the models and adapters once every model has a board."""
+    if get_json(f"{url}/ready") is None:
+        return None
+    models = get_json(f"{url}/v1/models")
+    return None if models is None else [str(one["id"]) for one in models["data"]]
+
+
+def board_counts(url: str) -> tuple[int, int]:
+    """Return the numbers of boards that are ready, and of all that are known."""
+    found = get_json(f"{url}/v1/models") or {"data": []}
+    boards: dict[str, bool] = {}
+    for one in found["data"]:
+        for board in (one.get("rkserve") or {}).get("boards") or ():
+            boards[str(board["id"])] = board["state"] == "ready"
+    return sum(boards.values()), len(boards)
+
+
+def first_answer(url: str, model: str) -> float | None:
+    """Return the seconds of a shortest request to a model; None where an API key is needed.
+
+    Raises:
+        OSError: neither a chat nor an embedding was answered.
+    """
+    started_s = time.monotonic()
+    chat = {"model": model, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
+    try:
+        try:
+            _post(f"{url}/v1/chat/completions", chat)
+        except urllib.error.HTTPError as exc:
+            if exc.code == UNAUTHORIZED:
+                return None
+            _post(f"{url}/v1/embeddings", {"model": model, "input": "Hi"})
+    except urllib.error.HTTPError as exc:
+        raise OSError(f"{model} did not answer: {exc.read().decode(errors='replace')}") from exc
+    return time.monotonic() - started_s
+
+
+def _post(url: str, body: Mapping[str, Any]) -> None:
+    request = urllib.request.Request(
+        url, json.dumps(body).encode(), {"content-type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=ANSWER_S) as answer:
+        answer.read()

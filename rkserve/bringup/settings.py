@@ -1,0 +1,132 @@
+"""Ray's settings and ports on the head and on boards, each with its reason.
+
+This is the only place that states them: ``rkserve up`` and ``rkserve join`` start Ray with them,
+and the head sends a board's part in its answer to ``rkserve join``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from rkserve.deployments.haproxy import FLAG, METRICS_MS, PATIENCE
+
+HEAD, BOARD = "head", "board"
+GCS_PORT, DASHBOARD_PORT = 6379, 8265
+# Ray's default is a third of the memory; rkserve puts no large objects into it.
+OBJECT_STORE_BYTES = 100_000_000
+SLOW_START = (
+    "Ray gives 30 s by default; a busy machine or a board with a cold SD card takes longer."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RaySetting:
+    """One environment variable of Ray, the nodes that need it, and the reason."""
+
+    name: str
+    value: str
+    reason: str
+    nodes: tuple[str, ...] = (HEAD, BOARD)
+
+
+SETTINGS: tuple[RaySetting, ...] = (
+    RaySetting(
+        "RAY_AUTH_MODE", "token", "Without a token every host that reaches Ray's ports runs code."
+    ),
+    RaySetting(
+        "RAY_worker_niceness",
+        "0",
+        "Ray runs its workers at nice 15 by default, and with them the engine.",
+    ),
+    RaySetting(
+        "RAY_SERVE_MAX_PER_REPLICA_RETRY_COUNT",
+        "1000",
+        "Serve gives up on a deployment after three failed starts per replica by default; a board "
+        "with a bad card would end the deployment of all boards.",
+        (HEAD,),
+    ),
+    RaySetting(
+        "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS",
+        str(METRICS_MS),
+        "Serve's 100 ms wakes every replica ten times a second; a board would never be idle.",
+    ),
+    RaySetting("RAY_USAGE_STATS_ENABLED", "0", "Ray reports usage to its makers by default."),
+    *(RaySetting(name, value, SLOW_START) for name, value in PATIENCE.items()),
+)
+
+
+def settings_of(node: str) -> dict[str, str]:
+    """Return the variables of a node of this kind."""
+    return {one.name: one.value for one in SETTINGS if node in one.nodes}
+
+
+def environment_of(node: str, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of a node's Ray; variables that an operator has set win.
+
+    The authentication mode is the exception: a board's Ray without it could not join.
+    """
+    return {**settings_of(node), **environ, "RAY_AUTH_MODE": "token"}
+
+
+def sent_to_boards(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that a head with this environment sends to its boards."""
+    return {**settings_of(BOARD), **({FLAG: "1"} if environ.get(FLAG) == "1" else {})}
+
+
+def environment_file() -> str:
+    """Return the contents of cluster/systemd/rkserve.env."""
+    lines = [
+        "# Ray's settings on the head and on boards: those that rkserve up and rkserve join set by",
+        "# themselves. A value that is changed here wins; keep the file alike on all nodes.",
+    ]
+    for one in SETTINGS:
+        lines += ["", f"# {one.reason}", f"{one.name}={one.value}"]
+    return "\n".join(lines) + "\n"
+
+
+@dataclass(frozen=True, slots=True)
+class NodePorts:
+    """The ports of one node's Ray, consecutive from that of the head's GCS or one for a board.
+
+    Fixed, so that a firewall can name them. Ray's workers have 10002 to 19999.
+    """
+
+    first: int = GCS_PORT
+
+    def options(self) -> Iterator[str]:
+        """Yield the options of ``ray start`` that both kinds of nodes have."""
+        names = (
+            *("node-manager-port", "object-manager-port", "dashboard-agent-grpc-port"),
+            *("runtime-env-agent-port", "metrics-export-port", "dashboard-agent-listen-port"),
+        )
+        yield from (f"--{name}={self.first + at}" for at, name in enumerate(names, 1))
+
+    @property
+    def last(self) -> int:
+        """The last port."""
+        return self.first + 7
+
+
+def head_options(ports: NodePorts, address: str, dashboard_port: int) -> list[str]:
+    """Return the options of ``ray start`` on the head."""
+    return [
+        *("--head", "--block", f"--port={ports.first}", f"--node-ip-address={address}"),
+        *ports.options(),
+        f"--dashboard-port={dashboard_port}",
+        # The server of Ray's remote client: unused, and Ray 2.60 cannot be started without it.
+        f"--ray-client-server-port={ports.last}",
+        "--disable-usage-stats",
+    ]
+
+
+def board_options(ports: NodePorts, ray_address: str, share: float) -> list[str]:
+    """Return the options of ``ray start`` on a board."""
+    return [
+        *("--block", f"--address={ray_address}"),
+        *ports.options(),
+        f"--resources={json.dumps({'rknpu': share})}",
+        f"--object-store-memory={OBJECT_STORE_BYTES}",
+        "--disable-usage-stats",
+    ]

@@ -1,0 +1,244 @@
+"""``rkserve up`` and ``down`` on the head, ``join`` and ``leave`` on a board."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rkserve.bringup.board import LEAVE, JoinOptions, run_board
+from rkserve.bringup.head import DOWN, HeadOptions, join_command, run_head
+from rkserve.bringup.processes import StateFolder
+from rkserve.bringup.settings import BOARD, DASHBOARD_PORT, GCS_PORT, HEAD
+from rkserve.cli.context import Exit
+from rkserve.core.errors import RkserveError
+
+POLL_S = 0.5
+
+
+def default_state() -> Path:
+    """Return the default folder of a node's record and logs."""
+    if os.geteuid() == 0:
+        return Path("/var/lib/rkserve/node")
+    return Path.home() / ".local" / "state" / "rkserve"
+
+
+State = Annotated[
+    Path | None,
+    typer.Option(
+        "--state",
+        help="Private folder of the record of processes and of the logs. Default: "
+        "/var/lib/rkserve/node for root, ~/.local/state/rkserve for others.",
+    ),
+]
+Detach = Annotated[bool, typer.Option("--detach", help="Leave it running in the background.")]
+TempDir = Annotated[
+    Path | None, typer.Option(help="Ray's folder for sockets and logs; /tmp/ray without it.")
+]
+
+
+def up(
+    config: Annotated[
+        Path, typer.Argument(metavar="SERVE_CONFIG", help="The application's configuration.")
+    ] = Path("serve_config.yaml"),
+    *,
+    detach: Detach = False,
+    state: State = None,
+    address: Annotated[
+        str | None,
+        typer.Option(help="The address at which boards reach this machine; found without it."),
+    ] = None,
+    ray_port: Annotated[
+        int, typer.Option(min=1024, max=65000, help="Ray's first port; it takes eight in a row.")
+    ] = GCS_PORT,
+    dashboard_port: Annotated[
+        int, typer.Option(min=1024, max=65535, help="The port of Ray's dashboard.")
+    ] = DASHBOARD_PORT,
+    temp_dir: TempDir = None,
+    haproxy: Annotated[
+        bool, typer.Option("--haproxy/--no-haproxy", help="Ray's HAProxy, where it is installed.")
+    ] = True,
+) -> None:
+    """Start the head: Ray, HAProxy and the application, until Ctrl-C.
+
+    Exit codes: 0 stopped, or with --detach running; 1 something failed or ended.
+    """
+    folder = _folder(state)
+    options = HeadOptions(
+        config.absolute(), folder, address, ray_port, dashboard_port, temp_dir, haproxy
+    )
+    if detach:
+        _detached(folder, HEAD, DOWN)
+    else:
+        _run(lambda: run_head(options, note))
+
+
+def down(*, state: State = None) -> None:
+    """End the head that `rkserve up` started: exactly its processes, and no other Ray."""
+    _end(_folder(state), HEAD)
+
+
+def token(
+    *,
+    minutes: Annotated[
+        float, typer.Option(min=1, max=1440, help="Minutes for which boards may join with it.")
+    ] = 60,
+    state: State = None,
+) -> None:
+    """Print the command by which boards join this head, with a new join token."""
+
+    def show() -> int:
+        note(join_command(StateFolder(_folder(state), HEAD), minutes * 60))
+        return Exit.DONE
+
+    _run(show)
+
+
+def join(
+    head: Annotated[
+        str | None,
+        typer.Argument(metavar="[URL]", help="The head, http://head:8000. Default: as last time."),
+    ] = None,
+    *,
+    token: Annotated[
+        str | None,
+        typer.Option(envvar="RKSERVE_JOIN_TOKEN", help="What `rkserve token` printed there."),
+    ] = None,
+    detach: Detach = False,
+    state: State = None,
+    library: Annotated[
+        Path | None, typer.Option(help="The vendor's librkllmrt.so, for the checks.")
+    ] = None,
+    model: Annotated[Path | None, typer.Option(help="The model's folder, for the checks.")] = None,
+    doctor: Annotated[
+        bool, typer.Option("--doctor/--no-doctor", help="Stop at errors of `rkserve doctor`.")
+    ] = True,
+    replace_token: Annotated[
+        bool, typer.Option("--replace-token", help="Replace another cluster's token.")
+    ] = False,
+    rknpu: Annotated[float, typer.Option(min=0.01, max=64, help="NPUs that it offers.")] = 1.0,
+    ray_cpus: Annotated[
+        str | None,
+        typer.Option(
+            help="CPUs of Ray after its start, such as 0-3. Engines run there as well, unless "
+            "their group has `pin_cpus`."
+        ),
+    ] = None,
+    ray_port: Annotated[
+        int, typer.Option(min=1024, max=65000, help="As on the head; a board takes the next six.")
+    ] = GCS_PORT,
+    temp_dir: TempDir = None,
+) -> None:
+    """Join a head as a board, until Ctrl-C.
+
+    Exit codes: 0 left, or with --detach joined; 1 something failed or ended.
+    """
+    folder = _folder(state)
+    options = JoinOptions(
+        folder,
+        head,
+        token,
+        library,
+        model,
+        doctor,
+        replace_token,
+        rknpu,
+        cpu_list(ray_cpus),
+        ray_port,
+        temp_dir,
+    )
+    if detach:
+        _detached(folder, BOARD, LEAVE)
+    else:
+        _run(lambda: run_board(options, note))
+
+
+def leave(*, state: State = None) -> None:
+    """Leave the cluster: end what `rkserve join` started here, and no other Ray."""
+    _end(_folder(state), BOARD)
+
+
+def cpu_list(text: str | None) -> tuple[int, ...]:
+    """Return CPUs written as the kernel does, such as ``0-3,6``; those must be on this machine."""
+    if text is None:
+        return ()
+    found: set[int] = set()
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d{1,4})(?:-(\d{1,4}))?", part.strip())
+        if match is None:
+            raise typer.BadParameter(f"--ray-cpus: '{part}' is no CPU; give a list such as 0-3,6")
+        found |= {*range(int(match[1]), int(match[2] or match[1]) + 1)}
+    missing = found - os.sched_getaffinity(0)
+    if missing or not found:
+        raise typer.BadParameter(f"--ray-cpus: {text} names CPUs that this process may not use")
+    return tuple(sorted(found))
+
+
+def note(text: str) -> None:
+    """Print a line of progress at once."""
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+
+
+def _folder(state: Path | None) -> Path:
+    return (state or default_state()).expanduser().absolute()
+
+
+def _run(node: Callable[[], int]) -> None:
+    try:
+        code = node()
+    except RkserveError as exc:
+        typer.echo(f"rkserve: {exc}", err=True)
+        raise typer.Exit(Exit.FAILED) from None
+    raise typer.Exit(code)
+
+
+def _end(folder: Path, kind: str) -> None:
+    def end() -> int:
+        ended = StateFolder(folder, kind).end(note)
+        note("Stopped." if ended else f"Nothing runs here that {folder} has a record of.")
+        return Exit.DONE
+
+    _run(end)
+
+
+def _detached(folder: Path, kind: str, end: str) -> None:
+    """Run this command without ``--detach`` in the background, until it is ready or has ended."""
+
+    def start() -> int:
+        state = StateFolder(folder, kind)
+        state.refuse_second(end)
+        log = state.log(kind)
+        words = [word for word in sys.argv[1:] if word != "--detach"]
+        with log.open("wb") as output:
+            child = subprocess.Popen(
+                [sys.executable, "-m", "rkserve", *words],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        with log.open(encoding="utf-8", errors="replace") as lines:
+            try:
+                while child.poll() is None:
+                    sys.stdout.write(lines.read())
+                    record = state.read()
+                    if record is not None and record.supervisor.pid == child.pid and record.ready:
+                        sys.stdout.write(lines.read())
+                        note(f"It runs in the background; `{end}` ends it. Its log is {log}.")
+                        return Exit.DONE
+                    time.sleep(POLL_S)
+            except KeyboardInterrupt:
+                state.end(note)
+                return Exit.INTERRUPTED
+            sys.stdout.write(lines.read())
+        return Exit.FAILED
+
+    _run(start)

@@ -1,0 +1,217 @@
+"""The start, the watch and the end of a head, with small programs in the place of Ray and serve."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from rkserve.bench.processes import PROC, is_alive
+from rkserve.bringup.head import HeadPlan, check_ports, own_address
+from rkserve.bringup.processes import StateFolder
+from rkserve.core.child_process import free_port, free_ports
+from rkserve.core.errors import ConfigError
+from tests.support.paths import PROJECT
+
+# Stands in for `ray start --head --block`: fails as often as it has to, then runs with a child.
+RAY = """
+import os, pathlib, subprocess, sys, time
+left = pathlib.Path(os.environ["FAILURES_LEFT"])
+print("options", *sys.argv[1:], os.environ["RAY_AUTH_MODE"])
+if (count := int(left.read_text())) > 0:
+    left.write_text(str(count - 1))
+    sys.exit("The current node timed out during startup.")
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+print("Ray runtime started.", flush=True)
+time.sleep(600)
+"""
+# Stands in for `serve run`.
+SERVE = """
+import http.server, json, os, sys, yaml
+if words := os.environ.get("LAST_WORDS"):
+    sys.exit(words)
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        body = json.dumps({"data": [{"id": "sim-chat"}]}).encode()
+        self.send_response(200)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+    do_POST = do_GET
+    def log_message(self, *_):
+        pass
+
+port = yaml.safe_load(open(sys.argv[-1]))["http_options"]["port"]
+http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
+"""
+UP = """
+import pathlib, sys
+from rkserve.bringup import head, serving
+folder = pathlib.Path(sys.argv[1])
+head.RAY_START = (sys.executable, str(folder / "ray.py"))
+serving.SERVE = (sys.executable, str(folder / "serve.py"))
+options = head.HeadOptions(
+    folder / "serve_config.yaml", folder / "state", "192.0.2.1", int(sys.argv[2]), int(sys.argv[3]),
+    haproxy=False,
+)
+sys.exit(head.run_head(options, lambda text: print(text, flush=True)))
+"""
+
+
+def config(folder: Path, **group: Any) -> Path:
+    """The demo's configuration on another port."""
+    content = yaml.safe_load((PROJECT / "serve_config.yaml").read_text(encoding="utf-8"))
+    content["http_options"]["port"] = free_port()
+    content["applications"][0]["args"]["boards"][0].update(group)
+    file = folder / "serve_config.yaml"
+    file.write_text(yaml.safe_dump(content), encoding="utf-8")
+    return file
+
+
+def up(folder: Path, failures: int = 0, **environ: str) -> subprocess.Popen[str]:
+    config(folder)
+    for name, text in (("ray.py", RAY), ("serve.py", SERVE), ("left", str(failures))):
+        (folder / name).write_text(text, encoding="utf-8")
+    first = next(p for p in free_ports() if p % 10 == 0 and all_free(p))
+    return subprocess.Popen(
+        [sys.executable, "-c", UP, str(folder), str(first), str(first + 9)],
+        env={**os.environ, "FAILURES_LEFT": str(folder / "left"), "HOME": str(folder), **environ},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=PROJECT,
+    )
+
+
+def all_free(first: int) -> bool:
+    try:
+        check_ports(range(first, first + 10))
+    except ConfigError:
+        return False
+    return True
+
+
+def wait_ready(process: subprocess.Popen[str], folder: Path) -> None:
+    deadline_s = time.monotonic() + 120
+    while time.monotonic() < deadline_s:
+        record = StateFolder(folder / "state", "head").read()
+        if record is not None and record.ready:
+            return
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.1)
+    raise AssertionError("the head was not ready")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_everything_that_was_started(tmp_path: Path, number: int) -> None:
+    process = up(tmp_path, failures=1)
+    wait_ready(process, tmp_path)
+    record = StateFolder(tmp_path / "state", "head").read()
+    assert record is not None
+    everything = record.all_alive()
+    assert len(everything) >= 4  # the supervisor, Ray with its child, and serve
+    process.send_signal(number)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0
+    lines = output.splitlines()
+    assert lines[:3] == [
+        "Starting Ray ...",
+        "rkserve: Ray did not start (The current node timed out during startup.); "
+        "trying once more.",
+        lines[2],
+    ]
+    assert lines[2].startswith("Ray runs at 192.0.2.1:")
+    assert "Ready after" in output
+    assert "a first answer took" in output
+    assert lines[-1] == "Stopping ..."
+    assert not [one for one in everything if is_alive(PROC, one)]
+    assert StateFolder(tmp_path / "state", "head").read() is None
+    token = tmp_path / ".ray" / "auth_token"
+    assert token.stat().st_mode & 0o777 == 0o600
+    assert "token" in (tmp_path / "state" / "ray.log").read_text()
+
+
+def test_down_ends_the_recorded_processes(tmp_path: Path) -> None:
+    process = up(tmp_path)
+    wait_ready(process, tmp_path)
+    state = StateFolder(tmp_path / "state", "head")
+    said: list[str] = []
+    assert state.end(said.append)
+    process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert said == [f"Stopping pid {process.pid} ..."]
+    assert not state.end(said.append)
+
+
+def test_a_killed_supervisor_leaves_a_record_that_ends_the_rest(tmp_path: Path) -> None:
+    process = up(tmp_path)
+    wait_ready(process, tmp_path)
+    state = StateFolder(tmp_path / "state", "head")
+    record = state.read()
+    assert record is not None
+    process.kill()
+    process.communicate(timeout=60)
+    assert record.all_alive()
+    assert state.end(print)
+    assert not record.all_alive()
+
+
+def test_serve_that_ends_is_explained_and_ray_ends_with_it(tmp_path: Path) -> None:
+    process = up(tmp_path, LAST_WORDS="rkserve: router.policy: unknown policy 'x'.")
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert "rkserve: router.policy: unknown policy 'x'.\n" in output
+    assert StateFolder(tmp_path / "state", "head").read() is None
+
+
+def test_ray_gets_three_attempts(tmp_path: Path) -> None:
+    process = up(tmp_path, failures=3)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert output.count("Ray did not start") == 3
+    assert "giving up; see" in output
+
+
+def test_a_configuration_says_whether_boards_join_later(tmp_path: Path) -> None:
+    assert not HeadPlan.of(PROJECT / "serve_config.yaml").real
+    real = PROJECT / "cluster" / "serve_config.rk3588.yaml"
+    assert HeadPlan.of(real) == HeadPlan("http://127.0.0.1:8000", 8000, real=True)
+    other = tmp_path / "serve_config.yaml"
+    other.write_text("applications: [{import_path: other.app}]")
+    with pytest.raises(ConfigError, match="has no application with rkserve"):
+        HeadPlan.of(other)
+
+
+def test_a_port_in_use_is_named() -> None:
+    with socket.socket() as taken:
+        taken.bind(("0.0.0.0", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"port {port}, which cannot be listened on"):
+            check_ports([port])
+
+
+def test_a_machine_without_a_network_needs_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable(*_: Any) -> None:
+        raise OSError("Network is unreachable")
+
+    monkeypatch.setattr(socket.socket, "connect", unreachable)
+    monkeypatch.setattr(socket, "gethostbyname", lambda _: "127.0.1.1")
+    with pytest.raises(ConfigError, match=r"127\.0\.1\.1, which boards cannot reach"):
+        own_address()
+
+
+def test_a_named_token_that_is_missing_stops_the_start(tmp_path: Path) -> None:
+    process = up(tmp_path, RAY_AUTH_TOKEN_PATH=str(tmp_path / "none"), RAY_AUTH_TOKEN="")
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert f"Ray's token {tmp_path / 'none'} is missing or empty." in output

@@ -1,0 +1,130 @@
+"""The record of a node's processes, and their end: those, and no others."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rkserve.bench.processes import PROC, ProcessIdentity, identity_of, is_alive
+from rkserve.bringup.processes import (
+    NodeRecord,
+    NodeSupervisor,
+    StateFolder,
+    end_processes,
+    signal_process,
+)
+from rkserve.core.errors import ConfigError
+
+# A parent with a child that ignores SIGTERM, as a hanging worker does.
+FAMILY = """
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", (
+    "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+    "print('up', flush=True); time.sleep(600)")])
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def sleeper() -> Iterator[subprocess.Popen[bytes]]:
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as process:
+        yield process
+        process.kill()
+
+
+@pytest.fixture
+def signals() -> Iterator[None]:
+    """The handlers of this process, which a supervisor changes at its end."""
+    before = {one: signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def identity(process: subprocess.Popen[bytes]) -> ProcessIdentity:
+    found = identity_of(PROC, process.pid)
+    assert found is not None
+    return found
+
+
+def test_a_process_with_the_pid_of_a_recorded_one_is_left_alone(
+    sleeper: subprocess.Popen[bytes], tmp_path: Path
+) -> None:
+    now = identity(sleeper)
+    before = ProcessIdentity(now.pid, now.started - 1)  # the pid was reused
+    signal_process(before, signal.SIGKILL)
+    end_processes([before])
+    state = StateFolder(tmp_path / "node", "head")
+    state.write(NodeRecord(before, (before,)))
+    state.refuse_second("rkserve down")
+    assert not state.end(print)
+    assert is_alive(PROC, now)
+    assert state.read() is None
+
+
+def test_a_recorded_process_is_ended(sleeper: subprocess.Popen[bytes], tmp_path: Path) -> None:
+    state = StateFolder(tmp_path / "node", "head")
+    state.write(NodeRecord(identity(sleeper)))
+    with pytest.raises(ConfigError, match=rf"such as pid {sleeper.pid}\. `rkserve down` ends them"):
+        state.refuse_second("rkserve down")
+    said: list[str] = []
+    assert state.end(said.append)
+    assert said == [f"Stopping pid {sleeper.pid} ..."]
+    assert sleeper.wait(30) == -signal.SIGTERM
+    assert not state.file.exists()
+
+
+def test_a_supervisor_leaves_nothing_behind(tmp_path: Path, signals: None) -> None:
+    state = StateFolder(tmp_path / "node", "head")
+    with NodeSupervisor(state, url="http://head:8000") as node:
+        with state.log("ray").open("wb") as log:
+            child = node.start([sys.executable, "-c", FAMILY], os.environ, log, signal.SIGTERM)
+        deadline_s = time.monotonic() + 60
+        while "up" not in state.log("ray").read_text() and time.monotonic() < deadline_s:
+            time.sleep(0.05)
+        node.record(ready=True)
+        record = state.read()
+        assert record is not None
+        assert record.ready
+        assert record.running
+        assert record.url == "http://head:8000"
+        assert child.pid in [one.pid for one in record.processes]
+        assert len(record.processes) == 2
+    assert not [one for one in record.processes if is_alive(PROC, one)]
+    assert state.read() is None
+
+
+def test_a_start_that_failed_is_dropped_alone(tmp_path: Path, signals: None) -> None:
+    state = StateFolder(tmp_path / "node", "board")
+    with NodeSupervisor(state) as node, state.log("ray").open("wb") as log:
+        first = node.start([sys.executable, "-c", FAMILY], os.environ, log, signal.SIGTERM)
+        second = node.start(
+            [sys.executable, "-c", "import time; time.sleep(600)"], os.environ, log, signal.SIGTERM
+        )
+        node.drop(second)
+        assert second.returncode == -signal.SIGTERM
+        assert first.poll() is None
+    assert first.returncode == -signal.SIGTERM
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"supervisor": 1}', "[]"])
+def test_a_damaged_record_is_named(tmp_path: Path, text: str) -> None:
+    state = StateFolder(tmp_path / "node", "head")
+    state.file.write_text(text)
+    with pytest.raises(ConfigError, match=r"head\.json is no record of a node"):
+        state.read()
+
+
+def test_a_folder_of_others_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "node"
+    folder.mkdir()
+    folder.chmod(0o777)
+    with pytest.raises(ConfigError, match="other accounts may write to"):
+        StateFolder(folder, "head")

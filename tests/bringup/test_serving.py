@@ -1,0 +1,106 @@
+"""The log of ``serve run``, the token, and the questions to a Router."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from rkserve.bringup import serving
+from rkserve.bringup.serving import ServeLog
+
+
+class Router(http.server.BaseHTTPRequestHandler):
+    """Answers by path; what is not there is a 404."""
+
+    answers: ClassVar[dict[str, tuple[int, Any]]] = {}
+
+    def do_GET(self) -> None:
+        status, body = self.answers.get(self.path, (404, {}))
+        content = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("content-length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["content-length"]))
+        self.do_GET()
+
+    def log_message(self, *_: Any) -> None:
+        """Keep stderr clean."""
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    Router.answers = {}
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Router) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+def test_models_are_ready_once_every_one_has_a_board(url: str) -> None:
+    Router.answers["/v1/models"] = (200, {"data": [{"id": "a"}, {"id": "b"}]})
+    assert serving.ready_models(url) is None
+    Router.answers["/ready"] = (200, {"status": "ready"})
+    assert serving.ready_models(url) == ["a", "b"]
+
+
+def test_boards_are_counted_once_in_all_models(url: str) -> None:
+    assert serving.board_counts(url) == (0, 0)
+    boards = [{"id": "x@1", "state": "ready"}, {"id": "x@2", "state": "loading"}]
+    one = {"id": "a", "rkserve": {"boards": boards}}
+    Router.answers["/v1/models"] = (200, {"data": [one, {**one, "id": "a:adapter"}]})
+    assert serving.board_counts(url) == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("chat", "embedding", "answered"),
+    [
+        pytest.param(200, 404, True, id="a chat model"),
+        pytest.param(400, 200, True, id="an embedding model"),
+        pytest.param(401, 401, False, id="keys are needed"),
+    ],
+)
+def test_a_first_answer_fits_the_model(url: str, chat: int, embedding: int, answered: bool) -> None:
+    Router.answers["/v1/chat/completions"] = (chat, {})
+    Router.answers["/v1/embeddings"] = (embedding, {})
+    assert (serving.first_answer(url, "a") is not None) is answered
+
+
+def test_a_model_that_does_not_answer_is_an_error_with_its_reason(url: str) -> None:
+    Router.answers["/v1/chat/completions"] = (503, {})
+    Router.answers["/v1/embeddings"] = (400, {"error": "makes no embeddings"})
+    with pytest.raises(OSError, match=r"a did not answer: .*makes no embeddings"):
+        serving.first_answer(url, "a")
+
+
+def test_a_log_is_explained_by_the_check_that_failed_or_by_its_end(tmp_path: Path) -> None:
+    log = ServeLog(tmp_path / "serve.log")
+    log.path.write_text("a\nb\n\n")
+    assert log.last_line() == "b"
+    assert log.lacks_ray()
+    assert log.explain_end(7) == "rkserve: serve ended with exit code 7:\na\nb\n"
+    log.path.write_text("a\nrkserve: port 8000 is in use.\n")
+    assert log.explain_end(1) == "rkserve: port 8000 is in use."
+    assert not log.lacks_ray()
+
+
+def test_the_token_is_found_as_ray_finds_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "token"))
+    assert serving.read_token() is None
+    (tmp_path / "token").write_text("abc\n")
+    assert serving.read_token() == "abc"
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "def")
+    assert serving.read_token() == "def"

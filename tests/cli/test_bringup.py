@@ -1,0 +1,64 @@
+"""``rkserve up``, ``down``, ``token``, ``join`` and ``leave``: options, errors and exit codes."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from rkserve.cli import app
+from rkserve.cli.bringup import cpu_list
+from rkserve.cli.context import Exit
+from rkserve.core.child_process import free_ports
+from tests.bringup.test_head import all_free
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "output"),
+    [
+        pytest.param(["leave"], Exit.DONE, "Nothing runs here that", id="nothing to leave"),
+        pytest.param(["token"], Exit.FAILED, "`rkserve up` first", id="a token of no head"),
+        pytest.param(
+            ["join", "--no-doctor"], Exit.FAILED, "has not joined yet", id="no head to join"
+        ),
+        pytest.param(
+            ["join", "http://127.0.0.1:9", "--no-doctor"],
+            Exit.FAILED,
+            "A join token is missing",
+            id="no token",
+        ),
+        pytest.param(["join", "--ray-cpus", "0-x"], Exit.USAGE, "ray-cpus", id="no CPUs"),
+        pytest.param(["down"], Exit.DONE, "Nothing runs here that", id="nothing to end"),
+        pytest.param(["up", "no.yaml"], Exit.FAILED, "no.yaml cannot be read", id="no file"),
+        pytest.param(["up", "--ray-port", "80"], Exit.USAGE, "ray-port", id="a low port"),
+    ],
+)
+def test_a_command_exits_with_its_reason(
+    tmp_path: Path, words: list[str], code: Exit, output: str
+) -> None:
+    name, *rest = words
+    ports = ["--ray-port", str(next(p for p in free_ports() if all_free(p)))]
+    given = [*(ports if name == "join" else []), *rest]
+    done = CliRunner().invoke(app, [name, "--state", str(tmp_path / "node"), *given])
+    assert done.exit_code == code, done.output
+    assert output in done.output
+
+
+def test_a_folder_that_others_may_write_is_refused(tmp_path: Path) -> None:
+    tmp_path.chmod(0o777)
+    done = CliRunner().invoke(app, ["down", "--state", str(tmp_path)])
+    assert done.exit_code == Exit.FAILED
+    assert "rkserve: The state folder cannot be used: other accounts may write" in done.output
+
+
+def test_cpus_are_written_as_the_kernel_writes_them() -> None:
+    mine = sorted(os.sched_getaffinity(0))
+    assert cpu_list(",".join(map(str, mine))) == tuple(mine)
+    assert cpu_list(f"{mine[0]}-{mine[0]}") == (mine[0],)
+    assert cpu_list(None) == ()
+    for text in ("", "a", "1-", "5-2", "9999"):
+        with pytest.raises(typer.BadParameter, match="--ray-cpus"):
+            cpu_list(text)
