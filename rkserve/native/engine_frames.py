@@ -293,7 +293,7 @@ Ids = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class StepParams:
-    """One run. The KV cache already has the prefix ``held``; ``said`` is the answer so far.
+    """One run. The KV cache already has the prefix ``held``; ``generated`` is the answer so far.
 
     At most ``limit`` tokens are generated, none after one of ``eos``. ``prompt`` requests the
     log-probabilities of the sent tokens. ``optimistic`` lets the library generate as long as its
@@ -306,7 +306,7 @@ class StepParams:
     eos: frozenset[int]
     limit: int
     held: Ids = ()
-    said: Ids = ()
+    generated: Ids = ()
     prompt: bool = False
     optimistic: bool = False
 
@@ -324,7 +324,7 @@ class StepParams:
             eos=frozenset(given["eos"]),
             limit=given["limit"],
             held=tuple(given["held"]),
-            said=tuple(given["said"]),
+            generated=tuple(given["generated"]),
             prompt=given["prompt"],
             optimistic=given["optimistic"],
         )
@@ -338,7 +338,7 @@ class StepParams:
             "eos": sorted(self.eos),
             "limit": self.limit,
             "held": self.held,
-            "said": self.said,
+            "generated": self.generated,
             "prompt": self.prompt,
             "optimistic": self.optimistic,
         }

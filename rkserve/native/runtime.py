@@ -263,11 +263,15 @@ class Runtime(Protocol):
 
     @property
     def release(self) -> str:
-        """The detected release, for example ``1.2.3``."""
+        """The detected release, for example ``1.2.3``; an unlisted one is marked as such."""
 
     @property
     def per_run_sampling(self) -> bool:
         """True if ``RunParams`` may carry sampling and a token limit (1.3.0 and later)."""
+
+    @property
+    def image_tags_at_load(self) -> bool:
+        """True if ``LoadParams`` carries the image tags (1.2.x), and not each image."""
 
     @property
     def quirks(self) -> Mapping[str, bool]:

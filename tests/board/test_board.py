@@ -151,7 +151,7 @@ async def test_kv_reuse_ends_where_the_runtime_counts_otherwise(kv_off: int) -> 
         await answer(bench.board, *TURN_2)
         await answer(bench.board, *TURN_2, 100, 101, EOS, 9)
         histories = [(c.clear, c.keep_history) for c in bench.engine.commands]
-        assert histories == [(False, True), (True, False), (False, False)]
+        assert histories == [(False, True), (True, False), (True, False)]
 
 
 # -- who is turned away -----------------------------------------------------------------------

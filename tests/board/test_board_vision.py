@@ -13,8 +13,9 @@ import pytest
 
 from rkserve.board.board import Board
 from rkserve.board.engine.process import EngineProcess
-from rkserve.board.engine.protocol import EngineSpec, EntryCommand, RunCommand
-from rkserve.board.run.run import RunSpec, RunTimeouts, patience_for
+from rkserve.board.engine.protocol import EngineSpec, EntryCommand, RunCommand, RunTimeouts
+from rkserve.board.run.job import RunSpec
+from rkserve.board.run.loaded_engine import patience_for
 from rkserve.board.run.settings import BoardSettings
 from rkserve.core.errors import EngineDied, LoadFailed, RequestError, RunFailed
 from rkserve.core.messages import (

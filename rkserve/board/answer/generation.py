@@ -12,22 +12,23 @@ from contextlib import contextmanager
 from dataclasses import replace
 from enum import Enum
 
-from rkserve.board.answer.builtin_hooks import (
-    ReasoningSpan,
-    pause_on,
-    reasoning_span,
-    stop_strings,
-    thinking_limit,
+from rkserve.board.answer.hooks import (
+    AnswerPiece,
+    HookChain,
+    HookFactory,
+    Replace,
+    hooks_of,
 )
-from rkserve.board.answer.hooks import AnswerPiece, HookChain, HookFactory, Replace
 from rkserve.board.answer.transcript import (
     Ids,
     PendingDelta,
     Range,
+    ReasoningSpan,
     Transcript,
     Utf8Decoder,
     common_prefix,
     ordered,
+    reasoning_span,
 )
 from rkserve.core.errors import ContextOverflow, HookFailed, RequestError, StateConflict
 from rkserve.core.messages import (
@@ -89,9 +90,7 @@ class Generation:
         self._vocab_size = vocab_size
         self._context_len = context_len
         self._unseen = 0  # tokens of a text-mode prompt, counted by the runtime
-        # Pauses depend on the model's output, stop strings on the shown text. Stop strings hold
-        # text back, which must not delay other hooks, so they come last.
-        self._factories = (thinking_limit, pause_on, *hooks, stop_strings)
+        self._factories = hooks_of(request, hooks)
         self._chain = HookChain(self._factories, request)
         self._characters = Utf8Decoder()
         self._transcript = Transcript(request.prompt_ids)
@@ -172,7 +171,10 @@ class Generation:
     @property
     def reasoning(self) -> ReasoningSpan:
         """The reasoning part of the answer so far."""
-        return reasoning_span(self._transcript.slots, self.request.thinking)
+        thinking = self.request.thinking
+        if thinking is None:
+            return ReasoningSpan()
+        return reasoning_span(self._transcript.slots, thinking)
 
     # -- runs -------------------------------------------------------------------------------------
 
@@ -466,9 +468,9 @@ class Generation:
         self._handout = PendingDelta(
             prompt, continued.slots, given, continued.text, scored=self._scored
         )
-        heard = continued.pause_over or continued.paused is not None
+        acknowledged = continued.pause_over or continued.paused is not None
         with self._hooked():
-            self._replay(newest=not heard)
+            self._replay(newest=not acknowledged)
         self.paused_by = self._pause if continued.paused is None else continued.paused.by
         self.rests = not self.complete and not (self._pause is None and continued.paused is None)
         self._pause, self._rewinding = None, False

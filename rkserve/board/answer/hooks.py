@@ -1,4 +1,4 @@
-"""Intervention hooks: the protocol, its actions, and the chain that calls them. Pure.
+"""Intervention hooks: protocol, actions, the chain that calls them, and built-in ones. Pure.
 
 A hook gets each piece of text as it is decoded and returns an action; it knows no run and no
 engine. Hooks form a chain: each gets the output of the one before it. They are called for every
@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from rkserve.board.answer.transcript import ReasoningBlock
 from rkserve.core.errors import HookFailed
 from rkserve.core.messages import GenerateRequest
 
@@ -326,3 +327,151 @@ def _is_text(value: object) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+# -- built-in hooks --------------------------------------------------------------------------------
+
+
+class StopStrings:
+    """End the answer before its first stop string, or behind it.
+
+    Text that may be the beginning of a stop string is held back until that is decided.
+    """
+
+    def __init__(self, stops: tuple[str, ...], *, include: bool = False) -> None:
+        if any(not stop for stop in stops):
+            raise ValueError("a stop string must not be empty")
+        self._stops, self._include = stops, include
+        self._held = ""
+        self.found: str | None = None  # the stop string that was found
+
+    def on_piece(self, piece: Decoded) -> Action:
+        """Pass on text that is certain not to belong to a stop string."""
+        certain = self.feed(piece.text)
+        if self.found is None:
+            return Continue(certain)
+        return Stop(certain + self.found if self._include else certain, self.found)
+
+    def feed(self, text: str) -> str:
+        """Return the text that became certain with ``text``, before the stop string."""
+        if self.found is not None:
+            return ""
+        held = self._held + text
+        found = [(i + len(s), i, s) for s in self._stops if (i := held.find(s)) >= 0]
+        if found:
+            # The one completed first, so that the result does not depend on token borders.
+            _, at, self.found = min(found)
+            self._held = ""
+            return held[:at]
+        keep = max((_overlap(held, stop) for stop in self._stops), default=0)
+        cut = len(held) - keep
+        self._held = held[cut:]
+        return held[:cut]
+
+    def on_end(self) -> str:
+        """Return text held back for a stop string that did not follow."""
+        certain, self._held = self._held, ""
+        return certain
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Return the length of the longest end of ``text`` that is a proper prefix of ``stop``."""
+    for size in range(min(len(text), len(stop) - 1), 0, -1):
+        if text.endswith(stop[:size]):
+            return size
+    return 0
+
+
+class PauseOn:
+    """Pause after a token that completes one of some texts, or is one of some ids.
+
+    The reason of the pause is that text or id.
+    """
+
+    def __init__(self, request: GenerateRequest) -> None:
+        self._finder = TextFinder(request.pause_on_text)
+        self._ids = frozenset(request.pause_on_ids)
+
+    def on_piece(self, piece: Decoded) -> Action:
+        """Hold nothing back: the client gets the text that caused the pause."""
+        text = self._finder.feed(piece.text)
+        if text is not None:
+            return Pause(reason=text)
+        for token_id in piece.ids:
+            if token_id in self._ids:
+                return Pause(reason=str(token_id))
+        return Continue()
+
+    def on_end(self) -> str:
+        """Return nothing: no text was held back."""
+        return ""
+
+
+class TextFinder:
+    """Find texts that may arrive in pieces. It holds nothing back."""
+
+    def __init__(self, texts: tuple[str, ...]) -> None:
+        if any(not text for text in texts):
+            raise ValueError("a text to look for must not be empty")
+        self._texts = texts
+        self._reach = max((len(text) for text in texts), default=1) - 1
+        self._tail = ""
+
+    def feed(self, text: str) -> str | None:
+        """Return the text completed first by ``text``, or None."""
+        seen, before = self._tail + text, len(self._tail)
+        self._tail = seen[-self._reach :] if self._reach else ""
+        # A text completed before this piece is not found again.
+        starts = ((seen.find(t, max(0, before - len(t) + 1)), t) for t in self._texts)
+        found = [(at + len(t), -len(t), t) for at, t in starts if at >= 0]
+        return min(found)[2] if found else None
+
+
+class ThinkingLimit:
+    """End the reasoning block after so many tokens, as the model would, and let the answer follow.
+
+    Where an edit changed the block, it is ended at the next token over the limit.
+    """
+
+    def __init__(self, request: GenerateRequest) -> None:
+        thinking = request.thinking
+        assert thinking is not None and thinking.max_tokens is not None  # noqa: PT018
+        self._thinking, self._most = thinking, thinking.max_tokens
+        self._block = ReasoningBlock(thinking)
+        self._tokens = 0
+
+    def on_piece(self, piece: Decoded) -> Action:
+        """Count a piece inside the block."""
+        counts = self._block.inside
+        self._block.feed(piece.text)
+        if not self._block.inside:
+            return Continue()
+        self._tokens += len(piece.ids) if counts else 0
+        if self._tokens < self._most or piece.replayed or self._block.closing:
+            return Continue()
+        return Replace(
+            (*piece.ids, *self._thinking.closing_ids),
+            piece.text + self._thinking.closing,
+            last=len(piece.ids),
+        )
+
+    def on_end(self) -> str:
+        """Return nothing: no text was held back."""
+        return ""
+
+
+def hooks_of(request: GenerateRequest, hooks: Sequence[HookFactory]) -> list[HookFactory]:
+    """Return the factories of the request's own hooks and of ``hooks``, in the order of calls.
+
+    Pauses depend on the model's output, stop strings on the shown text. Stop strings hold text
+    back, which must not delay other hooks, so they come last.
+    """
+    factories: list[HookFactory] = []
+    if request.thinking is not None and request.thinking.max_tokens is not None:
+        factories.append(ThinkingLimit)
+    if request.pause_on_text or request.pause_on_ids:
+        factories.append(PauseOn)
+    factories += hooks
+    if request.stop:
+        factories.append(lambda asked: StopStrings(asked.stop, include=asked.include_stop))
+    return factories

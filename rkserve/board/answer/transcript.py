@@ -1,11 +1,12 @@
 """The token ids of one generation, the deltas that report them, and the KV cache of them. Pure.
 
-A transcript has the prompt, the answer, and the ids that edits inserted and removed. It validates
-an edit's positions and knows nothing of hooks or runs.
+A transcript has the prompt, the answer with its reasoning part, and the ids that edits inserted and
+removed. It validates an edit's positions and knows nothing of hooks or runs.
 
-Between runs the KV cache of RKLLM can be appended to or cleared, not cut back: a request reuses all
-of the live context or nothing. Ranges can be cut out of a paused run. Positions are valid only
-under the origin that they were computed with.
+Between runs the KV cache of RKLLM can be appended to or cleared: a request reuses all of the live
+context or nothing, unless the runtime itself compares a prompt with the cache and computes what
+differs. Ranges can be cut out of a paused run. Positions are valid only under the origin that they
+were computed with.
 """
 
 from __future__ import annotations
@@ -17,21 +18,12 @@ from itertools import compress, pairwise
 from typing import TypeVar
 
 from rkserve.core.errors import RequestError
-from rkserve.core.messages import Delta, Splice, TokenOrigin, TranscriptToken
+from rkserve.core.messages import Delta, Splice, Thinking, TokenOrigin, TranscriptToken
 from rkserve.core.run_params import Scored
 
 Ids = tuple[int, ...]
 Range = tuple[int, int]  # half-open
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillPlan:
-    """The start of a run: whether to clear, the ids to send, and the number of reused positions."""
-
-    clear: bool
-    send: Ids
-    reused: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,44 +38,50 @@ class ResumePlan:
 
 
 class CachedContext:
-    """The token ids in the runtime's KV cache, as far as they are known for certain."""
+    """The token ids in the runtime's KV cache, as far as they are known for certain.
 
-    def __init__(self, *, append: bool) -> None:
-        """``append`` is true where the release accepts only the new ids of a conversation."""
-        self.append = append
-        self._ids: Ids | None = ()
-        self._origin: str | None = None  # the origin that they were computed under
-        self._once = False
+    ``ids`` are None where they are not known, and were computed under ``origin``; None is the base
+    model. With ``history`` a run with ``keep_history`` left them, which only another such run can
+    extend. With ``once`` no request is expected to extend them.
+    """
+
+    def __init__(self, *, append: bool, prefix: bool = False) -> None:
+        """``append`` is true where the release accepts only the new ids of a conversation.
+
+        ``prefix`` is true where the runtime keeps what a run without ``keep_history`` computed, and
+        computes only the rest of a later prompt with the same prefix.
+        """
+        self.append, self.prefix = append, prefix
+        self.ids: Ids | None = ()
+        self.origin: str | None = None
+        self.history = append and not prefix
+        self.once = False
 
     @property
-    def ids(self) -> Ids | None:
-        """The ids in the cache; None where they are not known."""
-        return self._ids
-
-    @property
-    def origin(self) -> str | None:
-        """The origin of ``ids``; None is the base model."""
-        return self._origin
-
-    @property
-    def once(self) -> bool:
-        """True where no request is expected to extend it."""
-        return self._once
+    def reuses(self) -> bool:
+        """True where a later run can profit from the context of an earlier one."""
+        return self.append or self.prefix
 
     @property
     def positions(self) -> int:
         """The number of positions known to be in the cache."""
-        return len(self._ids or ())
+        return len(self.ids or ())
 
-    def plan(self, prompt: Ids, origin: str | None = None) -> PrefillPlan:
-        """Return the start of a run over ``prompt``.
+    def reusable(self, prompt: Ids, origin: str | None = None, *, history: bool = True) -> int:
+        """Return how many positions a run over ``prompt`` need not compute.
 
-        At least one id is always sent: the runtime computes the first new token from it.
+        With ``history`` it extends all of them, or none, and sends at least one id, from which the
+        runtime computes the first new token. Otherwise it sends the whole prompt, and the runtime
+        finds the common prefix itself.
         """
-        held = self._ids
-        if self.append and held and self._origin == origin and _is_begun_by(prompt, held):
-            return PrefillPlan(clear=False, send=prompt[len(held) :], reused=len(held))
-        return PrefillPlan(clear=held != (), send=prompt, reused=0)
+        held = self.ids
+        if not held or self.origin != origin or self.history is not history:
+            return 0
+        if not history:
+            return common_prefix(held, prompt) if self.prefix else 0
+        if not self.append or len(held) >= len(prompt):
+            return 0
+        return len(held) if prompt[: len(held)] == held else 0
 
     def settle(
         self, transcript: Ids, positions: int, origin: str | None = None, *, once: bool = False
@@ -94,10 +92,18 @@ class CachedContext:
         runtime's count, cannot be right (see ``held``): it did not append the ids, or moved its
         window. The context is forgotten then.
         """
-        self._ids = held(transcript, positions)
-        self._origin = origin if self._ids else None
-        self._once = once
-        return self._ids is not None
+        self.ids = held(transcript, positions)
+        self.origin = origin if self.ids else None
+        self.history, self.once = True, once
+        return self.ids is not None
+
+    def keep(self, transcript: Ids, origin: str | None = None, *, once: bool = False) -> None:
+        """Record the context that a run without ``keep_history`` left to the runtime's own reuse.
+
+        The runtime compares ids itself, so a token too many or too few does no harm.
+        """
+        self.ids, self.origin = transcript, origin
+        self.history, self.once = False, once
 
     def cleared(self, kept: int) -> None:
         """Record a clear between runs that spared ``kept`` positions.
@@ -107,20 +113,20 @@ class CachedContext:
         """
         if kept == 0:
             self.reset()
-        elif self._ids is not None and 0 < kept <= len(self._ids):
-            self._ids = self._ids[:kept]
+        elif self.ids is not None and 0 < kept <= len(self.ids):
+            self.ids = self.ids[:kept]
         else:
             self.forget()
 
     def forget(self) -> None:
         """Mark the content as unknown (abort, failure): the next run clears first."""
-        self._ids = None
-        self._origin = None
+        self.ids = None
+        self.origin = None
 
     def reset(self) -> None:
         """Mark the cache as empty, as in a new engine."""
-        self._ids = ()
-        self._origin = None
+        self.ids = ()
+        self.origin = None
 
 
 def held(transcript: Ids, positions: int) -> Ids | None:
@@ -179,26 +185,17 @@ def common_prefix(one: Sequence[T], other: Sequence[T]) -> int:
     return same
 
 
-def _is_begun_by(prompt: Ids, begun: Ids) -> bool:
-    return len(begun) < len(prompt) and prompt[: len(begun)] == begun
-
-
 class Transcript:
     """The ids of one generation in order. Edits return a changed copy or raise."""
 
     def __init__(self, prompt: Ids, slots: Iterable[TranscriptToken] = ()) -> None:
-        self._prompt = prompt  # without cleared ranges
+        self.prompt = prompt  # without cleared ranges
         self.slots = list(slots)
 
     @property
     def context(self) -> Ids:
         """The ids that the next run needs in its KV cache."""
-        return (*self._prompt, *(slot.token_id for slot in self.slots if not slot.cleared))
-
-    @property
-    def prompt(self) -> Ids:
-        """The prompt, less cleared ranges."""
-        return self._prompt
+        return (*self.prompt, *(slot.token_id for slot in self.slots if not slot.cleared))
 
     @property
     def answer(self) -> list[int]:
@@ -226,14 +223,14 @@ class Transcript:
         live = [True] * len(context)
         for start, end in ordered(ranges, min(held, len(context))):
             live[start:end] = [False] * (end - start)
-        position, slots = len(self._prompt), []
+        position, slots = len(self.prompt), []
         for slot in self.slots:
             if not slot.cleared:
                 slots.append(slot if live[position] else replace(slot, cleared=True))
                 position += 1
             else:
                 slots.append(slot)
-        return Transcript(tuple(compress(self._prompt, live)), slots)
+        return Transcript(tuple(compress(self.prompt, live)), slots)
 
     def spliced(self, take_back: int, ids: Ids, text: str, kind: TokenOrigin) -> Transcript:
         """Return a copy with ``ids`` in place of the last tokens of the answer.
@@ -241,7 +238,7 @@ class Transcript:
         Raises:
             RequestError: the answer has fewer tokens, or the cut would split an inserted piece.
         """
-        copy = Transcript(self._prompt, self.slots[: self._cut(take_back)])
+        copy = Transcript(self.prompt, self.slots[: self._cut(take_back)])
         copy.drop_unfinished()
         if not ids:
             if text:
@@ -424,3 +421,64 @@ class PendingDelta:
         prompt = None if transcript.prompt == self._prompt else transcript.prompt
         self._prompt = transcript.prompt
         return Splice(self._slots, tuple(transcript.slots[self._slots : self.certain]), prompt)
+
+
+class ReasoningBlock:
+    """The position in an answer: before, inside or behind its one reasoning block.
+
+    Only white space may precede the block.
+    """
+
+    def __init__(self, thinking: Thinking) -> None:
+        self._open, self._close = thinking.open, thinking.close
+        self.inside = thinking.begun
+        self.opened = thinking.begun
+        self.over = False  # it has ended, or there is none
+        self._tail = ""  # the end of the text that may belong to a mark
+
+    def feed(self, text: str) -> None:
+        """Take more of the answer."""
+        if self.over:
+            return
+        self._tail += text
+        if not self.inside:
+            self._begin()
+        if self.inside:
+            closed = self._close in self._tail
+            self._tail = self._tail[-(len(self._close) - 1) :] if len(self._close) > 1 else ""
+            self.inside, self.over = not closed, closed
+
+    @property
+    def closing(self) -> bool:
+        """True where the text may be in the middle of the mark that ends the block."""
+        return any(self._close.startswith(self._tail[at:]) for at in range(len(self._tail)))
+
+    def _begin(self) -> None:
+        tail = self._tail.lstrip()
+        if tail.startswith(self._open):
+            self.inside = self.opened = True
+            self._tail = tail[len(self._open) :]
+        else:
+            self.over = not self._open.startswith(tail)
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningSpan:
+    """The reasoning part of an answer: its tokens up to its end, and whether it is unended."""
+
+    tokens: int = 0
+    unended: bool = False
+
+
+def reasoning_span(slots: Iterable[TranscriptToken], thinking: Thinking) -> ReasoningSpan:
+    """Return the reasoning part of an answer. The marks around it count."""
+    block, tokens = ReasoningBlock(thinking), 0
+    characters = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    for slot in slots:
+        if slot.kind is TokenOrigin.INJECTED:
+            continue
+        tokens += 1
+        block.feed(characters.decode(slot.data))
+        if block.over:
+            break
+    return ReasoningSpan(tokens if block.opened else 0, block.inside)

@@ -131,6 +131,8 @@ class EngineProcess:
             "text_mode": spec.text_mode,
             "vision": _vision(spec),
             "quirks": dict(spec.quirks),
+            "allow_unlisted": spec.allow_unlisted,
+            "trial_timeout_s": spec.load_timeout_s / 2,  # the engine loads the model in the rest
             "pin_cpus": list(spec.pin_cpus),
         }
         self._send(engine_frames.pack(FrameKind.LOAD, command))
@@ -168,21 +170,13 @@ class EngineProcess:
             "pooling": None if command.pooling is None else command.pooling.value,
         }
         ids = tuple(entry.ids for entry in command.entries)
-        shown = [
-            engine_frames.pack_picture(command.run_id, picture)
-            for entry in command.entries
-            for picture in entry.images
-        ]
-        shown += [
-            engine_frames.pack_embeds(command.run_id, entry.embeds)
-            for entry in command.entries
-            if entry.embeds is not None
-        ]
-        shown += [
-            engine_frames.pack_encoder(command.run_id, entry.encoder)
-            for entry in command.entries
-            if entry.encoder is not None
-        ]
+        shown: list[bytes] = []
+        for entry in command.entries:
+            shown += (engine_frames.pack_picture(command.run_id, one) for one in entry.images)
+            if entry.embeds is not None:
+                shown.append(engine_frames.pack_embeds(command.run_id, entry.embeds))
+            if entry.encoder is not None:
+                shown.append(engine_frames.pack_encoder(command.run_id, entry.encoder))
         frame = b"".join((*shown, engine_frames.pack_run(command.run_id, params, ids)))
         future: asyncio.Future[RunEnded] = asyncio.get_running_loop().create_future()
         if self._ask(frame, future):
@@ -242,7 +236,9 @@ class EngineProcess:
         return bool(done)
 
     def _send(self, frame: bytes) -> None:
-        self._child.write(frame)  # lost with an engine that just died; its EOF tells the board
+        stdin = self._child.stdin
+        if not stdin.is_closing():  # the engine has just died; its EOF tells the board
+            stdin.write(frame)
 
     def _take(self, chunk: bytes) -> None:
         """Parse frames of the engine."""
@@ -255,7 +251,7 @@ class EngineProcess:
             # parsed.
             log.exception("board %s: the engine's frames cannot be read", self._board_id)
             self._child.kill()
-            self._child.close_stdout()
+            self._child.stdout.close()
 
     async def _follow(self) -> None:
         """Wait for the engine's end, and fail all waiting calls."""
@@ -342,7 +338,7 @@ class EngineProcess:
     def _native_error(self, kind: str, args: list[Any]) -> NativeError:
         if kind == CallFailed.__name__:
             function, code, *_ = args
-            return CallFailed(function, code, self._said(""))
+            return CallFailed(function, code, self._logged(""))
         return REFUSALS.get(kind, NativeError)(self._explained(args[0]))
 
     def _refuse(self, facts: dict[str, Any]) -> None:
@@ -355,14 +351,14 @@ class EngineProcess:
 
         Several lines, because the last one is often only "rkllm_init failed".
         """
-        said = self._said(message or "")
-        if not said:
+        logged = self._logged(message or "")
+        if not logged:
             return message
-        return f"{message} (the library said: {said})" if message else said
+        return f"{message} (the library logged: {logged})" if message else logged
 
-    def _said(self, known: str) -> str:
-        said = [line for line in self._stderr if line.startswith("E ")][-ERROR_LINES:]
-        return "; ".join(line for line in said if line not in known)
+    def _logged(self, known: str) -> str:
+        lines = [line for line in self._stderr if line.startswith("E ")][-ERROR_LINES:]
+        return "; ".join(line for line in lines if line not in known)
 
     async def _read_log(self) -> None:
         while True:
@@ -381,6 +377,8 @@ class EngineProcess:
         code = await self._child.wait()
         await asyncio.wait({self._tasks[1]}, timeout=1.0)  # the log's end may still be in the pipe
         how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        if -code in _MEANINGS:
+            how = f"{how}, {_MEANINGS[signal.Signals(-code)]}"
         words = max(reversed(self._stderr), key=_weight, default="")
         words = words if _weight(words) else ""
         return f"the engine process ended ({how}{': ' + words if words else ''})"
@@ -393,6 +391,15 @@ class EngineProcess:
         for future in waiting:
             if not future.done():
                 future.set_exception(EngineDied(self._board_id, reason))
+
+
+_MEANINGS = {
+    signal.SIGILL: "an instruction that this CPU lacks: this build of the library is not for this "
+    "CPU; install one that is",
+    signal.SIGBUS: "memory that cannot be read: a mapped file, the model or the library, is cut "
+    "short or damaged on the disk, or the driver does not fit the library; compare checksums, see "
+    "dmesg, and try another release or driver",
+}
 
 
 def _environ(spec: EngineSpec) -> dict[str, str]:

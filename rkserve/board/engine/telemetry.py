@@ -1,8 +1,8 @@
-"""Telemetry of a board from its kernel: NPU, clocks, temperature and memory.
+"""Telemetry of a board from its kernel: NPU, clocks, governors, temperature and memory.
 
 It knows the places of these figures for each SoC, and the formats of the rknpu driver and the
 kernel. It never writes and never raises: a missing figure is None (or empty), and a note gives the
-reason. The root is an argument: ``/`` on a board.
+reason. Notes also name governors that cost speed. The root is an argument: ``/`` on a board.
 
 A read may block while the driver hangs: call this off the event loop and with a time limit.
 """
@@ -19,7 +19,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TypeVar
 
-from rkserve.core.board_report import Hardware
+from rkserve.core.board_report import CpuClock, Hardware
 
 T = TypeVar("T")
 
@@ -34,11 +34,17 @@ NPU_NODES: Mapping[str, str] = MappingProxyType(
 )
 MAX_FILE_BYTES = 8192  # /proc/meminfo, the longest, has about 1,500
 MAX_ZONES = 64
-FULL_PERCENT = 100  # the driver limits its own figure to this; more is damage
+FULL_PERCENT = 100
 # The driver's own figures: debugfs is for root only, /proc/rknpu a build option.
 DRIVER_FOLDERS = ("sys/kernel/debug/rknpu", "proc/rknpu")
 DEVFREQ = "sys/class/devfreq"
 DDR = f"{DEVFREQ}/dmc"
+CPUFREQ = "sys/devices/system/cpu/cpufreq"
+MAX_CPU_CLOCKS = 16
+# Governors that hold a clock; with the others RKLLM's short pieces of work on the CPU are over
+# before the clock rises.
+HOLDING = ("performance", "userspace")
+SLOWEST = "powersave"
 THERMAL = "sys/class/thermal"
 ZONES = ("npu-thermal", "soc-thermal")
 # Beyond these the sensor is off or broken.
@@ -53,14 +59,18 @@ def read_telemetry(root: Path) -> Hardware:
     """Return all figures that can be read now under ``root``."""
     board = _Reader(root)
     soc = board.first("SoC", board.soc) or ""
-    npu_hz, npu_max_hz = board.npu_clocks(soc)
+    npu_hz, npu_max_hz, npu_governor = board.npu_clocks(soc)
     ddr_hz, ddr_governor, ddr_load = board.ddr()
+    cpu_clocks = board.first("CPU clocks", board.cpu_clocks) or ()
+    board.judge(npu_governor, ddr_governor, cpu_clocks)
     loads = [partial(board.npu_load, folder) for folder in DRIVER_FOLDERS]
     return Hardware(
         soc=soc,
         npu_load=board.first("NPU load", *loads) or (),
         npu_hz=npu_hz,
         npu_max_hz=npu_max_hz,
+        npu_governor=npu_governor,
+        cpu_clocks=cpu_clocks,
         ddr_hz=ddr_hz,
         ddr_governor=ddr_governor,
         ddr_load=ddr_load,
@@ -106,15 +116,15 @@ class _Reader:
             raise _Unknown(f"/{path} names no SoC: {_shown(name)}")
         return soc
 
-    def npu_clocks(self, soc: str) -> tuple[int | None, int | None]:
-        """The NPU's clock, and the highest that it can be set to."""
+    def npu_clocks(self, soc: str) -> tuple[int | None, int | None, str]:
+        """The NPU's clock, the highest that it can be set to, and its governor."""
         # Some kernels (RK3562) show the clock in the driver's folder only.
         driver = [partial(self._driver_hertz, folder) for folder in DRIVER_FOLDERS]
         try:
             folder = self._npu_folder(soc)
         except _Unknown as exc:
             self.notes.append(f"highest NPU clock: {exc}")
-            return self.first("NPU clock", *driver), None
+            return self.first("NPU clock", *driver), None, ""
         current = self.first("NPU clock", partial(self._hertz, f"{folder}/cur_freq"), *driver)
         highest = self.first(
             "highest NPU clock",
@@ -122,7 +132,8 @@ class _Reader:
             # The current limit, which heat or a script may have lowered: better than nothing.
             partial(self._hertz, f"{folder}/max_freq"),
         )
-        return current, highest
+        governor = self.first("NPU governor", partial(self._word, f"{folder}/governor"))
+        return current, highest, governor or ""
 
     def _npu_folder(self, soc: str) -> str:
         """Return the NPU's devfreq folder: that of the SoC, or one that looks alike."""
@@ -145,11 +156,15 @@ class _Reader:
     def npu_load(self, folder: str) -> tuple[float, ...]:
         path = f"{folder}/load"
         text = self._text(path)
-        loads = tuple(float(percent) for percent in re.findall(r"(\d{1,9})\s*%", text, re.ASCII))
+        loads = [int(each) for each in re.findall(r"(?<!\d)(\d{1,20})\s*%", text, re.ASCII)]
         whole = text.count("Core") in {0, len(loads)}  # half a line is no figure
-        if not loads or not whole or max(loads) > FULL_PERCENT:
+        if not loads or not whole:
             raise _Unknown(f"/{path} is not understood: {_shown(text)}")
-        return loads
+        for core, percent in enumerate(loads):
+            # The driver counts the time of a job when it ends; one that does not end overflows.
+            if percent > FULL_PERCENT:
+                self.notes.append(f"core {core}: a job is stuck (/{path} says {percent} %)")
+        return tuple(float(min(percent, FULL_PERCENT)) for percent in loads)
 
     def ddr(self) -> tuple[int | None, str, float | None]:
         """Clock, governor and load of the memory."""
@@ -159,16 +174,55 @@ class _Reader:
             reason = f"{exc}; a loader without the DMC handler shows none"
             self.notes.append(f"DDR clock, governor and load: {reason}")
             return None, "", None
-        load, governor = f"{DDR}/load", f"{DDR}/governor"
+        load = f"{DDR}/load"
         ddr_load = r"(\d{1,3})@([1-9]\d{0,11})Hz"
         hertz = self.first(
             "DDR clock",
             partial(self._hertz, f"{DDR}/cur_freq"),
             lambda: int(self._match(load, ddr_load)[2]),
         )
-        named = self.first("DDR governor", lambda: self._match(governor, r"[\w-]{1,32}")[0])
+        named = self.first("DDR governor", partial(self._word, f"{DDR}/governor"))
         percent = self.first("DDR load", lambda: self._percent(load, ddr_load))
         return hertz, named or "", percent
+
+    def cpu_clocks(self) -> tuple[CpuClock, ...]:
+        """The clocks of the CPUs, in the order of the CPUs that share them."""
+        folders = (
+            re.fullmatch(r"policy(\d{1,4})", name, re.ASCII) for name in self._names(CPUFREQ)
+        )
+        numbers = sorted(int(found[1]) for found in folders if found is not None)
+        if not numbers:
+            raise _Unknown(f"/{CPUFREQ} has no policy*")
+        return tuple(self._cpu_clock(f"{CPUFREQ}/policy{n}", n) for n in numbers[:MAX_CPU_CLOCKS])
+
+    def _cpu_clock(self, folder: str, number: int) -> CpuClock:
+        each = r"\d{1,4}(?:[ -]\d{1,4})*"
+        shared = self.first(
+            "CPUs of a clock", lambda: self._match(f"{folder}/related_cpus", each)[0]
+        )
+        cpus = _ranges(shared) if shared is not None else str(number)
+        hertz = self.first(
+            f"clock of CPU {cpus}", partial(self._kilohertz, f"{folder}/scaling_cur_freq")
+        )
+        highest = self.first(
+            f"highest clock of CPU {cpus}", partial(self._kilohertz, f"{folder}/cpuinfo_max_freq")
+        )
+        governor = self.first(
+            f"governor of CPU {cpus}", partial(self._word, f"{folder}/scaling_governor")
+        )
+        return CpuClock(cpus, hertz, highest, governor or "")
+
+    def judge(self, npu: str, ddr: str, cpus: tuple[CpuClock, ...]) -> None:
+        """Note the governors that cost speed."""
+        for cpu in cpus:
+            if cpu.governor and cpu.governor not in HOLDING:
+                self.notes.append(
+                    f"CPU {cpu.cpus}: governor is {cpu.governor}; a model that decoded 12.5 "
+                    "tokens/s with performance was seen to decode 9.3 with ondemand"
+                )
+        for what, governor in (("NPU", npu), ("DDR", ddr)):
+            if governor == SLOWEST:
+                self.notes.append(f"{what} governor is {governor}: its clock stays at the lowest")
 
     def temperature(self) -> float:
         """Degrees Celsius of the NPU, or of the SoC where the NPU has no sensor of its own."""
@@ -206,6 +260,12 @@ class _Reader:
 
     def _hertz(self, path: str) -> int:
         return int(self._match(path, r"[1-9]\d{0,11}")[0])
+
+    def _kilohertz(self, path: str) -> int:
+        return int(self._match(path, r"[1-9]\d{0,8}")[0]) * 1000
+
+    def _word(self, path: str) -> str:
+        return self._match(path, r"[\w-]{1,32}")[0]
 
     def _highest_hertz(self, path: str) -> int:
         choices = self._match(path, r"[1-9]\d{0,11}(?:\s+[1-9]\d{0,11})*")[0]
@@ -246,6 +306,15 @@ class _Reader:
             return frozenset(path.name for path in (self.root / folder).iterdir())
         except OSError as exc:
             raise _Unknown(f"/{folder} {_reason(folder, exc)}") from None
+
+
+def _ranges(cpus: str) -> str:
+    """Return CPU numbers as the kernel lists them elsewhere, such as ``0-3`` for ``0 1 2 3``."""
+    numbers = cpus.split()
+    if not all(number.isdecimal() for number in numbers) or len(numbers) == 1:
+        return cpus
+    first, last = int(numbers[0]), int(numbers[-1])
+    return f"{first}-{last}" if last - first == len(numbers) - 1 else ",".join(numbers)
 
 
 def _read(path: Path) -> bytes:

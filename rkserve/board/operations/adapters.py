@@ -1,72 +1,23 @@
-"""LoRA adapters of one board: load one into the engine, and try one without serving it."""
+"""Trials on one board: of an adapter without serving it, and of whatever an engine has loaded."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
 from dataclasses import replace
-from pathlib import Path
 
 from rkserve.board.answer.transcript import Ids
 from rkserve.board.engine.protocol import EntryCommand
-from rkserve.board.run.loaded_engine import AdapterReady, LoadedEngine, RenewEngine
-from rkserve.board.run.ports import EngineSlot, RunQueue
+from rkserve.board.run.job import EngineRun, RunSpec, loop_time_s
+from rkserve.board.run.loaded_engine import LoadedEngine
+from rkserve.board.run.parts import EngineSlot, RunQueue
 from rkserve.board.run.prompt_caching import PromptCaching
-from rkserve.board.run.run import EngineRun, RunSpec, loop_time_s
 from rkserve.board.run.runner import RequestRunner
 from rkserve.board.run.settings import BoardSettings
 from rkserve.core.desired_state import Probe
-from rkserve.core.errors import AdapterBroken, NativeError, RunFailed
+from rkserve.core.errors import AdapterBroken, RunFailed
 from rkserve.core.messages import AdapterRef
 from rkserve.core.run_params import EncoderStates, Sampling
-from rkserve.models.adapters import AdapterFolder, open_adapter
 from rkserve.native.runtime import RunEnd
-
-log = logging.getLogger(__name__)
-
-# The call blocks while the adapter is read from flash storage, perhaps a slow card.
-LOAD_S = 60.0
-
-
-class AdapterLoader:
-    """Loads adapters from the board's folder of transferred ones and from the model folder."""
-
-    def __init__(self, folder: Path | None, staged: AdapterFolder | None = None) -> None:
-        """``folder`` is the model folder. Adapters ``staged`` on the board have priority.
-
-        Without either only the base model is served.
-        """
-        shelves = (staged, None if folder is None else AdapterFolder.of_model(folder))
-        self._shelves = tuple(shelf for shelf in shelves if shelf is not None)
-
-    async def ready(self, slot: EngineSlot, ref: AdapterRef) -> LoadedEngine:
-        """Return the engine of ``slot`` with ``ref`` loaded under its key.
-
-        Raises:
-            AdapterBroken: the file is missing, changed, or refused by the runtime.
-            EngineHung, EngineDied: as any call.
-        """
-        found = await asyncio.to_thread(open_adapter, self._shelves, ref)
-        engine = slot.live
-        need = engine.adapters.need(ref, found.size_bytes)
-        if isinstance(need, AdapterReady):
-            return engine
-        if isinstance(need, RenewEngine):
-            await slot.renew("the memory of adapters is reclaimed")
-            engine = slot.live
-        assert found.path is not None  # on a board an adapter without a file is broken
-        try:
-            await engine.call(
-                "load_adapter", extra_s=LOAD_S, path=str(found.path), name=ref.key, scale=ref.scale
-            )
-        except NativeError as exc:
-            log.warning("adapter %s was refused (%s): %s", found.label, found.path, exc)
-            engine.adapters.refused(ref, str(exc))
-            raise AdapterBroken(found.label, f"the runtime refused it: {exc}") from None
-        engine.adapters.loaded(ref, found.size_bytes)
-        log.info("adapter %s is loaded (%d bytes)", found.label, found.size_bytes)
-        return engine
-
 
 GREEDY = Sampling(temperature=0.0, top_k=1, repeat_penalty=1.0)
 PROBE_TEXT = "Hello"  # in text mode
@@ -100,8 +51,7 @@ class AdapterProbes:
             BoardFailed: the board is out of order, or the engine failed.
             BoardAsleep: its model is unloaded.
         """
-        self._slot.require_open()
-        self._slot.require_awake()
+        self._queue.require_awake()
         known = _known(self._slot.live, ref)
         if known is not None:
             return known
@@ -131,20 +81,14 @@ class AdapterProbes:
         started_s = loop_time_s()
         live = await self._slot.with_adapter(ref)
         load_ms = (loop_time_s() - started_s) * 1e3
-        run, ended_ms, given = await self._run(live, ref, prompt_ids, tokens)
+        try:
+            run, ended_ms, given = await try_out(self._settings, live, ref.key, prompt_ids, tokens)
+        except RunFailed as exc:
+            raise AdapterBroken(ref.label, exc.reason) from None
         decode_ms = ended_ms or run.clocked(0, loop_time_s()).decode_ms
         speed = given * 1e3 / decode_ms if decode_ms > 0 else 0.0
         found = live.tried[ref.key] = Probe(self._settings.board_id, ref.key, load_ms, given, speed)
         return found
-
-    async def _run(
-        self, live: LoadedEngine, ref: AdapterRef, prompt_ids: Ids, tokens: int
-    ) -> tuple[EngineRun, float, int]:
-        """Make a trial run; see ``try_out``. Raises ``AdapterBroken``, ``BoardFailed``."""
-        try:
-            return await try_out(self._settings, live, ref.key, prompt_ids, tokens)
-        except RunFailed as exc:
-            raise AdapterBroken(f"{ref.name}@{ref.version}", exc.reason) from None
 
 
 def _known(live: LoadedEngine, ref: AdapterRef) -> Probe | None:
@@ -183,8 +127,7 @@ async def try_out(
 
     run, ended = await live.run([None] * settings.n_batch, begin, end_in_time, GREEDY)
     if ended.end is RunEnd.FAILED:
-        reason = ended.error or f"the runtime returned {ended.return_code}"
-        raise RunFailed(settings.board_id, f"a trial run failed: {reason}")
+        raise RunFailed(settings.board_id, f"a trial run failed: {ended.reason}")
     given = min(tokens, len(run.given[0]))
     if given == 0:
         raise RunFailed(settings.board_id, "a trial run gave no token")

@@ -14,13 +14,12 @@ import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from rkserve.board.operations.base_weights import BaseWeights, WeightSwap
 from rkserve.board.operations.embedding import EmbeddingService
 from rkserve.board.operations.sleep import BoardSleep
-from rkserve.board.operations.swap_weights import WeightSwap
 from rkserve.board.rules.obligations import adapter_name
-from rkserve.board.run.job import Job, emitted
-from rkserve.board.run.ports import BoardBooks, EngineSlot, RunQueue
-from rkserve.board.run.run import EngineRun, loop_time_s
+from rkserve.board.run.job import ChangeSignal, EngineRun, Job, emitted, loop_time_s
+from rkserve.board.run.parts import BoardBooks, EngineSlot, RunQueue
 from rkserve.board.run.runner import RequestRunner
 from rkserve.board.run.start import kv_outlook
 from rkserve.core.board_report import GenerationState
@@ -61,25 +60,27 @@ class StateAdopter:
 
     def __init__(
         self,
-        board_id: str,
-        slot: EngineSlot,
         books: BoardBooks,
+        slot: EngineSlot,
         queue: RunQueue,
         *,
         embedding: EmbeddingService,
         runner: RequestRunner,
         sleep: BoardSleep,
-        weight_swap: WeightSwap,
+        weights: BaseWeights,
     ) -> None:
-        self._board_id, self._slot, self._books, self._queue = board_id, slot, books, queue
+        self._board_id = books.settings.board_id
+        self._books, self._slot, self._queue = books, slot, queue
         self._embedding = embedding
         self._runner = runner
         self._sleep = sleep
-        self._weight_swap = weight_swap
+        self.weight_swap = WeightSwap(
+            books, slot, queue, runner=runner, weights=weights, reapply_holds=self.reapply_holds
+        )
         self._stopped: EngineRun | None = None  # the last run with held jobs
         self._clears = False  # the hold requires a clear of the KV cache
         self._clearing: asyncio.Future[None] | None = None  # the last engine task for that
-        self._told: asyncio.Future[None] | None = None  # completes with the next desired state
+        self._new_state = ChangeSignal()  # of the desired state
 
     def admit(self, job: Job) -> None:
         """Hold a new request where its part of the board is held.
@@ -103,13 +104,10 @@ class StateAdopter:
         """
         started_s, done = loop_time_s(), AdoptionEffects()
         obligations = self._books.obligations
-        before, label, failures = (
-            obligations.target,
-            obligations.label(None),
-            self._weight_swap.failures,
-        )
+        before, label = obligations.target, obligations.label(None)
+        failures = self.weight_swap.failures
         taken = obligations.take(desired)
-        rebased = self._weight_swap.update()
+        rebased = self.weight_swap.update()
         if rebased is not None:
             done.switched, done.aborted = rebased
         if taken:
@@ -124,10 +122,10 @@ class StateAdopter:
             await self._give_out()
             took_ms = (loop_time_s() - started_s) * 1e3
             await self._clear()
-            await self._weight_swap.settled(failures)
+            await self.weight_swap.settled(failures)
             await self._sleep.settle()
-            await self._weight_swap.settled(failures)  # a sleeping board only notes them
-        self._weight_swap.verify(failures)
+            await self.weight_swap.settled(failures)  # a sleeping board only notes them
+        self.weight_swap.verify(failures)
         slept, target = self._sleep.slept(), obligations.target
         assert target is not None
         return Adoption(
@@ -135,7 +133,7 @@ class StateAdopter:
             target.epoch,
             missing=obligations.missing,
             missing_base=obligations.missing_base,
-            refused=self._weight_swap.refused,
+            refused=self.weight_swap.refused,
             held=target.hold is not None,
             stopped=len(done.stopped),
             kept=sum(self._keeps(job) for job in done.stopped),
@@ -161,7 +159,7 @@ class StateAdopter:
         thawed = [job for job in jobs if self._mark(job)]
         self._note_run()
         self._embedding.update()
-        self._queue.admission.bar(self._is_barred, loop_time_s())
+        self._queue.admission.bar(self._queue.is_barred, loop_time_s())
         for job in jobs:
             if not job.over:
                 self._follow_line(job, done)
@@ -171,8 +169,7 @@ class StateAdopter:
                 self._settle(job, done, thawed=job in thawed)
         self._plan_clear(before)
         self._sleep.update(done.stopped)
-        if self._told is not None and not self._told.done():
-            self._told.set_result(None)
+        self._new_state.wake()
         self._queue.pump()
 
     def _mark(self, job: Job) -> bool:
@@ -187,10 +184,6 @@ class StateAdopter:
         if job.muted and not job.frozen:
             job.mute(muted=False)
         return before and not job.frozen
-
-    def _is_barred(self, ticket: int) -> bool:
-        job = self._books.jobs.get(ticket)
-        return self._queue.is_barred(ticket) if job is None else job.frozen
 
     def _note_run(self) -> None:
         """Remember a run with held jobs; it may continue after they left it."""
@@ -271,7 +264,7 @@ class StateAdopter:
             # These clears were left to a hold of everything, which ended before its own.
             cleared.clear()
         named = {name for name, hold in target.adapter_holds if hold.clear_cache}
-        if named - cleared and not whole and not self._slot.asleep:
+        if named - cleared and not whole and not self._slot.supervisor.asleep:
             # Other jobs may continue, with their context in the same cache: clear before the next
             # run.
             self._runner.pauses.release_board()
@@ -294,8 +287,7 @@ class StateAdopter:
                 self._runner.pauses.watch(job)
             elif job.state in (*_AT_WORK, *_LEAVING) or self._is_awaited(job, hold):
                 yield job.changed()
-        run, target = self._stopped, self._books.obligations.target
-        holds = target is not None and (target.hold is not None or target.adapter_holds)
+        run, holds = self._stopped, self._books.obligations.holds
         if holds and run is not None and not run.muted and not run.over.done():
             yield run.over
 
@@ -316,9 +308,7 @@ class StateAdopter:
 
     async def _wait(self, changes: set[asyncio.Future[None]], limit_s: float | None = None) -> None:
         """Wait for one of the changes, or for a new desired state."""
-        if self._told is None or self._told.done():
-            self._told = asyncio.get_running_loop().create_future()
-        waits_for = {*changes, self._told}
+        waits_for = {*changes, self._new_state.changed()}
         await asyncio.wait(waits_for, timeout=limit_s, return_when="FIRST_COMPLETED")
 
     async def _clear(self) -> None:
@@ -331,7 +321,7 @@ class StateAdopter:
         try:
             if due:
                 self._runner.pauses.release_board()
-                self._slot.require_open()
+                self._slot.supervisor.open()
                 self._clearing = self._queue.schedule(self._empty, first=True)
             clearing, target = self._clearing, self._books.obligations.target
             held = target is not None and target.hold is not None
@@ -354,7 +344,7 @@ class StateAdopter:
         own = self._books.obligations.hold(adapter_name(job.request))
         if own is not None and own.mode is not PauseMode.WAIT:
             return own
-        return self._weight_swap.hold(job) or own
+        return self.weight_swap.hold(job) or own
 
     def _keeps(self, job: Job) -> bool:
         if job.state is not _S.PAUSED:

@@ -9,16 +9,14 @@ requests wait.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncGenerator, Iterable, Iterator
 
-from rkserve.board.engine.protocol import EntryCommand, RunEnded
+from rkserve.board.engine.protocol import EntryCommand
 from rkserve.board.rules.obligations import adapter_name
+from rkserve.board.run.job import ChangeSignal, RunSpec, loop_time_s
 from rkserve.board.run.loaded_engine import LoadedEngine
-from rkserve.board.run.ports import BoardBooks, EngineSlot, RunQueue
+from rkserve.board.run.parts import BoardBooks, EngineSlot, RunQueue
 from rkserve.board.run.prompt_caching import PromptCaching
-from rkserve.board.run.run import EngineRun, RunSpec, loop_time_s
-from rkserve.board.run.settings import BoardSettings
 from rkserve.core.desired_state import EffectivePause, PauseMode
 from rkserve.core.errors import CallAborted, RkserveError, RunFailed
 from rkserve.core.messages import (
@@ -35,13 +33,12 @@ from rkserve.core.messages import (
 )
 from rkserve.native.runtime import RunEnd
 
-log = logging.getLogger(__name__)
 
-
-class EmbeddingJob:
-    """One request from its acceptance to its end."""
+class EmbeddingJob(ChangeSignal):
+    """One request from its acceptance to its end. It signals changes of its state."""
 
     def __init__(self, request: EmbedRequest) -> None:
+        super().__init__()
         self.request = request
         self.vectors: list[bytes] = []
         self.tokens = 0
@@ -54,7 +51,6 @@ class EmbeddingJob:
         self.live: LoadedEngine | None = None  # the engine of its current run
         self.done: asyncio.Future[None] | None = None  # the future of its engine task
         self._error: RkserveError | None = None
-        self._news: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     @property
     def entries(self) -> Iterator[EntryCommand]:
@@ -97,30 +93,14 @@ class EmbeddingJob:
                 return
             await self.changed()
 
-    def changed(self) -> asyncio.Future[None]:
-        """Return a future that completes when its state has changed."""
-        if self._news.done():
-            self._news = asyncio.get_running_loop().create_future()
-        return self._news
-
-    def wake(self) -> None:
-        """Complete the future of ``changed``."""
-        if not self._news.done():
-            self._news.set_result(None)
-
 
 class EmbeddingService:
     """The embedding requests of one board. Use it from the board's loop."""
 
     def __init__(
-        self,
-        settings: BoardSettings,
-        slot: EngineSlot,
-        books: BoardBooks,
-        queue: RunQueue,
-        caching: PromptCaching,
+        self, books: BoardBooks, slot: EngineSlot, queue: RunQueue, caching: PromptCaching
     ) -> None:
-        self._settings, self._slot, self._books, self._queue = settings, slot, books, queue
+        self._settings, self._books, self._slot, self._queue = books.settings, books, slot, queue
         self._caching = caching
         self._orders: list[EmbeddingJob] = []
 
@@ -144,7 +124,7 @@ class EmbeddingService:
         order = EmbeddingJob(request)
         order.held = self._keeps(order)
         ahead = self._queue.admission.ahead
-        waits = order.held or ahead > 0 or not self._slot.free
+        waits = order.held or ahead > 0 or not self._queue.free
         order.done = self._queue.schedule(
             lambda: self._perform(order), first=False, barred=lambda: order.held
         )
@@ -212,7 +192,7 @@ class EmbeddingService:
         order.wake()
         ref = self._books.obligations.bind(order.request)
         order.label = self._books.obligations.label(ref)
-        self._books.versions.began(order.label)
+        self._books.versions.add(order.label, requests=1)
         await self._caching.park(self._slot.live)
         live = await self._slot.with_adapter(ref)
         key = None if ref is None else ref.key
@@ -235,13 +215,14 @@ class EmbeddingService:
         started_s = loop_time_s()
         order.live = live
         try:
-            _, ended = await live.run([None], begin, _ignore)
+            _, ended = await live.run([None], begin)
         finally:
             order.live = None
         if order.over:
             return  # its result is not wanted any more
         if ended.end is not RunEnd.FINISHED or not ended.vector:
-            raise RunFailed(self._settings.board_id, _reason(ended))
+            reason = ended.error or f"{ended.reason} and no vector"
+            raise RunFailed(self._settings.board_id, reason)
         order.prefill_s += loop_time_s() - started_s
         order.vectors.append(ended.vector)
         order.tokens += ended.tokens
@@ -260,11 +241,3 @@ class EmbeddingService:
         self._books.counters.count(usage, timings)
         span = VersionSpan(order.label, 0, order.tokens)
         return Finished(FinishReason.STOP, usage, timings, (span,))
-
-
-def _ignore(run: EngineRun, entry: int, token_id: int, data: bytes, waiting: bool) -> None:
-    """Drop tokens: nothing is generated."""
-
-
-def _reason(ended: RunEnded) -> str:
-    return ended.error or f"the runtime returned {ended.return_code} and no vector"

@@ -1,29 +1,23 @@
-"""The report of one board; its caches, the calls for them, and the prefixes of contexts in them.
+"""Parts of a board's report, and the calls for its caches.
 
-Prefixes are reported as a few block hashes instead of their ids. A call that needs the engine waits
-until the board is free.
+Prefixes of the contexts in the caches are reported as a few block hashes instead of their ids. A
+call that needs the engine waits until the board is free.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import time
-from dataclasses import asdict, replace
+from dataclasses import replace
+from pathlib import Path
 
 from rkserve.board.answer.transcript import Ids
-from rkserve.board.operations.base_weights import BaseWeights, ModelFileDigest
-from rkserve.board.operations.embedding import EmbeddingService
-from rkserve.board.operations.sleep import BoardSleep
-from rkserve.board.rules.admission import Admission
 from rkserve.board.run.loaded_engine import LoadedEngine
+from rkserve.board.run.parts import EngineSlot, RunQueue
 from rkserve.board.run.paused import PausedRequests
-from rkserve.board.run.ports import BoardBooks, EngineSlot, RunQueue
 from rkserve.board.run.prompt_caching import PromptCaching
-from rkserve.board.run.run import loop_time_s
 from rkserve.board.run.settings import BoardSettings
-from rkserve.board.run.supervisor import EngineSupervisor
 from rkserve.core.block_hashes import (
     BLOCK,
     FILES,
@@ -34,83 +28,46 @@ from rkserve.core.block_hashes import (
     pack,
     seed_of,
 )
-from rkserve.core.board_report import BoardReport, BoardState, CacheEntry, GenerationState, KvReport
+from rkserve.core.board_report import (
+    HASHING,
+    UNREADABLE,
+    CacheEntry,
+    KvReport,
+)
 from rkserve.core.errors import BoardAsleep, CacheUnsupported, ContextOverflow
-from rkserve.core.files import check_cache_name
+from rkserve.core.files import CachedDigest, check_cache_name
 from rkserve.core.messages import AdapterRef
 
 log = logging.getLogger(__name__)
 
 
-def report(
-    settings: BoardSettings,
-    supervisor: EngineSupervisor,
-    sleep: BoardSleep,
-    weights: BaseWeights,
-    *,
-    books: BoardBooks,
-    admission: Admission,
-    embedding: EmbeddingService,
-    own: ModelFileDigest,
-    holdings: bytes,
-) -> BoardReport:
-    """Return the board's state and counters."""
-    live, obligations = supervisor.live, books.obligations
-    state, reason = supervisor.state, supervisor.reason
-    if state in (BoardState.READY, BoardState.ASLEEP) and obligations.joining:
-        state, reason = BoardState.JOINING, obligations.joining
-    hold = obligations.target.hold if obligations.target is not None else None
-    return BoardReport(
-        board_id=settings.board_id,
-        model=settings.model,
-        state=state,
-        reason=reason,
-        last_recovery=supervisor.last_recovery,
-        release=live.facts.release if live is not None else "",
-        platform=settings.platform,
-        node=settings.node,
-        pid=os.getpid(),
-        engine_pid=live.engine.pid if live is not None else 0,
-        context_len=settings.context_len,
-        kv_positions=live.context.positions if live is not None else 0,
-        running=len(admission.running),
-        queued=admission.queued,
-        queue_limit=settings.queue_limit,
-        library=settings.library,
-        paused=sum(job.state is GenerationState.PAUSED for job in books.jobs.values()),
-        n_batch=settings.n_batch,
-        adapters=live.adapters.keys if live is not None else (),
-        adapter_bytes=live.adapters.used_bytes if live is not None else 0,
-        engine_starts=supervisor.starts,
-        engine_renewals=supervisor.renewals,
-        epoch=obligations.epoch,
-        hold=hold.mode.value if hold is not None else "",
-        missing=len(obligations.missing) + (obligations.missing_base is not None),
-        staged=(*(version.ref.key for version in obligations.staged), *weights.staged),
-        versions=books.versions.figures,
-        level=sleep.level,
-        base=weights.digest,
-        own_digest=own.digest,
-        own_bytes=own.size_bytes,
-        serving=_serving(settings.board_id, books),
-        holdings=holdings,
-        idle_s=_idle_s(supervisor, books, embedding),
-        **asdict(books.counters),
-    )
+class ModelFileDigest:
+    """Size and sha256 of the base model in the model folder, computed in the background."""
 
+    def __init__(self, file: Path | None, record: Path | None) -> None:
+        self._kept = None if file is None else CachedDigest(file, record)
+        self._computing: asyncio.Future[str] | None = None
+        self.digest = "" if file is None else HASHING
+        self.size_bytes = 0
 
-def _serving(board_id: str, books: BoardBooks) -> tuple[tuple[str, str], ...]:
-    """Return name and sha256 of each adapter that a new session gets."""
-    target = books.obligations.target
-    refs = [] if target is None else [line.serves(board_id, "") for line in target.lines]
-    return tuple((ref.name, ref.digest) for ref in refs if ref is not None)
+    async def look(self) -> None:
+        """Compute the digest in a thread: it takes half a minute for gigabytes."""
+        if self._kept is None:
+            return
+        try:
+            self.size_bytes = (await asyncio.to_thread(self._kept.file.stat)).st_size
+            self._computing = asyncio.get_running_loop().run_in_executor(None, self._kept.get)
+            self.digest = await asyncio.shield(self._computing)  # ``stop`` waits for the thread
+        except OSError as exc:
+            self.digest = UNREADABLE
+            log.warning("the sha256 of %s cannot be computed: %s", self._kept.file, exc)
 
-
-def _idle_s(supervisor: EngineSupervisor, books: BoardBooks, embedding: EmbeddingService) -> float:
-    """Return the time since the last use; a load counts as one."""
-    if books.jobs or embedding.busy:
-        return 0.0
-    return loop_time_s() - max(books.asked_s, supervisor.loaded_s)
+    async def stop(self) -> None:
+        """Cancel the computation, and return once its thread writes no record any more."""
+        if self._kept is not None:
+            self._kept.stop()
+        if self._computing is not None:
+            await asyncio.gather(self._computing, return_exceptions=True)
 
 
 class PrefixReport:
@@ -134,7 +91,8 @@ class PrefixReport:
             return CachedPrefixes()  # a batch keeps no context
         park_min = self._caching.worth_from(live)
         return CachedPrefixes(
-            appends=live.context.append,
+            appends=live.context.reuses,
+            prefix=live.context.prefix,
             park_min=park_min,
             live=self._live_held(live),
             files=self._filed() if park_min else (),
@@ -142,11 +100,12 @@ class PrefixReport:
 
     def _live_held(self, live: LoadedEngine) -> LivePrefix | None:
         ids, origin = live.context.ids, live.context.origin
-        if not ids or not live.context.append or not live.alive:
+        if not ids or not live.context.reuses or not live.alive:
             return None
         known = self._live
         if known is None or known[0] is not ids or known[1] != origin:
-            known = (ids, origin, LivePrefix.of(BlockHashes(ids, seed_of(origin))))
+            chain = BlockHashes(ids, seed_of(origin))
+            known = (ids, origin, LivePrefix.of(chain, dense=live.context.prefix))
             self._live = known
         return known[2]
 
@@ -185,7 +144,9 @@ class CacheCalls:
         """Return the content of the KV cache, by the runtime's last count and the ids sent since.
 
         Edits of a run that is paused in it are applied when that is resumed, and reported apart.
+        Raises ``BoardFailed`` without an engine.
         """
+        self._slot.supervisor.open()
         entries = self._slot.live.entries
         capacity = self._settings.context_len * len(entries)
         return KvReport(
@@ -197,15 +158,15 @@ class CacheCalls:
             at_resume=self._pauses.at_resume(),
         )
 
-    async def clear_kv(self, *, keep_system_prompt: bool) -> KvReport:
+    async def clear_kv(self, keep_system_prompt: bool) -> KvReport:
         """Empty the KV cache: now where the board is free, else before the next run.
 
         Raises:
             BoardFailed: the board is out of order, or fails meanwhile.
             NativeError: the runtime refused it.
         """
-        free = self._slot.free
-        if self._slot.asleep:
+        free = self._queue.free
+        if self._slot.supervisor.asleep:
             return replace(self.kv(), status="cleared")  # a sleeping board has no KV cache
 
         async def clear() -> None:
@@ -222,7 +183,9 @@ class CacheCalls:
             log.info("board %s: its KV cache is gone with its engine", self._settings.board_id)
         return replace(self.kv(), status="cleared")
 
-    async def build_cache(self, name: str, ids: Ids, adapter: AdapterRef | None) -> CacheEntry:
+    async def build_cache(
+        self, name: str, ids: Ids, adapter: AdapterRef | None = None
+    ) -> CacheEntry:
         """Compute ``ids`` and keep their KV cache as a file called ``name``.
 
         Cancelling withdraws it: it does not begin, or its file is not kept.
@@ -234,8 +197,7 @@ class CacheCalls:
             BoardAsleep: the board's model is unloaded.
         """
         caching = self._caching
-        self._slot.require_open()
-        self._slot.require_awake()
+        self._queue.require_awake()
         caching.require()
         check_cache_name(name)
         if self._settings.n_batch > 1:

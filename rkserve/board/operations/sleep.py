@@ -8,27 +8,24 @@ state: a load is never cut short, and an outdated unload is not begun.
 from __future__ import annotations
 
 import asyncio
-import json
+import contextlib
 import logging
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from rkserve.board.answer.transcript import Ids, common_prefix
 from rkserve.board.engine.protocol import EngineFacts
 from rkserve.board.operations.embedding import EmbeddingService
 from rkserve.board.rules.obligations import adapter_name
-from rkserve.board.run.job import Job
+from rkserve.board.run.job import ChangeSignal, Job
+from rkserve.board.run.parts import BoardBooks, EngineSlot, RunQueue
 from rkserve.board.run.paused import PausedRequests
-from rkserve.board.run.ports import BoardBooks, EngineSlot, RunQueue
 from rkserve.board.run.prompt_caching import PromptCaching
-from rkserve.board.run.settings import BoardSettings
-from rkserve.board.run.supervisor import EngineSupervisor
 from rkserve.core.board_report import BoardState
 from rkserve.core.desired_state import PauseMode, SleepLevel
-from rkserve.core.errors import BoardAsleep, BoardOutOfOrder, EngineDied, EngineHung, RkserveError
-from rkserve.core.files import write_private
+from rkserve.core.errors import BoardOutOfOrder, EngineDied, EngineHung, RkserveError
+from rkserve.core.files import JsonRecord
 
 log = logging.getLogger(__name__)
 
@@ -60,20 +57,20 @@ class BoardSleep:
 
     def __init__(
         self,
-        settings: BoardSettings,
-        slot: EngineSlot,
         books: BoardBooks,
+        slot: EngineSlot,
         queue: RunQueue,
         *,
         caching: PromptCaching,
         embedding: EmbeddingService,
-        supervisor: EngineSupervisor,
         pauses: PausedRequests,
     ) -> None:
-        self._settings, self._slot, self._books, self._queue = settings, slot, books, queue
+        self._settings, self._books, self._slot, self._queue = books.settings, books, slot, queue
         self._caching, self._embedding, self._pauses = caching, embedding, pauses
-        self._supervisor = supervisor
-        self._mark = SleepMarker(settings.asleep_file)
+        self._supervisor = slot.supervisor
+        self._mark = JsonRecord(
+            books.settings.asleep_file
+        )  # of a sleeping board, for its next replica
         # The contexts in memory when it was put to sleep.
         self._contexts: tuple[SleptContext, ...] = ()
         # Jobs stopped by the last desired state; None: noted already.
@@ -82,27 +79,17 @@ class BoardSleep:
         self._failed = False  # a wake or a sleep failed
         self._ending = False  # the engine task that ends the engine has the board
         self._moving: asyncio.Future[None] | None = None
-        self._told: asyncio.Future[None] | None = None  # completes with the next desired state
+        self._new_state = ChangeSignal()  # of the desired state
 
     # -- state ------------------------------------------------------------------------------------
-
-    @property
-    def asleep(self) -> bool:
-        """True while the model is unloaded."""
-        return self._supervisor.state is BoardState.ASLEEP
 
     @property
     def level(self) -> SleepLevel | None:
         """The level of the current sleep; None where the board is awake, or about to be."""
         wanted = self._wanted
-        if self._supervisor.state is BoardState.ASLEEP:
+        if self._supervisor.asleep:
             return wanted if self._due and wanted is not None else SleepLevel.UNLOADED
         return wanted if wanted is SleepLevel.PAUSED else None
-
-    def require_awake(self) -> None:
-        """Raise ``BoardAsleep`` where the model is unloaded, or about to be."""
-        if self.asleep or self._books.obligations.unloads:
-            raise BoardAsleep(self._settings.board_id, "its model is unloaded until it is woken up")
 
     async def unloaded_facts(self) -> EngineFacts | None:
         """Return the facts of the unloaded engine where the previous replica was asleep.
@@ -111,16 +98,17 @@ class BoardSleep:
         """
         if not self._settings.governed:
             return None
-        return await asyncio.to_thread(self._mark.read, self._settings.n_batch)
+        facts = await asyncio.to_thread(self._mark.read, read_facts)
+        # The configuration may have changed since.
+        return None if facts is None else replace(facts, n_batch=self._settings.n_batch)
 
     # -- desired state ----------------------------------------------------------------------------
 
     def update(self, stopped: Iterable[Job]) -> None:
         """Take a new desired state, which stopped these jobs."""
         self._stopped = [*(self._stopped or ()), *stopped]
-        if self._told is not None and not self._told.done():
-            self._told.set_result(None)
-        if self.asleep and self._awaits_jobs:
+        self._new_state.wake()
+        if self._supervisor.asleep and self._awaits_jobs:
             self._start()  # these jobs have to end first, and need an engine
 
     async def settle(self) -> None:
@@ -180,7 +168,7 @@ class BoardSleep:
         )
 
     def _is_settled(self) -> bool:
-        if self.asleep is not self._due:
+        if self._supervisor.asleep is not self._due:
             return False
         return self._dropped or self._wanted is not SleepLevel.DROPPED
 
@@ -213,7 +201,7 @@ class BoardSleep:
                 done.set_exception(self._supervisor.failed())
 
     async def _step(self) -> None:
-        if self.asleep is self._due:
+        if self._supervisor.asleep is self._due:
             await self._caching.drop_parked()
             self._dropped = True
         elif self._due:
@@ -231,18 +219,11 @@ class BoardSleep:
         if supervisor.recovering:
             await self._end_recovery()
             return
-        ending = self._queue.schedule(self._end_engine, first=True)
         self._pauses.release_board()  # a paused run must not keep the board
-        try:
-            while not ending.done():
-                told = self._told = asyncio.get_running_loop().create_future()
-                await asyncio.wait({ending, told}, return_when="FIRST_COMPLETED")
-                if not self._due and not self._ending:
-                    return
-            ending.result()
-        finally:
-            ending.cancel()
-        await self._caching.settled()  # a parked conversation counts once it is published
+        if await self._queue.run_first(
+            self._end_engine, self._new_state, lambda: not self._due and not self._ending
+        ):
+            await self._caching.settled()  # a parked conversation counts once it is published
 
     async def _end_engine(self) -> None:
         if not self._due:
@@ -254,16 +235,23 @@ class BoardSleep:
                 await self._caching.park(live, renewing=True)
                 if not self._due:
                     return  # it was woken meanwhile
-            await asyncio.to_thread(self._mark.write, live.facts)
+            await self._write_mark(live.facts)
             await self._supervisor.sleep("it was put to sleep")
             self._queue.reject_tasks()
         finally:
             self._ending = False
 
+    async def _write_mark(self, facts: EngineFacts) -> None:
+        content = asdict(replace(facts, quirks=dict(facts.quirks)))
+        if (path := self._settings.asleep_file) is not None:
+            with contextlib.suppress(OSError):  # the folder may have been cleaned up
+                await asyncio.to_thread(path.parent.mkdir, parents=True, exist_ok=True)
+        await asyncio.to_thread(self._mark.write, content)
+
     async def _end_recovery(self) -> None:
         """End the recovery from a crash, in which nothing runs and nothing can be parked."""
         supervisor = self._supervisor
-        await asyncio.to_thread(self._mark.write, self._slot.live.facts)
+        await self._write_mark(self._slot.live.facts)
         if supervisor.recovering and self._due:
             await supervisor.sleep("it was put to sleep")
             self._queue.reject_tasks()
@@ -324,55 +312,11 @@ def _is_same(inside: Ids, context: Ids) -> bool:
     return shared > 0 and shared >= min(len(inside), len(context)) - 1
 
 
-class SleepMarker:
-    """The file that marks a sleeping board. All methods touch the disk; none raises.
+def read_facts(found: Any) -> EngineFacts:
+    """Parse the mark of a sleeping board.
 
-    It is a convenience: where it is missing or damaged, the model is loaded for nothing.
+    Raises ``KeyError``, ``TypeError`` or ``ValueError`` for a foreign one.
     """
-
-    def __init__(self, path: Path | None) -> None:
-        """``path`` of None keeps no marker."""
-        self._path = path
-
-    def read(self, n_batch: int) -> EngineFacts | None:
-        """Return the facts of the unloaded engine; None where the board was awake."""
-        if self._path is None:
-            return None
-        try:
-            facts = _facts(json.loads(self._path.read_text(encoding="utf-8")))
-        except FileNotFoundError:
-            return None
-        except (OSError, ValueError, KeyError, TypeError) as exc:
-            log.warning("%s is damaged, and the model is loaded: %s", self._path, exc)
-            self.remove()
-            return None
-        return replace(facts, n_batch=n_batch)  # the configuration may have changed since
-
-    def write(self, facts: EngineFacts) -> None:
-        """Mark the board as asleep."""
-        if self._path is None:
-            return
-        fresh = self._path.with_suffix(".asleep.new")
-        content = json.dumps(asdict(replace(facts, quirks=dict(facts.quirks))))
-        try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            write_private(fresh, content)
-            fresh.replace(self._path)
-        except OSError as exc:
-            log.warning("%s cannot be written; a restart loads the model: %s", self._path, exc)
-
-    def remove(self) -> None:
-        """Remove the mark, before the board is woken."""
-        if self._path is None:
-            return
-        try:
-            self._path.unlink(missing_ok=True)
-        except OSError as exc:
-            log.warning("%s cannot be removed: %s", self._path, exc)
-
-
-def _facts(found: Any) -> EngineFacts:
-    """Parse a mark. Raises ``KeyError``, ``TypeError``, ``ValueError`` for a foreign one."""
     quirks = {str(name): bool(value) for name, value in dict(found["quirks"]).items()}
     if not isinstance(found["per_run_sampling"], bool) or not isinstance(found["release"], str):
         raise TypeError("unexpected types")

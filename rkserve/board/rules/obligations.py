@@ -19,13 +19,7 @@ from rkserve.core.desired_state import (
     PauseMode,
     SleepLevel,
 )
-from rkserve.core.errors import (
-    BoardAsleep,
-    BoardBehind,
-    EngineAsleep,
-    EnginePaused,
-    ModelNotFound,
-)
+from rkserve.core.errors import BoardAsleep, BoardBehind, EngineAsleep, EnginePaused, ModelNotFound
 from rkserve.core.messages import FIRST_LABEL, AdapterRef, GenerateRequest
 
 RETRY_AFTER_S = 5  # for a pause without a lease, whose end is unknown
@@ -90,7 +84,7 @@ class Obligations:
     @property
     def has_base(self) -> bool:
         """True where the model is loaded from the desired base weights."""
-        return self.target is None or _digest(self.target.base) == _digest(self._base)
+        return self.target is None or same(self.target.base, self._base)
 
     @property
     def joining(self) -> str:
@@ -130,6 +124,12 @@ class Obligations:
         level = None if self.target is None else self.target.level
         return level is not None and level >= SleepLevel.UNLOADED
 
+    @property
+    def holds(self) -> bool:
+        """True where any generations are held."""
+        target = self.target
+        return target is not None and (target.hold is not None or bool(target.adapter_holds))
+
     def take(self, desired: Desired) -> bool:
         """Adopt a desired state; False where its epoch is not later than the adopted one."""
         if self.target is not None and desired.epoch <= self.target.epoch:
@@ -147,6 +147,13 @@ class Obligations:
         if self.target is None or request.line is None:
             return None
         return self.target.line(request.line)
+
+    @property
+    def serving(self) -> tuple[tuple[str, str], ...]:
+        """Name and sha256 of each adapter that a new session gets."""
+        lines = () if self.target is None else self.target.lines
+        refs = [line.serves(self._board_id, "") for line in lines]
+        return tuple((ref.name, ref.digest) for ref in refs if ref is not None)
 
     def check(self, request: GenerateRequest, now_s: float) -> None:
         """Raise ``BoardBehind``, ``BoardAsleep`` or ``EnginePaused`` where the request is not
@@ -208,8 +215,14 @@ class Obligations:
         return self._label if ref is None else ref.label
 
 
-def _digest(base: BaseVersion | None) -> str:
+def digest_of(base: BaseVersion | None) -> str:
+    """Return the sha256 of base weights; None and an empty string are the model folder's."""
     return "" if base is None else base.digest
+
+
+def same(one: BaseVersion | None, other: BaseVersion | None) -> bool:
+    """Return whether both have the same content; None is the model folder's file."""
+    return digest_of(one) == digest_of(other)
 
 
 def _retry_after_s(hold: EffectivePause, now_s: float) -> int:

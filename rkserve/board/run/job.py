@@ -1,19 +1,28 @@
-"""One request on one board: its generation, its state, and the event stream of its consumer.
+"""One request on one board, and the runs of an engine that generate its answer.
 
-It uses asyncio and knows neither engines nor queues.
+A job has its generation, its state, and the event stream of its consumer. A run has its entries,
+received tokens and times; it decides nothing: the runner handles each token. The module knows
+neither engines nor queues.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Hashable, Iterable
-from dataclasses import replace
-from typing import Any
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 from rkserve.board.answer.generation import Generation
-from rkserve.board.rules.counters import GenerationCounters, VersionSpans
-from rkserve.board.rules.generation_states import GenerationEvent, advance
+from rkserve.board.answer.transcript import Ids, Range
+from rkserve.board.engine.protocol import EntryCommand, RunEnded, Watchdog
+from rkserve.board.rules.generations import (
+    GenerationCounters,
+    GenerationEvent,
+    VersionSpans,
+    advance,
+)
+from rkserve.board.storage.prompt_cache import CacheHit
 from rkserve.core.block_hashes import origin_of
 from rkserve.core.board_report import GenerationState
 from rkserve.core.errors import RkserveError
@@ -26,21 +35,48 @@ from rkserve.core.messages import (
     Paused,
     QueueChange,
 )
+from rkserve.core.run_params import Pooling
+from rkserve.native.engine_frames import StepParams
+from rkserve.native.runtime import Perf
 
 _S, _E = GenerationState, GenerationEvent
 PAUSE_END = Delta("", ())  # emitted at the end of a pause
 
 
-class Job:
+def loop_time_s() -> float:
+    """Return the event loop's time; only differences mean something."""
+    return asyncio.get_running_loop().time()
+
+
+class ChangeSignal:
+    """Tells waiters of the next change."""
+
+    def __init__(self) -> None:
+        self._changed: asyncio.Future[None] | None = None
+
+    def changed(self) -> asyncio.Future[None]:
+        """Return a future that completes with the next change."""
+        if self._changed is None or self._changed.done():
+            self._changed = asyncio.get_running_loop().create_future()
+        return self._changed
+
+    def wake(self) -> None:
+        """Complete the future of ``changed``."""
+        if self._changed is not None and not self._changed.done():
+            self._changed.set_result(None)
+
+
+class Job(ChangeSignal):
     """A request between admission and its last event, over all of its runs and pauses.
 
     ``ticket`` is the board's number for it: unlike a request id it never repeats. Jobs with equal
-    ``mates`` and origin may share a run.
+    ``mates`` and origin may share a run. It signals changes of its state, and its consumer's leave.
     """
 
     def __init__(
         self, ticket: int, generation: Generation, arrived_s: float, mates: Hashable = None
     ) -> None:
+        super().__init__()
         self.ticket = ticket
         self.generation = generation
         self.ref: AdapterRef | None = self.request.adapter
@@ -61,7 +97,7 @@ class Job:
         self.queued_s: float | None = (
             arrived_s  # since when it waits for the board; None: it has it
         )
-        self.waits = False  # the consumer was told that it waits in the board's queue
+        self.waits = False  # the consumer knows that it waits in the board's queue
         self.paused_s: float | None = None  # since when it is paused
         self.paused_by: str | None = None
         self.expiry: asyncio.TimerHandle | None = None  # of the pause's timeout
@@ -80,7 +116,6 @@ class Job:
         self._consumed = 0  # number of consumed events
         self._paused: Paused | None = None  # the last announced pause
         self._news = asyncio.Event()
-        self._changed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     @property
     def request(self) -> GenerateRequest:
@@ -129,7 +164,7 @@ class Job:
             self._news.set()
 
     def advance(self, event: GenerationEvent) -> None:
-        """Go to the next state; see ``rules.generation_states``."""
+        """Go to the next state; see ``rules.generations``."""
         before, self.state = self.state, advance(self.state, event)
         if self.state is not before:
             self.wake()
@@ -262,8 +297,8 @@ class Job:
         """True where a part of the answer is still to be emitted."""
         if self.abandoned or self.muted:
             return False
-        said = any(isinstance(event, Delta) and event != PAUSE_END for event in self._events)
-        return said or self.generation.pending
+        emitted = any(isinstance(event, Delta) and event != PAUSE_END for event in self._events)
+        return emitted or self.generation.pending
 
     def mute(self, *, muted: bool) -> None:
         """Withhold or release the output of a consumer that did not read in time."""
@@ -274,17 +309,6 @@ class Job:
         """Wake the consumer: an edit or a rewind may have new output."""
         self._news.set()
 
-    def changed(self) -> asyncio.Future[None]:
-        """Return a future that completes when the state changes or the consumer leaves."""
-        if self._changed.done():
-            self._changed = asyncio.get_running_loop().create_future()
-        return self._changed
-
-    def wake(self) -> None:
-        """Complete the future of ``changed``."""
-        if not self._changed.done():
-            self._changed.set_result(None)
-
 
 def emitted(jobs: Iterable[Job]) -> tuple[tuple[str, int], ...]:
     """Return request id and token count of every job that has not ended."""
@@ -293,34 +317,126 @@ def emitted(jobs: Iterable[Job]) -> tuple[tuple[str, int], ...]:
     )
 
 
-class EngineTask:
-    """Work for the engine between runs that is no generation; it is queued like one.
+@dataclass(frozen=True, slots=True)
+class RunSpec:
+    """The start of a run.
 
-    It must not begin while ``barred`` returns True.
+    ``base`` is the content of entry 0 of the KV cache once ``entries`` are prefilled, of which
+    ``reused`` ids are not computed; in text mode it is not known. With ``history`` the run extends
+    the context, and the reused ids are not sent. ``limit`` in tokens is enforced by the runtime
+    where it can. ``hit`` is the prompt cache to load, and ``save`` the reserved file that the KV
+    cache is written to at the end. With ``steps`` the run is made of single steps. ``pooling``
+    requests a vector of entry 0 instead of tokens. A context that is used ``once`` is not worth a
+    file.
+    """
+
+    entries: tuple[EntryCommand, ...]
+    base: Ids = ()
+    reused: int = 0
+    clear: bool = False
+    history: bool = False
+    resume: bool = False
+    cut: tuple[Range, ...] = ()
+    origin: str | None = None
+    limit: int | None = None
+    hit: CacheHit | None = None
+    save: Path | None = None
+    steps: StepParams | None = None
+    pooling: Pooling | None = None
+    once: bool = False
+
+    @property
+    def spared(self) -> int:
+        """Ids that are sent but need not be computed: from a file, or from the runtime's cache."""
+        return self.reused if len(self.entries[0].ids) == len(self.base) else 0
+
+
+class EngineRun:
+    """A run from its start to its return. The runtime can pause it if it is ``pausable``.
+
+    An entry's job is None from the moment that it has left: late tokens are dropped.
     """
 
     def __init__(
         self,
-        ticket: int,
-        work: Callable[[], Awaitable[Any]],
-        barred: Callable[[], bool] = lambda: False,
+        number: int,
+        entry_jobs: Sequence[Job | None],
+        spec: RunSpec,
+        watchdog: Watchdog,
+        *,
+        pausable: bool = False,
     ) -> None:
-        self.ticket = ticket
-        self.barred = barred
-        self._work = work
-        self.done: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        # The caller may be gone: an unread error must not be reported by the event loop.
-        self.done.add_done_callback(lambda done: done.cancelled() or done.exception())
+        self.number = number
+        self.entry_jobs = list(entry_jobs)
+        self.spec = spec
+        self.watchdog = watchdog
+        self.pausable = pausable
+        self.stopping = False  # an abort was requested
+        self.pausing = False  # a pause inside the runtime was requested
+        self.muted = False  # all jobs have left it; its output is dropped
+        # Every token of each entry, also dropped ones.
+        self.given: list[list[int]] = [[] for _ in self.entry_jobs]
+        self.left_s: list[float] = []  # when each job left that did not stay to the end
+        self.started_s = self.token_s = asyncio.get_running_loop().time()
+        self.first_s: float | None = None
+        self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.nearer = ChangeSignal()  # the watchdog's deadline has moved nearer
 
-    async def perform(self) -> None:
-        """Do the work, unless it was withdrawn. Raises what the work raises."""
-        if self.done.cancelled():
-            return
-        result = await self._work()
-        if not self.done.done():
-            self.done.set_result(result)
+    @property
+    def jobs(self) -> list[Job]:
+        """The jobs that are still in the run."""
+        return [job for job in self.entry_jobs if job is not None]
 
-    def end(self, error: RkserveError) -> None:
-        """Fail the task with this error."""
-        if not self.done.done():
-            self.done.set_exception(error)
+    @property
+    def left_in_prefill(self) -> bool:
+        """True where all jobs left it during its prefill."""
+        return self.muted and self.first_s is None
+
+    @property
+    def transcript(self) -> Ids:
+        """All ids that entry 0 of the KV cache may hold."""
+        return (*self.spec.base, *self.given[0])
+
+    def came(self, entry: int, token_id: int, now_s: float) -> None:
+        """Note a token."""
+        if self.watchdog.token(now_s):
+            self.nearer.wake()
+        self.given[entry].append(token_id)
+        self.token_s = now_s
+        if self.first_s is None:
+            self.first_s = now_s
+
+    def end(self) -> None:
+        """Note that it returned, or was given up."""
+        if not self.over.done():
+            self.over.set_result(None)
+
+    def leave(self, entry: int, now_s: float) -> None:
+        """Take the job of this entry out of the run."""
+        self.entry_jobs[entry] = None
+        self.left_s.append(now_s)
+
+    def tail_s(self, now_s: float) -> float:
+        """Return the summed time that finished entries waited for the run's end."""
+        return sum(now_s - left_s for left_s in self.left_s)
+
+    def clocked(self, entry: int, now_s: float, restored: int = 0) -> Perf:
+        """Return the figures of an entry so far by the board's clock.
+
+        ``restored`` ids of those sent were not computed.
+        """
+        first_s = now_s if self.first_s is None else self.first_s
+        given = len(self.given[entry])
+        return Perf(
+            prefill_ms=(first_s - self.started_s) * 1e3,
+            prefill_tokens=len(self.spec.entries[entry].ids) - restored,
+            decode_ms=max(0.0, self.token_s - first_s) * 1e3 if given else 0.0,
+            decode_tokens=given,
+        )
+
+    def perf(self, ended: RunEnded) -> Perf:
+        """Return the runtime's figures of entry 0, or the board's own where it gave none."""
+        if ended.in_order:
+            return ended.perf
+        restored = self.spec.spared if ended.cache_refused is None else 0
+        return self.clocked(0, loop_time_s(), restored)

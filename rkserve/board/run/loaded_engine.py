@@ -13,21 +13,14 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from enum import Enum
 from typing import Any
 
 from rkserve.board.answer.transcript import CachedContext, Ids, Range, ResumePlan, held, plan_resume
-from rkserve.board.engine.protocol import Engine, RunCommand, RunEnded
-from rkserve.board.run.job import Job
-from rkserve.board.run.run import (
-    EngineRun,
-    RunSpec,
-    RunTimeouts,
-    Watchdog,
-    loop_time_s,
-    patience_for,
-)
-from rkserve.core.block_hashes import adapter_of
+from rkserve.board.engine.protocol import Engine, RunCommand, RunEnded, RunTimeouts, Watchdog
+from rkserve.board.run.job import EngineRun, Job, RunSpec, loop_time_s
+from rkserve.core.block_hashes import BLOCK, adapter_of
 from rkserve.core.desired_state import Probe
 from rkserve.core.errors import AdapterBroken, EngineDied, EngineHung
 from rkserve.core.messages import AdapterRef
@@ -39,6 +32,9 @@ log = logging.getLogger(__name__)
 # Before silence counts, the event loop gets this long to read what has arrived: the loop may have
 # been blocked, and not the engine.
 SECOND_LOOK_S = 0.1
+# After this many runs in a row that reused nothing of a known prefix, the model or the runtime does
+# not reuse prefixes in RAM.
+RECOMPUTED_LIMIT = 3
 
 # Handles a token: the run, the entry, the token's id and text, and whether text is held back.
 Receiver = Callable[[EngineRun, int, int, bytes, bool], None]
@@ -68,16 +64,20 @@ class LoadedEngine:
         self.engine = engine
         self.facts = engine.facts
         self.adapters = adapters
-        self.context = CachedContext(append=self.quirk("append_tokens_with_history"))
+        self.context = CachedContext(
+            append=self.quirk("append_tokens_with_history"),
+            prefix=self.quirk("prefix_reuse_in_ram") and engine.facts.n_batch == 1,
+        )
         self.paused: PausedRun | None = None
         self.positions: tuple[int, ...] = (0,) * engine.facts.n_batch  # the runtime's last count
         self.doomed = False  # it is about to be ended, and its KV cache lost
         self.aborted = False  # a run of this handle was aborted; see quirk prompt_cache_after_abort
         self.tried: dict[str, Probe] = {}  # results of its adapters' trial runs, by key
         self.running: EngineRun | None = None
-        self._cache_loaded = False
+        self.cache_loaded = False  # the last run began from a prompt cache
         self._board_id = board_id
         self._patience = patience
+        self._recomputed = 0  # runs in a row that computed a long known prefix again
         self._numbers = itertools.count(1)
 
     def quirk(self, name: str) -> bool:
@@ -131,10 +131,10 @@ class LoadedEngine:
         self,
         entry_jobs: Sequence[Job | None],
         spec: RunSpec,
-        receive: Receiver,
+        receive: Receiver | None = None,
         sampling: Sampling | None = None,
     ) -> tuple[EngineRun, RunEnded]:
-        """Make a run, and note the KV cache that it left.
+        """Make a run, and note the KV cache that it left; without ``receive`` tokens are dropped.
 
         Raises:
             EngineHung: the watchdog's deadline has passed; the run may still be going on.
@@ -161,7 +161,7 @@ class LoadedEngine:
         if run.spec.steps is None:
             self.aborted = True  # a run of steps is left between two of them
         if run.watchdog.aborted(loop_time_s()):
-            run.hurry()
+            run.nearer.wake()
         self.engine.abort(run.number)
 
     def last_abort(self) -> bool:
@@ -177,7 +177,7 @@ class LoadedEngine:
             return
         run.pausing = True
         if run.watchdog.paused(loop_time_s()):
-            run.hurry()
+            run.nearer.wake()
         self.engine.pause(run.number)
 
     def _seat(self, entry_jobs: Sequence[Job | None], spec: RunSpec) -> EngineRun:
@@ -194,7 +194,7 @@ class LoadedEngine:
     def _command(self, run: EngineRun, sampling: Sampling | None) -> RunCommand:
         begin, per_run = run.spec, self.facts.per_run_sampling
         # A loaded cache would be used by any later run with the same prefix, under any adapter.
-        release = self._cache_loaded and begin.hit is None and not begin.resume
+        release = self.cache_loaded and begin.hit is None and not begin.resume
         return RunCommand(
             run_id=run.number,
             entries=begin.entries,
@@ -212,7 +212,9 @@ class LoadedEngine:
             pooling=begin.pooling,
         )
 
-    async def _supervise(self, run: EngineRun, command: RunCommand, receive: Receiver) -> RunEnded:
+    async def _supervise(
+        self, run: EngineRun, command: RunCommand, receive: Receiver | None
+    ) -> RunEnded:
         """Wait for the run's end, within the watchdog's deadlines."""
 
         # Looked up once, because it is called for every token.
@@ -220,7 +222,8 @@ class LoadedEngine:
 
         def on_token(entry: int, token_id: int, data: bytes, waiting: bool) -> None:
             run.came(entry, token_id, now_s())
-            receive(run, entry, token_id, data, waiting)
+            if receive is not None:
+                receive(run, entry, token_id, data, waiting)
 
         def on_scores(prompt: bool, found: tuple[Scored, ...]) -> None:
             job = run.entry_jobs[0]
@@ -232,7 +235,7 @@ class LoadedEngine:
             while not ended.done():
                 patience_s = run.watchdog.deadline_s - now_s()
                 if patience_s > 0:
-                    waits_for = (ended, run.nearer_deadline())
+                    waits_for = (ended, run.nearer.changed())
                     await asyncio.wait(waits_for, timeout=patience_s, return_when="FIRST_COMPLETED")
                     continue
                 await asyncio.wait({ended}, timeout=SECOND_LOOK_S)
@@ -254,7 +257,7 @@ class LoadedEngine:
             # A run that never began may have loaded its cache, and may not have released the last
             # one.
             ran = ended.end not in (None, RunEnd.FAILED)
-            self._cache_loaded = began.hit is not None or (self._cache_loaded and not ran)
+            self.cache_loaded = began.hit is not None or (self.cache_loaded and not ran)
         if began.resume and ended.end in (None, RunEnd.FAILED):
             return  # aborted before it began, or refused: ``drain`` finds out which
         spliced = self._spliced(began)
@@ -283,14 +286,11 @@ class LoadedEngine:
                 run.left_in_prefill or not self.quirk("kv_valid_after_abort")
             )
         in_text_mode = began.entries[0].prompt_text is not None and began.pooling is None
-        # FINISH may be missing after hidden states, so the positions are not trusted.
-        left = began.pooling is not None and self.positions[0] > 0
-        if not ended.in_order or in_text_mode or stopped or left:
+        # After a splice a full prefill of the same ids would give other positions.
+        if not ended.in_order or in_text_mode or stopped or spliced:
             self.context.forget()
         elif not began.history:
-            self.context.reset()  # without history the runtime drops the context itself
-        elif spliced:
-            self.context.forget()  # a full prefill of the same ids would give other positions
+            self._settle_single_turn(run, ended)
         elif not self.context.settle(
             run.transcript, self.positions[0], began.origin, once=began.once
         ):
@@ -301,8 +301,39 @@ class LoadedEngine:
                 self.positions[0],
                 len(run.transcript),
             )
-            self.context = CachedContext(append=False)
+            self.context = CachedContext(append=False, prefix=self.context.prefix)
             self.context.forget()
+
+    def _settle_single_turn(self, run: EngineRun, ended: RunEnded) -> None:
+        """Note the context of a run without history.
+
+        The manual has the runtime drop it. Where it may be left it is cleared before another
+        origin's prompt, whose time to the first token would tell what the last one was.
+        """
+        began = run.spec
+        if not self.context.prefix or began.steps is not None or began.pooling is not None:
+            self.context.forget()
+            return
+        if began.hit is None and began.spared >= BLOCK:
+            again = ended.perf.prefill_tokens >= len(began.base)
+            self._recomputed = self._recomputed + 1 if again else 0
+        if self._recomputed >= RECOMPUTED_LIMIT:
+            log.warning(
+                "board %s: the runtime computed %d prompts in a row again although it held their "
+                "prefix (the last one %d tokens); prefix_reuse_in_ram is off until its engine "
+                "restarts",
+                self._board_id,
+                self._recomputed,
+                began.spared,
+            )
+            self.context = CachedContext(append=self.context.append)
+            self.context.forget()
+            return
+        # The last token was delivered and not computed. What the runtime's own count says of such a
+        # context is not known.
+        ids = run.transcript[:-1] if run.given[0] else run.transcript
+        self.context.keep(ids, began.origin, once=began.once)
+        self.positions = (len(ids),)
 
     # -- calls ------------------------------------------------------------------------------------
 
@@ -355,27 +386,39 @@ class LoadedEngine:
             self.context.forget()
 
 
-@dataclass(frozen=True, slots=True)
-class AdapterReady:
-    """The adapter is loaded under this name."""
+def patience_for(spec: RunSpec, patience: RunTimeouts) -> RunTimeouts:
+    """Return the timeouts of such a run."""
+    if spec.save is not None:
+        # The file is written between the last token and the return of the call.
+        return replace(
+            patience,
+            token_s=patience.token_s + patience.first_token_s,
+            abort_s=patience.abort_s + patience.first_token_s,
+        )
+    if images := sum(len(entry.images) for entry in spec.entries):
+        first_s = patience.first_token_s + patience.image_s * images
+        return replace(patience, first_token_s=first_s)
+    if spec.steps is None:
+        return patience
+    # A step is never cut short, and one that sends the whole context again takes its prefill.
+    again = 0 if spec.history else len(spec.base) + (spec.limit or 0)
+    step_s = patience.token_s + patience.prefill_per_token_s * again
+    if spec.steps.optimistic:
+        # A run that leaves the grammar is ended, its logits are read, and it is restarted before
+        # the next token.
+        first_s = patience.first_token_s + 2 * step_s
+        patience, step_s = replace(patience, first_token_s=first_s), 3 * step_s
+    return replace(patience, token_s=step_s, abort_s=patience.abort_s + step_s)
 
-    name: str
 
+class AdapterNeed(Enum):
+    """The work before a run with an adapter."""
 
-@dataclass(frozen=True, slots=True)
-class LoadAdapter:
-    """Load the adapter under this name, then call ``loaded`` or ``refused``."""
-
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
-class RenewEngine:
-    """No room is left: start a fresh engine and load the adapter into it.
-
-    The other adapters are loaded again when a request needs them; otherwise they would fill the
-    fresh engine at once.
-    """
+    NOTHING = "it is loaded"
+    LOAD = "load it under its key, then call `loaded` or `refused`"
+    # The other adapters are loaded again when a request needs them; otherwise they would fill the
+    # fresh engine at once.
+    ENGINE = "no room is left: start a fresh engine and load the adapter into it"
 
 
 class AdapterTable:
@@ -397,7 +440,7 @@ class AdapterTable:
         """Estimated memory of the loaded adapters: the sizes of their files."""
         return sum(self._loaded.values())
 
-    def need(self, ref: AdapterRef, size_bytes: int) -> AdapterReady | LoadAdapter | RenewEngine:
+    def need(self, ref: AdapterRef, size_bytes: int) -> AdapterNeed:
         """Return the step due before a run with ``ref``, whose file has ``size_bytes``.
 
         Raises:
@@ -406,7 +449,7 @@ class AdapterTable:
         key = ref.key
         if key in self._loaded:
             self._loaded[key] = self._loaded.pop(key)
-            return AdapterReady(key)
+            return AdapterNeed.NOTHING
         if key in self._refused:
             raise AdapterBroken(ref.label, self._refused[key])
         if not self._fits(1, size_bytes):
@@ -416,8 +459,8 @@ class AdapterTable:
                 f"{self._budget_bytes} bytes",
             )
         if self._fits(len(self._loaded) + 1, self.used_bytes + size_bytes):
-            return LoadAdapter(key)
-        return RenewEngine()
+            return AdapterNeed.LOAD
+        return AdapterNeed.ENGINE
 
     def loaded(self, ref: AdapterRef, size_bytes: int) -> None:
         """Record that the runtime loaded the adapter."""

@@ -9,10 +9,9 @@ import asyncio
 from collections.abc import Callable
 
 from rkserve.board.answer.transcript import common_prefix
-from rkserve.board.rules.generation_states import GenerationEvent
+from rkserve.board.rules.generations import GenerationEvent
 from rkserve.board.run.job import Job
-from rkserve.board.run.ports import BoardBooks, EngineSlot, RunQueue
-from rkserve.board.run.settings import BoardSettings
+from rkserve.board.run.parts import BoardBooks, EngineSlot, RunQueue
 from rkserve.board.run.start import kv_outlook
 from rkserve.core.board_report import GenerationState
 from rkserve.core.errors import PauseExpired, RkserveError, TooManyPaused
@@ -28,13 +27,12 @@ class PausedRequests:
 
     def __init__(
         self,
-        settings: BoardSettings,
-        slot: EngineSlot,
         books: BoardBooks,
+        slot: EngineSlot,
         queue: RunQueue,
         fail: Callable[[Job, RkserveError], None],
     ) -> None:
-        self._settings, self._slot, self._books, self._queue = settings, slot, books, queue
+        self._settings, self._books, self._slot, self._queue = books.settings, books, slot, queue
         self._fail = fail
         self._holding: Job | None = None  # paused inside the runtime, so that it keeps the board
         self._release: asyncio.Future[None] | None = None

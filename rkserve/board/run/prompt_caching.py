@@ -9,14 +9,15 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 
 from rkserve.board.answer.transcript import Ids, common_prefix, held
 from rkserve.board.engine.protocol import EntryCommand, RunEnded
-from rkserve.board.rules.counters import BoardCounters
+from rkserve.board.rules.generations import BoardCounters
+from rkserve.board.run.job import EngineRun, RunSpec
 from rkserve.board.run.loaded_engine import LoadedEngine
-from rkserve.board.run.run import EngineRun, RunSpec
+from rkserve.board.run.settings import BoardSettings
 from rkserve.board.storage.prompt_cache import CachedFile, CacheHit, CacheStore
 from rkserve.core.block_hashes import adapter_of
 from rkserve.core.board_report import CacheEntry
@@ -29,7 +30,6 @@ from rkserve.core.errors import (
     RunFailed,
 )
 from rkserve.core.files import ids_digest
-from rkserve.core.messages import GenerateRequest
 
 log = logging.getLogger(__name__)
 
@@ -43,37 +43,17 @@ NO_STORE = (
 )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class PendingFile:
-    """A file written by the runtime while it is hashed and published."""
-
-    ids: Ids
-    origin: str | None
-    task: asyncio.Task[None]
-
-
-@dataclass(frozen=True, slots=True)
-class CacheRules:
-    """The settings of the prompt caches. ``park`` enables parked conversations."""
-
-    board_id: str
-    model: str
-    context_len: int
-    park: bool
-    park_min_tokens: int
-    position_bytes: int | None
-
-
 class PromptCaching:
     """Use of the cache store by one board. Call it while the caller has the board."""
 
-    def __init__(self, rules: CacheRules, store: CacheStore | None, figures: BoardCounters) -> None:
-        self._rules = rules
-        self.store = store
+    def __init__(self, settings: BoardSettings, figures: BoardCounters) -> None:
+        self._settings = settings
+        self.store = settings.caches
         self._figures = figures
-        self._parks = rules.park and store is not None
+        self._parks = settings.park and settings.n_batch == 1 and self.store is not None
         self._useless = 0
-        self._writing: set[PendingFile] = set()
+        # Tasks that publish files written by the runtime, with ids and origin of each file.
+        self._writing: dict[asyncio.Task[None], tuple[Ids, str | None]] = {}
         self._base: str | None = None  # digest of the base weights of the caches; None: not set yet
         self._resealing = asyncio.Lock()
         self._reseals: set[asyncio.Task[None]] = set()
@@ -87,7 +67,7 @@ class PromptCaching:
         try:
             await asyncio.to_thread(self.store.open)
         except (ConfigError, OSError) as exc:
-            log.warning("board %s serves without prompt caches: %s", self._rules.board_id, exc)
+            log.warning("board %s serves without prompt caches: %s", self._settings.board_id, exc)
             self.store, self._parks = None, False
 
     async def reseal(self, base: str) -> None:
@@ -110,7 +90,9 @@ class PromptCaching:
             try:
                 await asyncio.to_thread(self.store.reseal, self._base)
             except (ConfigError, OSError) as exc:
-                log.warning("board %s goes on without prompt caches: %s", self._rules.board_id, exc)
+                log.warning(
+                    "board %s goes on without prompt caches: %s", self._settings.board_id, exc
+                )
                 self.store.close()
                 self.store, self._parks = None, False
 
@@ -127,11 +109,8 @@ class PromptCaching:
         """Return the files, the oldest first."""
         return self.store.entries() if self.store is not None else []
 
-    def check(self, request: GenerateRequest) -> None:
-        """Raise ``CacheUnsupported`` or ``CacheNotFound`` where ``use_cache`` cannot be served."""
-        name = request.use_cache
-        if name is None:
-            return
+    def check(self, name: str) -> None:
+        """Raise ``CacheUnsupported`` or ``CacheNotFound`` where there is no cache of that name."""
         store = self.require()
         if all(entry.name != name for entry in store.entries()):
             raise CacheNotFound(name)
@@ -144,12 +123,12 @@ class PromptCaching:
 
     def entries(self, now_s: float) -> list[CacheEntry]:
         """Return a report of each file."""
-        return [self._told(entry, now_s) for entry in self.files()]
+        return [self._entry_of(entry, now_s) for entry in self.files()]
 
-    def _told(self, entry: CachedFile, now_s: float) -> CacheEntry:
+    def _entry_of(self, entry: CachedFile, now_s: float) -> CacheEntry:
         return CacheEntry(
-            board_id=self._rules.board_id,
-            model=self._rules.model,
+            board_id=self._settings.board_id,
+            model=self._settings.model,
             name=entry.name,
             tokens=entry.tokens,
             file_bytes=entry.file_bytes,
@@ -177,11 +156,9 @@ class PromptCaching:
 
     def worth_from(self, live: LoadedEngine) -> int:
         """Return the number of tokens from which a displaced context is parked; 0: never."""
-        if not self._parks or not live.quirk("prompt_cache_save_with_history"):
+        if not self._parks or not _saves(live) or not live.facts.per_run_sampling:
             return 0
-        if not (live.context.append and live.facts.per_run_sampling):
-            return 0
-        least, figures = self._rules.park_min_tokens, self._figures
+        least, figures = self._settings.park_min_tokens, self._figures
         if self.usable(live):
             return least
         if figures.prefill_tokens == 0 or figures.prefill_ms <= 0:
@@ -211,7 +188,7 @@ class PromptCaching:
             if await asyncio.to_thread(store.verify, hit.entry):
                 store.pin(hit.entry)
                 return hit
-            log.warning("board %s: a prompt cache was damaged and is gone", self._rules.board_id)
+            log.warning("board %s: a prompt cache was damaged and is gone", self._settings.board_id)
 
     def _pays(self, live: LoadedEngine, hit: CacheHit, name: str | None, reused: int) -> bool:
         saved = hit.tokens - reused
@@ -219,7 +196,7 @@ class PromptCaching:
             return False
         if name is not None:
             return saved > 0
-        return self._parks and saved >= self._rules.park_min_tokens
+        return self._parks and saved >= self._settings.park_min_tokens
 
     def used(self, hit: CacheHit, prefilled: int | None, sent: int, refused: str | None) -> None:
         """Rate a run that began from ``hit`` by the tokens that the runtime prefilled."""
@@ -235,16 +212,16 @@ class PromptCaching:
             log.warning(
                 "board %s: %d prompt caches in a row saved nothing (the last one %d tokens); "
                 "conversations are not parked until the board restarts",
-                self._rules.board_id,
+                self._settings.board_id,
                 self._useless,
                 hit.tokens,
             )
 
     # -- writing ----------------------------------------------------------------------------------
 
-    async def reserve_again(self, hit: CacheHit | None, *, history: bool) -> Path | None:
+    async def reserve_again(self, hit: CacheHit, *, history: bool) -> Path | None:
         """Return the file for the longer context of a run that restored a parked conversation."""
-        if hit is None or hit.entry.name is not None or history or not self._parks:
+        if hit.entry.name is not None or history or not self._parks:
             return None
         return await self._reserve(hit.tokens)
 
@@ -255,9 +232,8 @@ class PromptCaching:
         same conversation waits for it.
         """
         task = asyncio.create_task(self._commit(path, ids, origin), name="publish a prompt cache")
-        writing = PendingFile(ids, origin, task)
-        self._writing.add(writing)
-        task.add_done_callback(lambda _: self._writing.discard(writing))
+        self._writing[task] = (ids, origin)
+        task.add_done_callback(self._writing.pop)
 
     def restorable(self, ids: Ids, origin: str | None) -> int:
         """Return how many of ``ids`` a later run could restore from disk."""
@@ -265,7 +241,7 @@ class PromptCaching:
             return 0
         files = [entry.ids for entry in self.store.entries() if entry.origin == origin]
         most = max((common_prefix(kept, ids) for kept in files), default=0)
-        return most if most >= self._rules.park_min_tokens else 0
+        return most if most >= self._settings.park_min_tokens else 0
 
     async def drop_parked(self) -> None:
         """Remove the parked conversations; named caches stay.
@@ -275,11 +251,11 @@ class PromptCaching:
         await self.settled()
         if self.store is not None:
             gone = await asyncio.to_thread(self.store.delete_parked)
-            log.info("board %s: %d parked conversations are removed", self._rules.board_id, gone)
+            log.info("board %s: %d parked conversations are removed", self._settings.board_id, gone)
 
     async def settled(self) -> None:
         """Wait until all written files are published."""
-        await asyncio.gather(*(writing.task for writing in self._writing))
+        await asyncio.gather(*self._writing)
 
     async def _commit(self, path: Path, ids: Ids, origin: str | None) -> None:
         store = self.require()
@@ -287,15 +263,14 @@ class PromptCaching:
             await asyncio.to_thread(store.commit, path, ids, None, origin)
             self._figures.parked += 1
         except (RequestError, OSError) as exc:
-            log.warning("board %s: a conversation was not parked: %s", self._rules.board_id, exc)
+            log.warning("board %s: a conversation was not parked: %s", self._settings.board_id, exc)
 
     async def _await_own(self, wanted: Ids, origin: str | None) -> None:
         """Wait for the files of the conversation ``wanted`` that are being published."""
         own = {
-            writing.task
-            for writing in self._writing
-            if writing.origin == origin
-            and common_prefix(writing.ids, wanted) >= self._rules.park_min_tokens
+            task
+            for task, (ids, made) in self._writing.items()
+            if made == origin and common_prefix(ids, wanted) >= self._settings.park_min_tokens
         }
         if own:
             await asyncio.wait(own)
@@ -327,8 +302,8 @@ class PromptCaching:
         """Write the live context to a file before another conversation uses the engine.
 
         With ``renewing`` the engine itself is about to be replaced. A run of one token writes the
-        whole KV cache; the last id is sent once more for that, so the file ends with it twice and
-        is the same up to there. Afterwards the context is unknown.
+        whole KV cache. One with history gets the last id once more for that, so the file ends with
+        it twice and is the same up to there, and afterwards the context is unknown.
 
         Raises:
             EngineHung, EngineDied: as any run; parking is off then until the board restarts.
@@ -350,33 +325,36 @@ class PromptCaching:
             limit=1,
             save=path,
         )
+        if not live.context.history:
+            whole = (EntryCommand(ids),)
+            begin = replace(begin, entries=whole, base=ids, reused=len(ids), history=False)
         try:
-            _, ended = await live.run([None], begin, _ignore)
+            _, ended = await live.run([None], begin)
         except BaseException as exc:
             if isinstance(exc, BoardFailed):
                 self._parks = False
-                log.warning("board %s: parking is off: %s", self._rules.board_id, exc)
+                log.warning("board %s: parking is off: %s", self._settings.board_id, exc)
             await self.abandon(path)
             raise
-        live.context.forget()
+        if begin.history:
+            live.context.forget()
         if ended.in_order:
             self.keep(path, ids, origin)
         else:
-            log.warning("board %s: parking failed: %s", self._rules.board_id, ended.error)
+            log.warning("board %s: parking failed: %s", self._settings.board_id, ended.error)
             await self.abandon(path)
 
     def _may_park(self, live: LoadedEngine, ids: Ids, origin: str | None) -> bool:
-        rules, store = self._rules, self.store
+        settings, store = self._settings, self.store
         return (
             self._parks
             and store is not None
-            and live.context.append
             and not live.context.once
             and live.facts.per_run_sampling  # else the run would not end after its one token
-            and live.quirk("prompt_cache_save_with_history")
-            and rules.park_min_tokens <= len(ids) <= rules.context_len - 2
+            and _saves(live)
+            and settings.park_min_tokens <= len(ids) <= settings.context_len - 2
             and not store.holds(ids, origin)
-            and not any(w.ids[: len(ids)] == ids and w.origin == origin for w in self._writing)
+            and not any(w[: len(ids)] == ids and o == origin for w, o in self._writing.values())
         )
 
     async def build(
@@ -395,8 +373,8 @@ class PromptCaching:
             RunFailed: the runtime refused the run.
         """
         store = self.require()
-        rules = self._rules
-        expected = len(ids) * (rules.position_bytes or 0)
+        settings = self._settings
+        expected = len(ids) * (settings.kv_position_bytes or 0)
         path = await asyncio.to_thread(store.reserve, expected, name)
         begin = RunSpec(
             entries=(EntryCommand(ids),), base=ids, clear=True, origin=origin, limit=1, save=path
@@ -405,7 +383,7 @@ class PromptCaching:
         def end_at_first(run: EngineRun, *_: object) -> None:
             live.abort(run)  # for a runtime without a token limit
 
-        receive = _ignore if live.facts.per_run_sampling else end_at_first
+        receive = None if live.facts.per_run_sampling else end_at_first
         try:
             _, ended = await live.run([None], begin, receive)
         except BaseException:
@@ -413,24 +391,26 @@ class PromptCaching:
             raise
         if not ended.in_order:
             await self.abandon(path)
-            reason = ended.error or f"the runtime returned {ended.return_code}"
-            raise RunFailed(rules.board_id, reason)
+            raise RunFailed(settings.board_id, ended.reason)
         if not wanted():
             await self.abandon(path)
             raise CacheUnsupported("The call for this prompt cache was withdrawn.")
         entry = await asyncio.to_thread(store.commit, path, ids, name, origin)
-        return self._told(entry, entry.created_s)
+        return self._entry_of(entry, entry.created_s)
 
     async def _reserve(self, tokens: int) -> Path | None:
         store = self.require()
         try:
             return await asyncio.to_thread(
-                store.reserve, tokens * (self._rules.position_bytes or 0)
+                store.reserve, tokens * (self._settings.kv_position_bytes or 0)
             )
         except (RequestError, OSError) as exc:
-            log.warning("board %s: nothing was parked: %s", self._rules.board_id, exc)
+            log.warning("board %s: nothing was parked: %s", self._settings.board_id, exc)
             return None
 
 
-def _ignore(run: EngineRun, entry: int, token_id: int, data: bytes, waiting: bool) -> None:
-    """Drop the token of a run without a request."""
+def _saves(live: LoadedEngine) -> bool:
+    """Return whether a run can write the whole live context to a file."""
+    if live.context.prefix:
+        return True
+    return live.context.append and live.quirk("prompt_cache_save_with_history")

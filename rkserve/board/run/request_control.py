@@ -1,6 +1,6 @@
 """Control of running generations: list, pause, edit, resume, abort.
 
-It checks each action against the table of ``rules.generation_states``; the runner carries it out.
+It checks each action against the table of ``rules.generations``; the runner carries it out.
 """
 
 from __future__ import annotations
@@ -9,17 +9,15 @@ import asyncio
 from collections.abc import Sequence
 
 from rkserve.board.answer.transcript import common_prefix
-from rkserve.board.rules.generation_states import GenerationEvent, judge
+from rkserve.board.rules.generations import GenerationEvent, judge
 from rkserve.board.run.job import Job, emitted
-from rkserve.board.run.ports import BoardBooks, EngineSlot
+from rkserve.board.run.parts import BoardBooks, EngineSlot
 from rkserve.board.run.runner import RequestRunner
-from rkserve.board.run.settings import BoardSettings
 from rkserve.board.run.start import kept_ids, kv_outlook
 from rkserve.core.board_report import Emitted, GenerationInfo, GenerationState
 from rkserve.core.errors import GenerationNotFound, RequestError, StateConflict
 from rkserve.core.messages import ControlAction, Edit, Kv
 
-ENDED_REMEMBERED = 256
 HEARD_S = 0.5
 _LOST = "Its connection to this board was lost meanwhile; if another one has it, ask again."
 
@@ -29,18 +27,9 @@ _S = GenerationState
 class RequestControl:
     """The generations of one board, by the ids known to clients."""
 
-    def __init__(
-        self, settings: BoardSettings, slot: EngineSlot, books: BoardBooks, runner: RequestRunner
-    ) -> None:
-        self._settings, self._slot, self._books = settings, slot, books
+    def __init__(self, books: BoardBooks, slot: EngineSlot, runner: RequestRunner) -> None:
+        self._settings, self._books, self._slot = books.settings, books, slot
         self._runner = runner
-        self._ended: dict[str, None] = {}  # request ids of ended generations, the oldest first
-
-    def remember(self, job: Job) -> None:
-        """Remember the ended job, for a later action on it."""
-        self._ended[job.request.request_id] = None
-        while len(self._ended) > ENDED_REMEMBERED:
-            del self._ended[next(iter(self._ended))]
 
     def generations(self) -> list[GenerationInfo]:
         """Return the generations that have not ended."""
@@ -52,7 +41,11 @@ class RequestControl:
         return Emitted(self._settings.board_id, emitted(self._books.jobs.values()))
 
     async def control(
-        self, generation: str, action: ControlAction, edit: Edit | None, choice: int | None
+        self,
+        generation: str,
+        action: ControlAction,
+        edit: Edit | None = None,
+        choice: int | None = None,
     ) -> list[GenerationInfo]:
         """Apply ``action`` to the choices of a generation that allow it.
 
@@ -70,7 +63,7 @@ class RequestControl:
             )
         if action is ControlAction.EDIT:
             if len(jobs) > 1:
-                raise RequestError("Several choices are paused; say which one to edit.", "choice")
+                raise RequestError("Several choices are paused; name the one to edit.", "choice")
             self._edit(jobs[0], edit or Edit())
         elif action is ControlAction.RESUME:
             for job in jobs:
@@ -109,7 +102,7 @@ class RequestControl:
         alive = [job for job in held if job.state is not _S.ENDED]
         if alive:
             return alive
-        ended = (_parts(request_id) for request_id in self._ended)
+        ended = (_parts(request_id) for request_id in self._books.ended)
         if held or any(_fits(parts, generation, choice) for parts in ended):
             raise StateConflict(action.value, _S.ENDED.value)
         raise GenerationNotFound(generation if choice is None else f"{generation}/{choice}")

@@ -11,14 +11,12 @@ from collections.abc import Sequence
 
 from rkserve.board.answer.generation import Generation, RunSignal
 from rkserve.board.engine.protocol import RunEnded
-from rkserve.board.rules.generation_states import GenerationEvent
-from rkserve.board.run.job import Job
+from rkserve.board.rules.generations import GenerationEvent
+from rkserve.board.run.job import EngineRun, Job, RunSpec, loop_time_s
 from rkserve.board.run.loaded_engine import LoadedEngine
+from rkserve.board.run.parts import BoardBooks, EngineSlot, RunQueue
 from rkserve.board.run.paused import BY_CLUSTER, BY_REQUEST, PausedRequests
-from rkserve.board.run.ports import BoardBooks, EngineSlot, RunQueue
 from rkserve.board.run.prompt_caching import PromptCaching
-from rkserve.board.run.run import EngineRun, RunSpec, loop_time_s
-from rkserve.board.run.settings import BoardSettings
 from rkserve.board.run.start import RunPlanner
 from rkserve.core.board_report import GenerationState
 from rkserve.core.errors import (
@@ -47,22 +45,17 @@ class RequestRunner:
     """Makes the runs of the jobs that have the board; pauses, resumes and ends them."""
 
     def __init__(
-        self,
-        settings: BoardSettings,
-        slot: EngineSlot,
-        books: BoardBooks,
-        queue: RunQueue,
-        caching: PromptCaching,
+        self, books: BoardBooks, slot: EngineSlot, queue: RunQueue, caching: PromptCaching
     ) -> None:
-        self._settings, self._slot, self._books, self._queue = settings, slot, books, queue
+        self._settings, self._books, self._slot, self._queue = books.settings, books, slot, queue
         self._caching = caching
-        self._planner = RunPlanner(settings, slot, caching)
-        self.pauses = PausedRequests(settings, slot, books, queue, self.fail)
+        self._planner = RunPlanner(books.settings, slot, caching)
+        self.pauses = PausedRequests(books, slot, queue, self.fail)
 
     async def perform(self, jobs: Sequence[Job]) -> None:
         """Make the runs of jobs that admission started, until the board is free again.
 
-        Raises ``RkserveError`` for the jobs that are still seated.
+        Raises ``RkserveError`` for the jobs that still have the board.
         """
         now_s = loop_time_s()
         for job in jobs:
@@ -121,8 +114,7 @@ class RequestRunner:
         entry = run.entry_jobs.index(job)
         if run.first_s is not None:
             begin = run.spec
-            restored = begin.reused if begin.hit is not None else 0
-            self._count(job, run.clocked(entry, now_s, restored), begin.reused)
+            self._count(job, run.clocked(entry, now_s, begin.spared), begin.reused)
         run.leave(entry, now_s)
         job.has_board = False
         if self._concluded(job, run, paused=True):
@@ -192,7 +184,7 @@ class RequestRunner:
             self._books.counters.failed += 1
             if isinstance(error, BoardFailed | AdapterBroken):
                 label = job.spans.label or self._books.obligations.label(job.ref)
-                self._books.versions.failed(label)
+                self._books.versions.add(label, failed=1)
         job.end(error)
 
     # -- single runs ------------------------------------------------------------------------------
@@ -247,7 +239,7 @@ class RequestRunner:
         if job not in run.entry_jobs:
             return await self._settle_muted(begin, ended)
         if ended.refused:
-            self.fail(job, RequestError(_reason(ended)))
+            self.fail(job, RequestError(ended.reason))
             return False
         if ended.end is RunEnd.FAILED:
             return await self._failed(job, begin, run, ended)
@@ -256,7 +248,8 @@ class RequestRunner:
         if ended.end is not None:
             self._count(job, run.perf(ended), begin.reused)
         # First, because the pause is announced once the board is held.
-        await self._caching.after_run(live, run, ended)
+        if begin.hit is not None or begin.save is not None:
+            await self._caching.after_run(live, run, ended)
         paused = ended.end is RunEnd.PAUSED
         going = self._concluded(job, run, paused=paused)
         if job.state is _S.PAUSED and paused:
@@ -270,7 +263,7 @@ class RequestRunner:
         await self._caching.abandon(begin.save)
         await self._planner.drain()
         if ended.end is RunEnd.FAILED and not begin.resume and not ended.refused:
-            raise RunFailed(self._settings.board_id, _reason(ended))
+            raise RunFailed(self._settings.board_id, ended.reason)
         return False
 
     def _concluded(self, job: Job, run: EngineRun, *, paused: bool) -> bool:
@@ -320,14 +313,14 @@ class RequestRunner:
         """
         await self._caching.abandon(begin.save)
         if not begin.resume:
-            raise RunFailed(self._settings.board_id, _reason(ended))
+            raise RunFailed(self._settings.board_id, ended.reason)
         if run.given[0]:
             await self._planner.drain()
-            raise RunFailed(self._settings.board_id, _reason(ended))
+            raise RunFailed(self._settings.board_id, ended.reason)
         log.warning(
             "board %s: a paused run cannot be resumed and is recomputed: %s",
             self._settings.board_id,
-            _reason(ended),
+            ended.reason,
         )
         await self._planner.drain()
         return not self._closed(job)
@@ -355,7 +348,7 @@ class RequestRunner:
         self._books.counters.batch_entries += len(jobs)
         self._books.counters.batch_tail_ms += run.tail_s(loop_time_s()) * 1e3
         if ended.end is RunEnd.FAILED:
-            raise RunFailed(self._settings.board_id, _reason(ended))
+            raise RunFailed(self._settings.board_id, ended.reason)
         for job in run.jobs:
             self._depart(run, job)
 
@@ -477,7 +470,7 @@ class RequestRunner:
         """Start a run of the job with its current version."""
         label = self._books.obligations.label(job.ref)
         if not job.begun:
-            self._books.versions.began(label)
+            self._books.versions.add(label, requests=1)
         job.spans.begin(label, job.generation.tokens)
         job.start()
 
@@ -485,7 +478,9 @@ class RequestRunner:
         """Add the figures of a run to the job's."""
         job.tally.add(perf, reused)
         if job.spans.label is not None:
-            self._books.versions.ran(job.spans.label, perf.decode_tokens, perf.decode_ms)
+            self._books.versions.add(
+                job.spans.label, tokens=perf.decode_tokens, decode_ms=perf.decode_ms
+            )
 
     def _closed(self, job: Job) -> bool:
         """Settle a job that needs no further run; return whether it did."""
@@ -521,7 +516,3 @@ class RequestRunner:
 def _is_for(planned: tuple[LoadedEngine, RunSpec] | None, jobs: Sequence[Job]) -> bool:
     """Return whether the run was planned for the jobs' current version."""
     return planned is not None and planned[1].origin == jobs[0].origin
-
-
-def _reason(ended: RunEnded) -> str:
-    return ended.error or f"the runtime returned {ended.return_code}"

@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rkserve.board.answer.hooks import HookFactory
-from rkserve.board.run.prompt_caching import CacheRules
-from rkserve.board.run.run import RunTimeouts
+from rkserve.board.engine.protocol import RunTimeouts
 from rkserve.board.storage.prompt_cache import CacheStore
 from rkserve.core.errors import RequestError
 from rkserve.core.messages import GenerateRequest
@@ -99,7 +98,7 @@ class BoardSettings:
         elif self.text_mode or self.tokenizer_file is None:
             why = "it is served without a tokenizer"
         elif not self.eos_ids:
-            why = "its folder does not say which tokens end an answer (eos_token_ids)"
+            why = "its folder names no tokens that end an answer (eos_token_ids)"
         else:
             return
         raise RequestError(
@@ -157,15 +156,3 @@ class BoardSettings:
         else:
             return
         raise RequestError(f"The model '{self.model}' {why}.", "cross_attention")
-
-    @property
-    def cache_rules(self) -> CacheRules:
-        """The settings of the prompt caches."""
-        return CacheRules(
-            board_id=self.board_id,
-            model=self.model,
-            context_len=self.context_len,
-            park=self.park and self.n_batch == 1,
-            park_min_tokens=self.park_min_tokens,
-            position_bytes=self.kv_position_bytes,
-        )

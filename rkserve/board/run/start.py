@@ -7,14 +7,14 @@ run of a job itself.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from rkserve.board.answer.transcript import Ids, common_prefix
 from rkserve.board.engine.protocol import EntryCommand
-from rkserve.board.run.job import Job
+from rkserve.board.run.job import Job, RunSpec
 from rkserve.board.run.loaded_engine import LoadedEngine
-from rkserve.board.run.ports import EngineSlot
+from rkserve.board.run.parts import EngineSlot
 from rkserve.board.run.prompt_caching import PromptCaching
-from rkserve.board.run.run import RunSpec
 from rkserve.board.run.settings import BoardSettings
 from rkserve.core.errors import Misuse, NativeError
 from rkserve.core.messages import Kv
@@ -45,16 +45,9 @@ class RunPlanner:
             wanted = job.generation.context
             resume = live.resumption(wanted, job.generation.cuts, job.origin)
             if resume is not None:
-                return live, RunSpec(
-                    entries=(EntryCommand(resume.send),),
-                    base=wanted,
-                    reused=len(wanted) - len(resume.send),
-                    history=live.paused.history,
-                    resume=True,
-                    cut=resume.cut,
-                    origin=job.origin,
-                    limit=job.generation.budget,
-                    once=job.request.once,
+                begin = _extending(job, wanted, len(wanted) - len(resume.send))
+                return live, replace(
+                    begin, history=live.paused.history, resume=True, cut=resume.cut
                 )
             await self.drain()
         live = await self._engine(job)
@@ -63,7 +56,7 @@ class RunPlanner:
         text = job.request.prompt_text
         if text is None:
             return await self._afresh(live, job)
-        await self._caching.park(live)  # keeps the previous conversation
+        await self._park(live)
         prompt, limit = text + job.generation.generated_text, job.generation.budget
         entry = EntryCommand(
             ids=job.request.decoder_ids,
@@ -107,39 +100,46 @@ class RunPlanner:
         """Extend the live context, or begin from a prompt cache, or from nothing."""
         caching = self._caching
         origin = job.origin  # the loaded one; the job may be bound to another version meanwhile
-        wanted, limit = job.generation.context, job.generation.budget
+        wanted = job.generation.context
         history = _keeps_history(live, job)
-        plan = live.context.plan(wanted, origin)
-        reused = plan.reused if history else 0
-        hit = await caching.choose(live, wanted, origin, job.request.use_cache, reused)
+        reused = live.context.reusable(wanted, origin, history=history)
+        name, hit, save = job.request.use_cache, None, None
+        # A shorter prompt is not worth a file, but has to release the last one.
+        if name is not None or live.cache_loaded or len(wanted) > self._settings.park_min_tokens:
+            hit = await caching.choose(live, wanted, origin, name, reused)
         if hit is None and reused:
-            return live, RunSpec(
-                entries=(EntryCommand(plan.send),),
-                base=wanted,
-                reused=reused,
-                history=True,
-                origin=origin,
-                limit=limit,
-                once=job.request.once,
-            )
+            if history:
+                return live, replace(_extending(job, wanted, reused), history=True)
+            return live, await self._like_before(live, job, wanted, reused)
         if hit is not None and not caching.usable(live):
             await self._slot.renew("a prompt cache needs a handle without an aborted run")
             live = await self._engine(job)
         else:
-            await caching.park(live)
+            await self._park(live)
         if hit is not None:
             history = history and live.quirk("prompt_cache_load_with_history")
-        return live, RunSpec(
-            entries=(EntryCommand(wanted),),
-            base=wanted,
+            if not (job.request.once or live.context.prefix):  # a live context is parked later
+                save = await caching.reserve_again(hit, history=history)
+        return live, replace(
+            _extending(job, wanted, 0),
+            origin=origin,
             reused=hit.tokens if hit is not None else 0,
             clear=live.context.ids != (),
             history=history,
-            origin=origin,
-            limit=limit,
             hit=hit,
-            save=None if job.request.once else await caching.reserve_again(hit, history=history),
-            once=job.request.once,
+            save=save,
+        )
+
+    async def _like_before(self, live: LoadedEngine, job: Job, wanted: Ids, reused: int) -> RunSpec:
+        """Send the whole prompt, of which the runtime holds ``reused`` ids; park what it displaces.
+
+        Without history nothing is appended, so an inexact count costs time and nothing else.
+        """
+        if live.context.positions - reused >= self._settings.park_min_tokens:
+            await self._caching.park(live)
+            reused = live.context.reusable(wanted, job.origin, history=False)
+        return replace(
+            _extending(job, wanted, 0), reused=reused, clear=not reused and live.context.ids != ()
         )
 
     async def _step_by_step(
@@ -153,21 +153,16 @@ class RunPlanner:
         wanted, prompt = generation.context, generation.begin_scores()
         optimistic = self._is_optimistic(live, job, asked)
         history = _keeps_history(live, job) and not optimistic
-        plan = live.context.plan(wanted, origin)
-        reused = plan.reused if history and not prompt else 0
+        reused = live.context.reusable(wanted, origin) if history and not prompt else 0
         if not reused:
-            await self._caching.park(live)
+            await self._park(live)
         file = self._settings.tokenizer_file
         assert file is not None  # else the request was rejected
-        return live, RunSpec(
-            entries=(EntryCommand(wanted[reused:]),),
-            base=wanted,
-            reused=reused,
+        return live, replace(
+            _extending(job, wanted, reused),
+            origin=origin,
             clear=not reused and live.context.ids != (),
             history=history,
-            origin=origin,
-            limit=generation.budget,
-            once=job.request.once,
             steps=StepParams(
                 tokenizer=file,
                 sampling=job.request.sampling,
@@ -175,11 +170,16 @@ class RunPlanner:
                 eos=_ends(job, asked, self._settings.eos_ids),
                 limit=generation.budget,
                 held=wanted[:reused],
-                said=tuple(generation.token_ids),
+                generated=tuple(generation.token_ids),
                 prompt=prompt,
                 optimistic=optimistic,
             ),
         )
+
+    async def _park(self, live: LoadedEngine) -> None:
+        """Keep the previous conversation, if it is worth a file."""
+        if live.context.positions >= self._settings.park_min_tokens:
+            await self._caching.park(live)
 
     def _is_optimistic(self, live: LoadedEngine, job: Job, asked: Stepwise) -> bool:
         """Return whether the library generates freely and its tokens are checked against the
@@ -204,6 +204,18 @@ class RunPlanner:
                 return live
 
 
+def _extending(job: Job, wanted: Ids, reused: int) -> RunSpec:
+    """Return a run of the job that sends the ids of its context behind ``reused`` positions."""
+    return RunSpec(
+        entries=(EntryCommand(wanted[reused:]),),
+        base=wanted,
+        reused=reused,
+        origin=job.origin,
+        limit=job.generation.budget,
+        once=job.request.once,
+    )
+
+
 def kv_outlook(live: LoadedEngine, job: Job, *, holds: bool) -> tuple[Kv, int]:
     """Return the fate of an interrupted job's KV cache, and the size of the context that counts.
 
@@ -216,8 +228,10 @@ def kv_outlook(live: LoadedEngine, job: Job, *, holds: bool) -> tuple[Kv, int]:
     if kept is not None:
         if live.resumption(context, job.generation.cuts, job.origin) is not None:
             return Kv.KEPT, common_prefix(kept, context)
-    elif _keeps_history(live, job) and live.context.plan(context, job.origin).reused:
-        return Kv.KEPT, len(context)
+    else:
+        reused = live.context.reusable(context, job.origin, history=_keeps_history(live, job))
+        if 0 < reused == min(live.context.positions, len(context)):
+            return Kv.KEPT, len(context)
     return Kv.RECOMPUTED, len(context)
 
 
@@ -232,9 +246,11 @@ def kept_ids(live: LoadedEngine, job: Job, *, holds: bool) -> Ids | None:
 
 
 def _keeps_history(live: LoadedEngine, job: Job) -> bool:
-    """Return whether the context outlives the run; the runtime cannot pause every such run."""
+    """Return whether the run extends the context; the runtime cannot pause every such run."""
     if job.request.stepwise is not None:
         return live.context.append and live.quirk("logits_with_history")
+    if live.context.prefix:
+        return False
     return live.context.append and (not job.request.native_pause or live.may_pause(history=True))
 
 

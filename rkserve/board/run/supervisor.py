@@ -15,8 +15,8 @@ from enum import Enum
 from typing import Any, Protocol
 
 from rkserve.board.engine.protocol import Engine, EngineFacts, UnloadedEngine
+from rkserve.board.run.job import loop_time_s
 from rkserve.board.run.loaded_engine import SECOND_LOOK_S, AdapterTable, LoadedEngine
-from rkserve.board.run.run import loop_time_s
 from rkserve.board.run.settings import BoardSettings
 from rkserve.core.board_report import BoardState
 from rkserve.core.errors import (
@@ -180,9 +180,9 @@ class EngineSupervisor:
         return self.state is BoardState.READY and self.live is not None and self.live.alive
 
     @property
-    def stopped(self) -> bool:
-        """True while the replica shuts down."""
-        return self.state is BoardState.STOPPED
+    def asleep(self) -> bool:
+        """True while the model is unloaded."""
+        return self.state is BoardState.ASLEEP
 
     def open(self) -> LoadedEngine:
         """Return the engine of a board that accepts requests. Raises ``BoardOutOfOrder``."""
@@ -240,11 +240,7 @@ class EngineSupervisor:
             raise self.failed()
         self._advance(BoardEvent.RENEW, reason)
         await engine.stop()
-        try:
-            await self._load()
-        except (RkserveError, OSError) as exc:
-            self._refused(exc)
-            raise self.failed() from exc
+        await self._load_again()
         self.renewals += 1
 
     @property
@@ -272,24 +268,26 @@ class EngineSupervisor:
     async def wake(self) -> None:
         """Load the model again. Raises the errors of a failing load."""
         self._advance(BoardEvent.WAKE, self._reason_awake)
-        try:
-            await self._load()
-        except (RkserveError, OSError) as exc:
-            self._refused(exc)
-            raise self.failed() from exc
+        await self._load_again()
         self._tenants.pump()
 
     def _unloaded(self, facts: EngineFacts) -> LoadedEngine:
+        return self._with_engine(UnloadedEngine(self._board_id, facts))
+
+    def _with_engine(self, engine: Engine) -> LoadedEngine:
         settings = self._settings
         adapters = AdapterTable(settings.max_adapters, settings.max_adapter_bytes)
-        engine = UnloadedEngine(self._board_id, facts)
         return LoadedEngine(self._board_id, engine, settings.patience, adapters)
 
-    def _refused(self, exc: Exception) -> None:
-        """Fail all waiting work: the model cannot be loaded."""
-        if self._awaits_engine:
-            self._advance(BoardEvent.LOAD_FAILED, str(exc))
-            self._tenants.fail_all()
+    async def _load_again(self) -> None:
+        """Load the model. Where that fails, all waiting work fails; raises ``BoardOutOfOrder``."""
+        try:
+            await self._load()
+        except (RkserveError, OSError) as exc:
+            if self._awaits_engine:
+                self._advance(BoardEvent.LOAD_FAILED, str(exc))
+                self._tenants.fail_all()
+            raise self.failed() from exc
 
     @property
     def _awaits_engine(self) -> bool:
@@ -307,8 +305,14 @@ class EngineSupervisor:
                 f"the engine takes {engine.facts.n_batch} inputs at once, not {settings.n_batch}"
             )
         self.starts += 1
-        adapters = AdapterTable(settings.max_adapters, settings.max_adapter_bytes)
-        self.live = LoadedEngine(self._board_id, engine, settings.patience, adapters)
+        self.live = self._with_engine(engine)
+        if self.live.quirk("eos_uint32_misread") and not settings.eos_ids:
+            log.warning(
+                "board %s: RKLLM %s may read a wrong end token from the model, and its folder "
+                "names none: where answers run to their limit, set eos_token_ids in rkserve.yaml",
+                self._board_id,
+                engine.facts.release,
+            )
         self.loaded_s = loop_time_s()
         engine.died.add_done_callback(self._died)
         self.last_recovery = self.reason or self.last_recovery
@@ -376,11 +380,10 @@ class EngineSupervisor:
             self._advance(BoardEvent.COOLED, self.reason)
         self._forgiven.clear()
         try:
-            await self._load()
-        except (RkserveError, OSError) as exc:
-            self._refused(exc)
-        else:
-            self._tenants.pump()
+            await self._load_again()
+        except BoardOutOfOrder:
+            return  # all waiting work has failed
+        self._tenants.pump()
 
     async def _watch_silence(self) -> None:
         """Give up an engine without a sign of life, also between runs."""

@@ -129,14 +129,9 @@ class CacheFolder:
         self._seal = seal.digest
         self._folder = self._root / f"kv-{seal.digest[:16]}"
 
-    @property
-    def is_open(self) -> bool:
-        """True while the folder is locked by this process."""
-        return self._lock is not None
-
-    def is_for(self, seal: CacheFingerprint) -> bool:
-        """Return whether the folder has this fingerprint."""
-        return self._seal == seal.digest
+    def differs(self, seal: CacheFingerprint) -> bool:
+        """Return whether the folder is open, with another fingerprint."""
+        return self._lock is not None and self._seal != seal.digest
 
     def turn_to(self, seal: CacheFingerprint) -> list[CachedFile]:
         """Switch the fingerprint; return its entries. Raises ``ConfigError``, ``OSError``."""
@@ -340,17 +335,8 @@ KINDS: dict[str, tuple[type, ...]] = {
 
 
 def _dump(entry: CachedFile, seal: str) -> bytes:
-    body = {
-        "version": VERSION,
-        "seal": seal,
-        "id": entry.id,
-        "name": entry.name,
-        "origin": entry.origin,
-        "ids": entry.ids,
-        "file_bytes": entry.file_bytes,
-        "sha256": entry.sha256,
-        "created_s": entry.created_s,
-    }
+    body = {"version": VERSION, "seal": seal, "id": entry.id}
+    body |= {key: getattr(entry, key) for key in KINDS}
     return json.dumps(body | {"manifest_sha256": _own_digest(body)}).encode()
 
 
@@ -358,10 +344,10 @@ def _load(data: bytes, seal: str, path: Path, used_s: float) -> CachedFile:
     """Parse a manifest. Raises ``UnusableCacheFile``."""
     try:
         body: dict[str, Any] = json.loads(data)
-        said = body.pop("manifest_sha256")
+        recorded = body.pop("manifest_sha256")
     except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as exc:
         raise UnusableCacheFile("its manifest cannot be read") from exc
-    if said != _own_digest(body):
+    if recorded != _own_digest(body):
         raise UnusableCacheFile("its manifest is damaged")
     if body.get("version") != VERSION or body.get("seal") != seal:
         raise UnusableCacheFile("it was made with another model, runtime or template")
@@ -382,17 +368,8 @@ def _entry(body: dict[str, Any], path: Path, used_s: float) -> CachedFile:
         raise ValueError
     if not all(isinstance(token_id, int) for token_id in body["ids"]):
         raise TypeError("ids")
-    return CachedFile(
-        id=path.stem,
-        path=path,
-        name=body["name"],
-        origin=body["origin"],
-        ids=tuple(body["ids"]),
-        file_bytes=body["file_bytes"],
-        sha256=body["sha256"],
-        created_s=body["created_s"],
-        used_s=used_s,
-    )
+    values = {key: body[key] for key in KINDS} | {"ids": tuple(body["ids"])}
+    return CachedFile(id=path.stem, path=path, used_s=used_s, **values)
 
 
 def _own_digest(body: dict[str, Any]) -> str:

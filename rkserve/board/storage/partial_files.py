@@ -109,7 +109,7 @@ class PartialFiles:
             StageFailed: the transfer was not begun since the board's start, the file would be too
                 long, or the disk is full, which also removes the partial file.
         """
-        with self.lock, self.told("a chunk cannot be written"):
+        with self.lock, self.disk_errors("a chunk cannot be written"):
             if digest not in self._begun:
                 raise self.failed(f"no transfer of {digest[:12]} has been begun")
             limit, part = self._begun[digest], self._part(digest)
@@ -162,7 +162,7 @@ class PartialFiles:
         return StageFailed(self._board_id, reason)
 
     @contextmanager
-    def told(self, what: str) -> Iterator[None]:
+    def disk_errors(self, what: str) -> Iterator[None]:
         """Convert system errors to errors for the sender."""
         try:
             yield

@@ -93,7 +93,7 @@ class CacheStore:
             ConfigError, OSError: the folder cannot be used.
         """
         seal = replace(self._own, model=f"sha256:{base}") if base else self._own
-        if not self._files.is_open or self._files.is_for(seal):
+        if not self._files.differs(seal):
             self._files.seal(seal)
             return
         self.delete_parked()
@@ -145,17 +145,17 @@ class CacheStore:
     def find(self, ids: Ids, origin: str | None, *, name: str | None = None) -> CacheHit | None:
         """Return the file that saves most of ``ids`` under ``origin``; ``verify`` it before use.
 
-        With ``name`` it is that file, however little it saves, whatever the salt. At least one id
-        is always computed, so a file never saves all of them.
+        With ``name`` it is that file, however little it saves. Named files are the operator's and
+        serve every salt, parked conversations only their own. At least one id is always computed,
+        so a file never saves all of them.
 
         Raises:
             RequestError: the named file was computed under another adapter, so that its positions
                 are invalid although the ids agree.
         """
-        candidates = self.entries()
+        candidates, adapter = self.entries(), adapter_of(origin)
         if name is not None:
             candidates = [entry for entry in candidates if entry.name == name]
-            adapter = adapter_of(origin)
             if candidates and (made := adapter_of(candidates[0].origin)) != adapter:
                 raise RequestError(
                     f"The prompt cache '{name}' was made with {_words(made)} and cannot be used "
@@ -165,7 +165,9 @@ class CacheStore:
         hits = [
             CacheHit(entry, min(common_prefix(entry.ids, ids), max(0, len(ids) - 1)))
             for entry in candidates
-            if name is not None or entry.origin == origin
+            if name is not None
+            or entry.origin == origin
+            or (entry.name is not None and adapter_of(entry.origin) == adapter)
         ]
         best = max(hits, key=lambda hit: (hit.tokens, hit.entry.used_s), default=None)
         return best if best is not None and (best.tokens or name is not None) else None

@@ -24,9 +24,9 @@ from rkserve.core.files import (
     Stamp,
     file_digest,
     free_bytes,
+    replace_private,
     stamp,
     sync,
-    write_private,
 )
 from rkserve.models.adapters import ADAPTER_FILE, MANIFEST_FILE, Adapter, AdapterFolder, shelved
 
@@ -81,7 +81,7 @@ class StagedAdapters:
         Raises:
             StageFailed: it cannot be staged here, or the disk is full.
         """
-        with self._lock, self._parts.told("it cannot be begun"):
+        with self._lock, self._parts.disk_errors("it cannot be begun"):
             self._checked(version)
             if self._settled(version):
                 return version.size_bytes
@@ -98,7 +98,7 @@ class StagedAdapters:
         Raises:
             StageFailed: it is incomplete; or its content is wrong, and was removed.
         """
-        with self._lock, self._parts.told("it cannot be put in its place"):
+        with self._lock, self._parts.disk_errors("it cannot be put in its place"):
             folder = self._checked(version)
             place, settled = self._place(version), self._settled(version)
             if settled and version in self._present:
@@ -123,7 +123,7 @@ class StagedAdapters:
 
         A version of the same name with another content stays. Raises ``StageFailed``.
         """
-        with self._lock, self._parts.told("it cannot be removed"):
+        with self._lock, self._parts.disk_errors("it cannot be removed"):
             self._checked(version)
             found = self._parts.discard(version.digest)
             if not self._settled(version):
@@ -179,12 +179,7 @@ class StagedAdapters:
             "size": version.size_bytes,
             "base_model": self._model,
         }
-        fresh = place / f".{MANIFEST_FILE}.new"
-        fresh.unlink(missing_ok=True)
-        write_private(fresh, json.dumps(body))
-        sync(fresh)
-        fresh.replace(place / MANIFEST_FILE)
-        sync(place)
+        replace_private(place / MANIFEST_FILE, json.dumps(body))
 
 
 def _same_place(one: AdapterVersion, other: AdapterVersion) -> bool:
@@ -268,7 +263,7 @@ class StagedWeights:
         Raises:
             StageFailed: it cannot be staged here, or the disk is full.
         """
-        with self._lock, self._parts.told("it cannot be begun"):
+        with self._lock, self._parts.disk_errors("it cannot be begun"):
             self._check(base)
             if self._settled(base):
                 return base.size_bytes
@@ -285,7 +280,7 @@ class StagedWeights:
         Raises:
             StageFailed: it is incomplete; or its content is wrong, and was removed.
         """
-        with self._lock, self._parts.told("it cannot be put in its place"):
+        with self._lock, self._parts.disk_errors("it cannot be put in its place"):
             self._check(base)
             if self._settled(base):
                 return
@@ -308,7 +303,7 @@ class StagedWeights:
 
         Raises ``StageFailed``. The caller has to know whether it is in use.
         """
-        with self._lock, self._parts.told("it cannot be removed"):
+        with self._lock, self._parts.disk_errors("it cannot be removed"):
             self._check(base)
             found = self._parts.discard(base.digest)
             place = self._place(base.digest)
@@ -364,8 +359,8 @@ class StagedWeights:
     def _proven(self, file: Path) -> int | None:
         """Return the size of a file that is unchanged since it was verified, else None."""
         try:
-            said = json.loads(file.with_suffix(STAMP).read_text(encoding="utf-8"))
-            found: Stamp = tuple(said["stamp"])
+            record = json.loads(file.with_suffix(STAMP).read_text(encoding="utf-8"))
+            found: Stamp = tuple(record["stamp"])
             return found[2] if found == stamp(file) else None
         except (FileNotFoundError, ValueError, KeyError, TypeError, IndexError):
             return None
@@ -379,12 +374,7 @@ class StagedWeights:
         return found[2]
 
     def _note(self, file: Path, found: Stamp) -> None:
-        fresh = file.with_suffix(".new")
-        fresh.unlink(missing_ok=True)
-        write_private(fresh, json.dumps({"stamp": found}))
-        sync(fresh)
-        fresh.replace(file.with_suffix(STAMP))
-        sync(file.parent)
+        replace_private(file.with_suffix(STAMP), json.dumps({"stamp": found}))
 
 
 class Intake:

@@ -40,8 +40,8 @@ class NativeRun:
     There is no lock: each field has one writer, and the order of the writes keeps an abort from
     being lost. The thread in the callback writes all fields but ``abort_wanted`` and
     ``abort_owed``. Only an asynchronous run uses ``ended`` (a list that is emptied before its
-    function is called, so that this happens once), ``told``, and ``quiet`` (token count and time of
-    the poll that first found no progress).
+    function is called, so that this happens once), ``reported``, and ``quiet`` (token count and
+    time of the poll that first found no progress).
     """
 
     userdata: Any  # a number, because a stale pointer could not be distinguished
@@ -63,7 +63,8 @@ class NativeRun:
     perf: Perf = field(default_factory=Perf)
     matrix: Matrix | None = None
     failure: BaseException | None = None
-    told: bool = False
+    cutoff: threading.Timer | None = None  # ends a logits run that continues after its rows
+    reported: bool = False
     quiet: tuple[int, float] | None = None
 
     @property
@@ -77,7 +78,8 @@ class NativeRun:
             return RunEnd.FAILED
         if self.mode is not None:
             # FINISH was observed to be missing in these modes: the run is over when it returns.
-            return RunEnd.FINISHED if code == 0 else RunEnd.FAILED
+            cut = self.abort_wanted and self.matrix is not None
+            return RunEnd.FINISHED if code == 0 or cut else RunEnd.FAILED
         if self.finished:
             # The return code of an aborted run is undocumented; its FINISH is documented.
             return RunEnd.FINISHED if code == 0 or self.abort_wanted else RunEnd.FAILED
@@ -104,6 +106,10 @@ log = logging.getLogger(__name__)
 # Return values of the result callback. 2 (free the output buffer at once) exists since 1.3.0.
 _GO_ON, _PAUSE, _FREE = 0, 1, 2
 
+# The time in which a logits run that does not generate on has returned after its rows: much less
+# than one decode, so that no abort is made where none is needed.
+_RETURNS_S = 0.01
+
 # A callback that C may still call must never be freed; one per handle keeps this small.
 _CALLBACKS: list[Any] = []
 
@@ -127,6 +133,7 @@ class ResultCallback:
         self.handle_state = HandleState.UNLOADED
         self.n_batch = 1
         self.run: NativeRun | None = None
+        self.settled: NativeRun | None = None  # the last run that has ended or is paused
         self.failure: BaseException | None = None  # of a callback outside a run
         self.late = 0
         # Held over an abort, and by the end of a run: no abort may hit an idle handle.
@@ -145,7 +152,7 @@ class ResultCallback:
         run, state = self.run, self.handle_state
         if run is None:
             return state
-        if run.told:
+        if run.reported:
             return HandleState.IDLE
         if run.abort_wanted:
             return TRANSITIONS.get((state, HandleEvent.ABORT), state)
@@ -168,7 +175,9 @@ class ResultCallback:
             state = self.handle_state
             if run.abort_wanted:
                 state = TRANSITIONS.get((state, HandleEvent.ABORT), state)
-            self.handle_state, self.run = advance(state, event), None
+            self.handle_state, self.run, self.settled = advance(state, event), None, run
+        if run.cutoff is not None:
+            run.cutoff.cancel()
         return end
 
     # -- calls of anyone -----------------------------------------------------------------------
@@ -183,7 +192,7 @@ class ResultCallback:
         with self._abort_lock:
             advance(self.state, HandleEvent.ABORT)
             run = self.run
-            if run is None or run.told:
+            if run is None or run.reported:
                 return
             # The library may not have begun the run and would ignore the abort.
             run.abort_owed = run.tokens == 0
@@ -204,7 +213,7 @@ class ResultCallback:
         run.failure = run.failure or exc
         run.abort_owed = run.abort_wanted = True
 
-    def tell(self, run: NativeRun) -> bool:
+    def report(self, run: NativeRun) -> bool:
         """Call the ``ended`` function of an asynchronous run; False if it was called before."""
         try:
             ended = (run.ended or []).pop()
@@ -214,7 +223,7 @@ class ResultCallback:
             ended(run.failure or RunOutcome(run.end(0), run.perf, 0))
         except BaseException:  # nothing may unwind through a C frame
             log.exception("the end function of an asynchronous run failed")
-        run.told = True
+        run.reported = True
         return True
 
     # -- called from C -------------------------------------------------------------------------
@@ -312,11 +321,15 @@ class ResultCallback:
             kept = rows - skipped
             data = bytes(self._ffi.buffer(start + skipped * columns, kept * columns * _FLOAT))
             run.matrix = Matrix(kept, columns, data)
+            if mode is EvaluateMode.LOGITS and not self._handle.release.per_run_sampling:
+                run.cutoff = threading.Timer(_RETURNS_S, self._cut_off, (run,))
+                run.cutoff.daemon = True
+                run.cutoff.start()
         return self._freeing
 
     def _on_async_end(self, run: NativeRun) -> None:
         run.inside = threading.get_ident()  # the end function must not call the library here
-        self.tell(run)
+        self.report(run)
         run.inside = None
 
     def _on_abort_wanted(self, run: NativeRun) -> None:
@@ -347,6 +360,13 @@ class ResultCallback:
         self._on_abort_wanted(run)
         run.inside = None
 
+    def _cut_off(self, run: NativeRun) -> None:
+        """Abort a logits run that generates an answer nobody requested."""
+        with self._abort_lock:
+            if self.run is run:
+                run.abort_wanted = True
+                self._call_abort(run)
+
     def _abort_from_aside(self, run: NativeRun) -> None:
         with self._abort_lock:
             if self.run is run:
@@ -357,7 +377,7 @@ class ResultCallback:
 
         FINISH may still arrive between the check and the call; only C could close that gap.
         """
-        if run.finished or run.error or run.told:
+        if run.finished or run.error or run.reported:
             return  # the library has ended the run, even if its owner has not settled it
         run.abort_made = True
         code = self._handle.lib.rkllm_abort(self._handle.pointer)

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from rkserve.core.errors import CallFailed, LibraryMissing, LoadFailed, Misuse, ReleaseRefused
 from rkserve.core.run_params import Picture
 from rkserve.native.binding.library import open_library
-from rkserve.native.binding.releases import NO_IMAGE_TAGS, RELEASES, c_path
+from rkserve.native.binding.releases import NO_IMAGE_TAGS, c_path
 from rkserve.native.decl.rknn_api import ffi
 from rkserve.native.runtime import Image, VisionParams
 
@@ -127,12 +127,12 @@ class RknnEncoder:
     def _checked_release(self, library: Path) -> str:
         version = self._ffi.new("rknn_sdk_version *")
         self._query("RKNN_QUERY_SDK_VERSION", version)
-        said = self._ffi.string(version.api_version).decode(errors="replace")
-        found = _VERSION.match(said)
+        release = self._ffi.string(version.api_version).decode(errors="replace")
+        found = _VERSION.match(release)
         numbers = () if found is None else tuple(map(int, found.groups()))
         if not OLDEST <= numbers < TOO_NEW:
             raise ReleaseRefused(
-                f"{library} reports version {said!r}; rkserve supports librknnrt from 2.3 "
+                f"{library} reports version {release!r}; rkserve supports librknnrt from 2.3 "
                 "to 2.x. Install the librknnrt.so that belongs to the toolkit of the image encoder."
             )
         return ".".join(map(str, numbers))
@@ -218,8 +218,8 @@ class CachedEncoder:
         LoadFailed: the encoder differs from the description in the model folder.
     """
 
-    def __init__(self, encoder: Encoder, params: VisionParams, release: str) -> None:
-        """``release`` is the version of the language model's runtime."""
+    def __init__(self, encoder: Encoder, params: VisionParams, *, tags_at_load: bool) -> None:
+        """With ``tags_at_load`` the language model's runtime has the image tags already."""
         shape = encoder.shape
         found = (shape.width, shape.height, shape.tokens)
         if found != (params.width, params.height, params.tokens):
@@ -229,7 +229,7 @@ class CachedEncoder:
                 f"pixels and {params.tokens} tokens"
             )
         self._encoder, self._params = encoder, params
-        self._tags = NO_IMAGE_TAGS if RELEASES[release].image_tags_at_load else params.tags
+        self._tags = NO_IMAGE_TAGS if tags_at_load else params.tags
         self._rows: OrderedDict[bytes, bytes] = OrderedDict()  # least recently used first
         self._bytes = 0  # in the cache
         self.encoded = 0  # images that were not in the cache
@@ -271,7 +271,7 @@ class CachedEncoder:
         return rows
 
 
-def open_vision(params: VisionParams, release: str) -> CachedEncoder:
+def open_vision(params: VisionParams, *, tags_at_load: bool) -> CachedEncoder:
     """Load the encoder. Raises ``NativeError``."""
     encoder = RknnEncoder(params.library, params.model, params.cores)
-    return CachedEncoder(encoder, params, release)
+    return CachedEncoder(encoder, params, tags_at_load=tags_at_load)

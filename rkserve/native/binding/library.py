@@ -10,7 +10,6 @@ exception by ``note`` and returns an error code: nothing may unwind through a C 
 
 from __future__ import annotations
 
-import mmap
 import platform
 import re
 import resource
@@ -22,17 +21,15 @@ from pathlib import Path
 from typing import Any
 
 from rkserve.core.errors import CallFailed, LibraryMissing, LoadFailed, NativeError, ReleaseRefused
-from rkserve.native.binding.releases import RELEASES, CallbackPointers, RuntimeRelease
+from rkserve.native.binding.releases import (
+    RELEASES,
+    CallbackPointers,
+    RuntimeRelease,
+    unlisted,
+)
 from rkserve.native.decl.rkllm_detect import ffi
+from rkserve.native.library_file import read_header, versions_in
 from rkserve.native.runtime import Embed, LoadParams, Tokenize
-
-_ELF_MAGIC = b"\x7fELF"
-_ELF_64_BIT = 2
-# e_machine, by what uname calls it.
-_MACHINES = {3: "i686", 40: "armv7l", 62: "x86_64", 183: "aarch64", 243: "riscv64"}
-_HEADER_LEN = 64
-# e_machine; and where the table of sections is, how long an entry, how many: it ends the file.
-_MACHINE_AT, _SECTIONS_AT, _SECTION_COUNT_AT = 18, 40, 58
 
 
 def open_library(ffi: Any, path: Path, name: str = "librkllmrt.so") -> Any:
@@ -52,33 +49,27 @@ def open_library(ffi: Any, path: Path, name: str = "librkllmrt.so") -> Any:
 
 def _check_header(path: Path, wanted: str) -> None:
     try:
-        with path.open("rb") as file:
-            header = file.read(_HEADER_LEN)
-            size = file.seek(0, 2)
+        header = read_header(path)
     except OSError as exc:
         raise LibraryMissing(
             f"{path} cannot be read: {exc.strerror}. Set the library's path to the {wanted} "
             "that belongs to the board's SDK."
         ) from exc
-    if len(header) < _HEADER_LEN or not header.startswith(_ELF_MAGIC):
+    if header is None:
         raise LibraryMissing(
             f"{path} is not a shared library (no ELF header). Copy {wanted} again; a download "
             "through git may have left a pointer file in its place."
         )
-    (sections,) = struct.unpack_from("<Q", header, _SECTIONS_AT)
-    entry_len, entries = struct.unpack_from("<HH", header, _SECTION_COUNT_AT)
-    (machine,) = struct.unpack_from("<H", header, _MACHINE_AT)
-    name = _MACHINES.get(machine, f"machine {machine}")
-    if name != platform.machine() or header[4] != _ELF_64_BIT:
+    if header.machine != platform.machine() or not header.is_64_bit:
         raise LibraryMissing(
-            f"{path} is for {name}, and this machine is {platform.machine()}. Use the library of "
-            "the SDK's directory for this machine."
+            f"{path} is for {header.machine}, and this machine is {platform.machine()}. Use the "
+            "library of the SDK's directory for this machine."
         )
-    if sections + entry_len * entries > size:
+    if header.cut_short:
         # Loading it would end the process by SIGBUS rather than with an error.
         raise LibraryMissing(
-            f"{path} is cut short: it has {size} bytes and its header promises at least "
-            f"{sections + entry_len * entries}. Copy {wanted} again."
+            f"{path} is cut short: it has {header.size_bytes} bytes and its header promises at "
+            f"least {header.promised_bytes}. Copy {wanted} again."
         )
 
 
@@ -90,9 +81,6 @@ def _fix(words: str, path: Path) -> str:
             )
     return f"Run `ldd {path}` to see which of the libraries that it needs is not there."
 
-
-# The suffix matters: 1.2.1b1 has another layout than 1.2.1.
-_VERSION = re.compile(rb"RKLLM SDK \(version:\s*(\d{1,9}\.\d{1,9}\.\d{1,9}[0-9A-Za-z.+~-]{0,40})")
 
 _DEFAULTS = "rkllm_createDefaultParam"
 # The offsets of ``extend_param``. The default parameters are read into a struct that is larger than
@@ -113,14 +101,17 @@ class LibraryFindings:
     missing: tuple[str, ...] = ()
 
 
-def detect(path: Path) -> RuntimeRelease:
+def detect(path: Path, *, allow_unlisted: bool = False) -> RuntimeRelease:
     """Return the release of the library at ``path``.
+
+    With ``allow_unlisted`` that may be a later one, which is driven as the listed release whose
+    layout it has; the caller tries it in a process that may be lost.
 
     Raises:
         LibraryMissing: the library cannot be opened.
         ReleaseRefused: the release is not accepted, or version string and layout disagree.
     """
-    return judge(path, examine(path))
+    return judge(path, examine(path), allow_unlisted=allow_unlisted)
 
 
 def examine(path: Path) -> LibraryFindings:
@@ -130,8 +121,15 @@ def examine(path: Path) -> LibraryFindings:
     if _exports(library, ffi, _DEFAULTS):
         defaults = library.rkllm_createDefaultParam()  # a named local keeps its bytes alive
         offset = extend_param_offset(bytes(ffi.buffer(defaults.bytes)))
-    known = RELEASES.get(versions[0]) if len(versions) == 1 else None
+    known = _release_of(versions, offset)
     return LibraryFindings(versions, offset, _missing(path, ffi if known is None else known.ffi))
+
+
+def _release_of(versions: tuple[str, ...], offset: int | None) -> RuntimeRelease | None:
+    """Return the listed release of a version string, or an unlisted one by the layout."""
+    if len(versions) != 1:
+        return None
+    return RELEASES.get(versions[0]) or unlisted(versions[0], offset)
 
 
 def _missing(path: Path, declarations: Any) -> tuple[str, ...]:
@@ -145,12 +143,6 @@ def _exports(library: Any, declarations: Any, name: str) -> bool:
     except declarations.error:
         return False
     return True
-
-
-def versions_in(path: Path) -> tuple[str, ...]:
-    """Return the distinct versions in the file's bytes, sorted."""
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        return tuple(sorted({found.decode() for found in _VERSION.findall(data)}))
 
 
 def extend_param_offset(defaults: bytes) -> int | None:
@@ -170,17 +162,17 @@ def _fits(defaults: bytes, offset: int, *, strict: bool) -> bool:
     return bool(plausible and 0 <= domain <= _MAX_DOMAIN and flash in (0, 1) and cross in (0, 1))
 
 
-def judge(path: Path, findings: LibraryFindings) -> RuntimeRelease:
+def judge(path: Path, findings: LibraryFindings, *, allow_unlisted: bool = False) -> RuntimeRelease:
     """Return the accepted release on which version string and layout agree.
 
     Raises:
         ReleaseRefused: they disagree; the message has both findings and the accepted releases.
     """
     versions, offset = findings.versions, findings.extend_param_offset
-    if len(versions) == 1 and not findings.missing:
-        release = RELEASES.get(versions[0])
-        if release is not None and release.extend_param_offset == offset:
-            return release
+    release = _release_of(versions, offset)
+    agreed = release is not None and release.extend_param_offset == offset and not findings.missing
+    if release is not None and agreed and (release.listed or allow_unlisted):
+        return release
     named = " and ".join(versions) or "no version"
     alike = ", ".join(one.version for one in RELEASES.values() if one.extend_param_offset == offset)
     lacks = f" Missing functions: {', '.join(findings.missing)}." if findings.missing else ""
@@ -188,6 +180,7 @@ def judge(path: Path, findings: LibraryFindings) -> RuntimeRelease:
         f"{path} is refused: its version string is {named}, and the layout of its default "
         f"parameters is that of {alike or 'no known release'}; the two must agree.{lacks} Accepted "
         f"releases: {', '.join(RELEASES)}.{_advice(versions)}"
+        f"{_UNLISTED if agreed else ''}"
     )
 
 
@@ -199,6 +192,10 @@ def _advice(versions: tuple[str, ...]) -> str:
     return ""
 
 
+_UNLISTED = (
+    " This one is later and has a known layout: allow_unlisted tries it in a process of its own "
+    "first, and drives it as that release."
+)
 _REFUSED = -1
 
 

@@ -126,6 +126,8 @@ def advance(state: HandleState, event: HandleEvent) -> HandleState:
 
 
 _CPU_BITS = 32
+_DEVICE_TREE = Path("/proc/device-tree/compatible")
+_NPU_CORES = {b"rk3588": 3, b"rk3576": 2}  # by the beginning of the SoC's name; the others have 1
 _MAX_BATCH = 100  # the library's own limit
 _DOMAINS = 16  # the kernel driver's RKNPU_MAX_IOMMU_DOMAIN_NUM
 _FLOAT = 4
@@ -139,7 +141,19 @@ _MARKUP = re.compile(
 # -- load ------------------------------------------------------------------------------------------
 
 
-def check_load(params: LoadParams, release: RuntimeRelease) -> None:
+def npu_cores() -> int:
+    """Return the number of NPU cores of this machine's SoC; 1 where it is not known."""
+    try:
+        socs = re.findall(rb"rockchip,(\w+)", _DEVICE_TREE.read_bytes())
+    except OSError:
+        return 1
+    return max(
+        (cores for soc in socs for name, cores in _NPU_CORES.items() if soc.startswith(name)),
+        default=1,
+    )
+
+
+def check_load(params: LoadParams, release: RuntimeRelease, quirks: Mapping[str, bool]) -> None:
     """Raise ``LoadFailed`` if init is bound to fail, which crashes some releases."""
     if not Path(params.model_path).is_file():
         raise LoadFailed(f"model file {params.model_path} does not exist")
@@ -148,6 +162,13 @@ def check_load(params: LoadParams, release: RuntimeRelease) -> None:
     cpus = params.cpus
     if len(set(cpus)) != len(cpus) or not all(0 <= cpu < _CPU_BITS for cpu in cpus):
         raise LoadFailed(f"cpus must be distinct numbers from 0 to {_CPU_BITS - 1}, not {cpus}")
+    if cpus and len(cpus) < npu_cores() and not quirks["fewer_cpus_than_cores"]:
+        raise LoadFailed(
+            f"the library may use {len(cpus)} CPUs (library_cpus, instance_cpus), and RKLLM loads "
+            f"no model with fewer CPUs than NPU cores; this SoC has {npu_cores()}. Allow as many. "
+            "A model that was converted for fewer cores may load: set the quirk "
+            "fewer_cpus_than_cores"
+        )
     if not 1 <= params.n_batch <= _MAX_BATCH:
         raise LoadFailed(f"n_batch must be from 1 to {_MAX_BATCH}, not {params.n_batch}")
     if not 0 <= params.base_domain_id < _DOMAINS:

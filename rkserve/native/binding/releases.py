@@ -13,6 +13,7 @@ The conversion of a run's inputs is the same for all releases. Memory that C rea
 from __future__ import annotations
 
 import os
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -58,6 +59,7 @@ class RuntimeRelease(ABC):
     """
 
     version: ClassVar[str]
+    listed: ClassVar[bool] = True  # False: a later release that is driven as this one
     declarations: ClassVar[str]  # the header in ``decl``, without its suffix
     extend_param_offset: ClassVar[int]  # of ``extend_param`` in RKLLMParam, in bytes
     per_run_sampling: ClassVar[bool] = False  # and a token limit per run
@@ -231,7 +233,7 @@ class Rkllm130(RuntimeRelease):
             "eos_uint32_misread": True,
             "thinking_ends_run": True,
             "return_2_frees_buffer": True,
-            "init_may_crash": True,
+            "prefix_reuse_in_ram": True,
         }
     )
 
@@ -289,9 +291,43 @@ class Rkllm130(RuntimeRelease):
         infer.sampling_params = sampling
 
 
+class Rkllm131(Rkllm130):
+    """RKLLM 1.3.1: room for audio in each input, which makes the inputs of a batch larger.
+
+    Its default parameters are laid out like those of 1.3.0: only the version string tells them
+    apart. Its layout was measured by a third party; see the header. Audio is not passed on.
+    """
+
+    version = "1.3.1"
+    declarations = "rkllm_1_3_1"
+
+
 RELEASES: Mapping[str, RuntimeRelease] = MappingProxyType(
-    {one.version: one for one in (Rkllm121(), Rkllm122(), Rkllm123(), Rkllm130())}
+    {one.version: one for one in (Rkllm121(), Rkllm122(), Rkllm123(), Rkllm130(), Rkllm131())}
 )
+
+
+_PLAIN = re.compile(r"(\d{1,9})\.(\d{1,9})\.(\d{1,9})")
+
+
+def unlisted(version: str, offset: int | None) -> RuntimeRelease | None:
+    """Return an unlisted version as the newest listed release with its layout.
+
+    None if there is no such layout, or if the version is a beta or not later than that release.
+    """
+    alike = [one for one in RELEASES.values() if one.extend_param_offset == offset]
+    if not alike or _PLAIN.fullmatch(version) is None:
+        return None
+    newest = max(alike, key=lambda one: _numbers(one.version))
+    if _numbers(version) <= _numbers(newest.version):
+        return None
+    name = f"{version} (unlisted, driven as {newest.version})"
+    made: RuntimeRelease = type("Unlisted", (type(newest),), {"version": name, "listed": False})()
+    return made
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(map(int, version.split(".")))
 
 
 def _put_sampling(target: Any, sampling: Sampling) -> None:

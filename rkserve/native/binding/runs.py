@@ -148,7 +148,15 @@ class HandleRuns:
         preconditions.check_evaluate(
             given, mode, n_batch, keep_history=history, quirks=self._quirks
         )
-        params = RunParams((given,), keep_history=history, adapter=adapter)
+        # Without a limit GET_LOGITS was seen to generate a whole answer after the rows. Releases
+        # that have no limit per run are aborted by the callback instead.
+        limited = mode is EvaluateMode.LOGITS and self._release.per_run_sampling
+        params = RunParams(
+            (given,),
+            keep_history=history,
+            adapter=adapter,
+            max_new_tokens=1 if limited else None,
+        )
         run = self._prepared(params, _no_sink, mode)
         run.last = last
         code, end = self._make(run, started)
@@ -173,7 +181,7 @@ class HandleRuns:
         self._callback.begin(run, started)  # callbacks may come before the call returns
         lib, pointer = self._handle.lib, self._handle.pointer
         code = lib.rkllm_run_async(pointer, inputs, infer, run.userdata)
-        if code != 0 and not run.told:
+        if code != 0 and not run.reported:
             self._settle(run, code)
             raise CallFailed("rkllm_run_async", code)
 
@@ -182,12 +190,12 @@ class HandleRuns:
         run = self._callback.run
         if run is None or run.ended is None:
             return False
-        if self._handle.is_running() or (not run.told and (run.finished or run.error)):
+        if self._handle.is_running() or (not run.reported and (run.finished or run.error)):
             run.quiet = None
-            return not run.told
-        if not run.told and not self._quiet_for_good(run):
+            return not run.reported
+        if not run.reported and not self._quiet_for_good(run):
             return True
-        if self._callback.tell(run):
+        if self._callback.report(run):
             # It may only be late: its inputs must outlive any later access.
             self._handle.keep.append(run.keep)
         self._settle(run, 0)
@@ -196,7 +204,7 @@ class HandleRuns:
     def await_landing(self) -> None:
         """Wait until an ended asynchronous run has left the library."""
         run = self._callback.run
-        if run is None or not run.told:
+        if run is None or not run.reported:
             return
         give_up = time.monotonic() + _LANDING_S
         while self.look_after() or self._callback.run is not None:

@@ -18,7 +18,7 @@ from typing import Any
 
 from rkserve.core.errors import LoadFailed, Misuse
 from rkserve.native.binding import preconditions
-from rkserve.native.binding.callback import Ended, ResultCallback, keep_for_good
+from rkserve.native.binding.callback import Ended, NativeRun, ResultCallback, keep_for_good
 from rkserve.native.binding.library import Handle, ModelCallbacks, detect
 from rkserve.native.binding.preconditions import HandleEvent, HandleState, advance
 from rkserve.native.binding.releases import CallbackPointers, RuntimeRelease, c_path, c_string
@@ -36,14 +36,16 @@ from rkserve.native.runtime import (
 )
 
 
-def open_runtime(path: Path, quirks: Mapping[str, bool] | None = None) -> Binding:
+def open_runtime(
+    path: Path, quirks: Mapping[str, bool] | None = None, *, allow_unlisted: bool = False
+) -> Binding:
     """Open the library at ``path``, of any accepted release; ``quirks`` are overrides.
 
     Raises:
         LibraryMissing, ReleaseRefused: see ``detect``.
         ConfigError: an override is not in the quirk table.
     """
-    release = detect(path)
+    release = detect(path, allow_unlisted=allow_unlisted)
     return Binding(path, release, quirks_for(release.quirks, quirks))
 
 
@@ -73,6 +75,11 @@ class Binding:
         return self._release.per_run_sampling
 
     @property
+    def image_tags_at_load(self) -> bool:
+        """True if image tags belong to the load, and not to each image."""
+        return self._release.image_tags_at_load
+
+    @property
     def quirks(self) -> Mapping[str, bool]:
         """The values of the quirks by name."""
         return self._quirks
@@ -87,13 +94,18 @@ class Binding:
         """The number of callbacks without a run, or for an earlier one."""
         return self._callback.late
 
+    @property
+    def last_run(self) -> NativeRun | None:
+        """The record of the last run that has ended or is paused: its callbacks and figures."""
+        return self._callback.settled
+
     # -- load and destroy ----------------------------------------------------------------------
 
     def load(self, params: LoadParams) -> None:
         """Create the handle. Raises ``LoadFailed``."""
         callback = self._callback
         with self._owned(HandleEvent.INIT) as loaded:
-            preconditions.check_load(params, self._release)
+            preconditions.check_load(params, self._release, self._quirks)
             callback.n_batch = params.n_batch
             try:
                 self._handle.init(params, self._functions(params))
@@ -139,7 +151,7 @@ class Binding:
         """Check an asynchronous run; return True while it continues. See ``Runtime``."""
         if not self._owner.acquire(blocking=False):
             run = self._callback.run
-            return run is not None and not run.told
+            return run is not None and not run.reported
         try:
             return self._runs.look_after()
         finally:

@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 from rkserve.core.errors import LoadFailed, Misuse, NativeError, RkserveError, StepsRefused
 from rkserve.core.run_params import Embeds, EncoderStates, Picture, Pooling
 from rkserve.native import engine_frames
-from rkserve.native.binding.releases import RELEASES
 from rkserve.native.engine import commands
 from rkserve.native.engine_frames import FrameKind, FrameWriter, NpuLock
 from rkserve.native.runtime import (
@@ -46,7 +45,7 @@ if TYPE_CHECKING:
 
 READ_SIZE = 1 << 16
 
-OpenRuntime = Callable[[Path, Mapping[str, bool]], Runtime]
+OpenRuntime = Callable[[Mapping[str, Any]], Runtime]  # of a load command
 
 
 class Sender(Protocol):
@@ -174,17 +173,17 @@ class EngineServer:
         self._frames.put(engine_frames.pack(FrameKind.LOADED, facts))
 
     def _open(self, command: dict[str, Any]) -> Runtime:
-        runtime = self._open_runtime(Path(command["library"]), command["quirks"])
+        runtime = self._open_runtime(command)
         given, load = command["vision"], commands.load_params(command["params"])
         vision = None if given is None else commands.vision_params(given)
-        if vision is not None and RELEASES[runtime.release].image_tags_at_load:
+        if vision is not None and runtime.image_tags_at_load:
             load = replace(load, image_tags=vision.tags)
         runtime.load(load)
         self._needs_encoder = load.use_cross_attn
         if vision is not None:
             from rkserve.native.binding.image_encoder import open_vision  # late, as the library
 
-            self._vision = open_vision(vision, runtime.release)
+            self._vision = open_vision(vision, tags_at_load=runtime.image_tags_at_load)
         if command["text_mode"] or vision is not None:
             # The prompt is rendered already: the model's template must not wrap it again.
             runtime.set_chat_template("", "", "")
@@ -346,10 +345,17 @@ def _pack_step(run_id: int, step: Step) -> bytes:
     )
 
 
-def _open_library(path: Path, quirks: Mapping[str, bool]) -> Runtime:
-    from rkserve.native.binding.runtime import open_runtime  # late: dlopen only after the lock
+def _open_library(command: Mapping[str, Any]) -> Runtime:
+    from rkserve.native.binding.library import detect  # late: dlopen only after the lock
+    from rkserve.native.binding.runtime import open_runtime
 
-    return open_runtime(path, quirks)
+    path, allowed = Path(command["library"]), bool(command["allow_unlisted"])
+    if allowed and not (release := detect(path, allow_unlisted=True)).listed:
+        from rkserve.native.engine.trial import try_release
+
+        sys.stderr.write(f"W rkserve: RKLLM {release.version} is tried in a process of its own\n")
+        try_release(path, command["params"], release.version, command["trial_timeout_s"])
+    return open_runtime(path, command["quirks"], allow_unlisted=allowed)
 
 
 def _crash(exc: BaseException) -> NoReturn:

@@ -54,7 +54,7 @@ class SpeculativeRun:
         self._put, self._logits = put, logits
         self._context: list[int] = []
         self._limit = 0
-        self._told = 0
+        self._emitted = 0
         self._left: Callable[[], bool] = lambda: False
         self._over = False  # the answer is complete
         self._strayed = self._stopped = False  # of the current library run
@@ -73,10 +73,10 @@ class SpeculativeRun:
         sampler = self._sampler()
         try:
             while not self._ends():
-                before = self._told
+                before = self._emitted
                 if self._by_the_library() is _Left.DONE:
                     break
-                short = self._told - before < WORTH_TOKENS
+                short = self._emitted - before < WORTH_TOKENS
                 self._needed = min(MOST_AGREEMENTS, 2 * self._needed) if short else 1
                 self._by_ourselves(sampler)
         except BaseException:
@@ -87,7 +87,7 @@ class SpeculativeRun:
                 # A stopped run leaves a context that no later run may extend.
                 with suppress(NativeError):
                     self._runtime.clear_kv_cache()
-        return self._told
+        return self._emitted
 
     def _sampler(self) -> Sampler:
         wanted = self._steps.wanted
@@ -96,11 +96,11 @@ class SpeculativeRun:
             seed=wanted.seed,
             choice=wanted.choice,
             context=(*self._steps.held, *self._context),
-            said=self._steps.said,
+            generated=self._steps.generated,
         )
 
     def _ends(self) -> bool:
-        return self._over or self._told >= self._limit or self._left()
+        return self._over or self._emitted >= self._limit or self._left()
 
     # -- the library's part --------------------------------------------------------------------
 
@@ -138,7 +138,7 @@ class SpeculativeRun:
         return RunParams(
             (TokenInput(send),),
             sampling=self._steps.sampling if per_run else None,
-            max_new_tokens=self._limit - self._told if per_run else None,
+            max_new_tokens=self._limit - self._emitted if per_run else None,
             resume=resume,
             adapter=self._adapter,
         )
@@ -157,7 +157,7 @@ class SpeculativeRun:
             return SinkAction.PAUSE
         self._take(token_id)
         if token_id in self._steps.eos or (
-            self._told >= self._limit and self._runtime.per_run_sampling
+            self._emitted >= self._limit and self._runtime.per_run_sampling
         ):
             return SinkAction.CONTINUE  # the library ends the run
         return self._stop() if self._ends() else SinkAction.CONTINUE
@@ -215,21 +215,21 @@ class SpeculativeRun:
 
     def _only_way(self) -> Ids:
         """Take the tokens that the grammar forces; return them."""
-        before = self._told
+        before = self._emitted
         while not self._ends() and (token_id := self._trail.only()) is not None:
             self._take(token_id)
-        return tuple(self._context[len(self._context) - (self._told - before) :])
+        return tuple(self._context[len(self._context) - (self._emitted - before) :])
 
     @property
     def _told_ids(self) -> list[int]:
-        return self._context[len(self._context) - self._told :]
+        return self._context[len(self._context) - self._emitted :]
 
     def _take(self, token_id: int) -> None:
         self._trail.take(token_id)
         text, waiting = self._speech.text_of(token_id)
         self._put(engine_frames.pack_token(self._run_id, 0, token_id, text, waiting))
         self._context.append(token_id)
-        self._told += 1
+        self._emitted += 1
         self._over = token_id in self._steps.eos or self._trail.over
 
 
@@ -248,10 +248,10 @@ class Detokenizer:
 
     def text_of(self, token_id: int) -> tuple[bytes, bool]:
         """Return the text of a token, and True if it is delayed to the next token."""
-        self._held += self._vocabulary.said(token_id)
+        self._held += self._vocabulary.bytes_of(token_id)
         self._decoder.reset()
         self._decoder.decode(self._held)
         if self._decoder.getstate()[0]:
             return b"", True
-        said, self._held = self._held, b""
-        return said, False
+        held, self._held = self._held, b""
+        return held, False

@@ -125,7 +125,7 @@ class StepwiseRuns:
         limit = _limit(steps, len(ids), feed.room)
         trail = None
         if steps.wanted.guide is not None:
-            trail = self._guides.follow(steps.wanted.guide, vocabulary, steps.eos, steps.said)
+            trail = self._guides.follow(steps.wanted.guide, vocabulary, steps.eos, steps.generated)
         if trail is not None and steps.optimistic:
             return self._optimistic(
                 runtime, run_id, steps, ids, limit=limit, feed=feed, trail=trail, left=left
@@ -134,10 +134,10 @@ class StepwiseRuns:
         begun_s = time.monotonic()
         row = run.begin(ids, left)
         first_s = time.monotonic()
-        told = 0 if row is None else run.go_on(row, ids, limit, left)
-        ended = _ended(len(ids), told, begun_s, first_s)
+        emitted = 0 if row is None else run.go_on(row, ids, limit, left)
+        ended = _ended(len(ids), emitted, begun_s, first_s)
         positions = commands.positions(runtime)
-        return {**ended, "kv_positions": positions, "cut": told == limit < steps.limit}
+        return {**ended, "kv_positions": positions, "cut": emitted == limit < steps.limit}
 
     def _optimistic(
         self,
@@ -169,9 +169,9 @@ class StepwiseRuns:
             put=put,
             logits=feed.whole,
         )
-        told = run.go_on(ids, limit, left)
-        ended = _ended(len(ids), told, begun_s, *(first_s or [time.monotonic()]))
-        cut = told == limit < steps.limit
+        emitted = run.go_on(ids, limit, left)
+        ended = _ended(len(ids), emitted, begun_s, *(first_s or [time.monotonic()]))
+        cut = emitted == limit < steps.limit
         positions = commands.positions(runtime)
         return {**ended, "kv_positions": positions, "cut": cut, "aborted": run.aborted}
 
@@ -184,12 +184,12 @@ class StepwiseRuns:
         return self._known[1]
 
 
-def _ended(sent: int, told: int, begun_s: float, first_s: float) -> dict[str, Any]:
+def _ended(sent: int, emitted: int, begun_s: float, first_s: float) -> dict[str, Any]:
     perf = Perf(
         prefill_ms=(first_s - begun_s) * 1e3,
         prefill_tokens=sent,
         decode_ms=(time.monotonic() - first_s) * 1e3,
-        decode_tokens=told,
+        decode_tokens=emitted,
         memory_mb=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
     )
     return {"end": RunEnd.FINISHED.value, "return_code": 0, "perf": asdict(perf)}
@@ -254,13 +254,13 @@ class _Run:
             min_p=wanted.min_p,
             logit_bias=wanted.logit_bias,
             context=(*steps.held, *ids),
-            said=steps.said,
+            generated=steps.generated,
             ends=steps.eos,
             least=wanted.least,
         )
         speech, size = Detokenizer(self._vocabulary), len(self._vocabulary)
-        told, unsent = 0, list[int]()
-        while told < limit:
+        emitted, unsent = 0, list[int]()
+        while emitted < limit:
             token_id = self._only_way()
             if token_id is None:
                 if unsent:
@@ -269,14 +269,14 @@ class _Run:
                 token_id = sampler.choose(row[:size], self._allowed())  # the rest is padding
             if token_id is None:
                 raise StepsRefused("the grammar allows no next token")
-            self._tell(row, token_id, *speech.text_of(token_id))
+            self._emit(row, token_id, *speech.text_of(token_id))
             sampler.take(token_id)
             unsent.append(token_id)
-            told += 1
+            emitted += 1
             if token_id in steps.eos or self._is_over(token_id) or left():
                 break
         self._feed.catch_up(tuple(unsent))
-        return told
+        return emitted
 
     def _only_way(self) -> int | None:
         """Return the only token that the grammar allows; it needs no logits.
@@ -295,7 +295,7 @@ class _Run:
         self._trail.take(token_id)
         return self._trail.over
 
-    def _tell(self, row: Row, token_id: int, text: bytes, waiting: bool) -> None:
+    def _emit(self, row: Row, token_id: int, text: bytes, waiting: bool) -> None:
         frame = engine_frames.pack_token(self._run_id, 0, token_id, text, waiting)
         if self._top is not None:
             found = [score(row, token_id, self._top, self._steps.wanted.also)]

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rkserve.models.files import SIM_HEADER, SIM_MAGIC
+from rkserve.models.files import SIM_FORMAT, SIM_HEADER, SIM_MAGIC
 
 _FILE_BYTES, _MODEL_ID, _PLATFORM = 2, 3, 4
 _STRINGS_AT, _STRINGS_BYTES = 16, 17
@@ -57,6 +57,62 @@ def _field(text: str, room: int) -> bytes:
     if not value or len(value) >= room or b"\0" in value:
         raise ValueError(f"a model's name takes 1 to {room - 1} bytes, not {text!r}")
     return value
+
+
+# Flags of a piece, as in enum piece_flag of rksim.h.
+PIECE_SPECIAL, PIECE_MARKER, PIECE_SILENT = 1, 2, 4
+Ids = Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class SimModel:
+    """A simulated model before it is written.
+
+    ``pieces`` are the bytes and flags of each id, ``bank`` the ids of each sentence after a space
+    and at the start of a line, ``strings`` the texts of strings.txt. ``markers`` are the ids of
+    the start and the end of a turn, of the end of a text, of a silent token, and of the end of a
+    thought.
+    """
+
+    model_id: str
+    profile: str
+    toolkit: str
+    dtype: str
+    max_context: int
+    memory_mb: int
+    load_ms: int
+    pieces: Sequence[tuple[bytes, int]]
+    bank: Sequence[tuple[Ids, Ids]]
+    strings: Sequence[str]
+    markers: tuple[int, int, int, int, int]
+    npu_cores: int = 3
+
+    def render(self) -> bytes:
+        """Return the file: header, pieces, bank, strings, then what they point at."""
+        strings = b"".join(line.encode() + b"\0" for line in self.strings)
+        pieces_at = SIM_HEADER.size
+        bank_at = pieces_at + 8 * len(self.pieces)
+        ids_at = bank_at + 8 * len(self.bank)
+        strings_at = ids_at + 4 * sum(len(spaced) + len(bare) for spaced, bare in self.bank)
+        bytes_at = strings_at + len(strings)
+        table, blob, sentences, ids = bytearray(), bytearray(), bytearray(), bytearray()
+        for piece, flags in self.pieces:
+            table += struct.pack("<IHH", bytes_at + len(blob), len(piece), flags)
+            blob += piece
+        for spaced, bare in self.bank:
+            sentences += struct.pack("<IHH", ids_at + len(ids), len(spaced), len(bare))
+            ids += struct.pack(f"<{len(spaced) + len(bare)}i", *spaced, *bare)
+        header = SIM_HEADER.pack(
+            SIM_MAGIC,
+            SIM_FORMAT,
+            bytes_at + len(blob),
+            *(_field(self.model_id, 64), b"any", _field(self.profile, 64)),
+            *(_field(self.toolkit, 16), _field(self.dtype, 16)),
+            *(self.max_context, self.npu_cores, self.memory_mb, self.load_ms),
+            *(len(self.pieces), pieces_at, len(self.bank), bank_at, strings_at, len(strings)),
+            *self.markers,
+        )
+        return bytes(header + table + sentences + ids + strings + blob)
 
 
 MAGIC = b"RKSIMLRA"

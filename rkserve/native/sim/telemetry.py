@@ -40,6 +40,7 @@ class Soc:
     ddr_mhz: tuple[int, ...]
     zones: tuple[str, ...]
     memory_mb: int
+    cpus: tuple[tuple[str, int], ...]  # the CPUs of each clock, and the highest one in MHz
 
 
 # The node, the number of cores and the highest clocks are the vendor's; docs/reference/simulator.md
@@ -54,6 +55,7 @@ SOCS: Mapping[str, Soc] = MappingProxyType(
             ddr_mhz=(528, 1068, 1560, 2112),
             zones=("soc-thermal", "gpu-thermal", "npu-thermal"),
             memory_mb=16384,
+            cpus=(("0 1 2 3", 1800), ("4 5", 2400), ("6 7", 2400)),
         ),
         "RK3576": Soc(
             compatible=("radxa,rock-4d", "rockchip,rk3576"),
@@ -63,6 +65,7 @@ SOCS: Mapping[str, Soc] = MappingProxyType(
             ddr_mhz=(528, 1068, 1560, 2112),
             zones=("soc-thermal", "gpu-thermal", "npu-thermal"),
             memory_mb=8192,
+            cpus=(("0 1 2 3", 2016), ("4 5 6 7", 2208)),
         ),
         "RK3562": Soc(
             compatible=("rockchip,rk3562-evb1-lp4x-v10", "rockchip,rk3562"),
@@ -72,6 +75,7 @@ SOCS: Mapping[str, Soc] = MappingProxyType(
             ddr_mhz=(324, 528, 1056, 2112),
             zones=("soc-thermal",),
             memory_mb=4096,
+            cpus=(("0 1 2 3", 2016),),
         ),
         "RV1126B": Soc(
             compatible=("rockchip,rv1126b-evb1-v10", "rockchip,rv1126b"),
@@ -81,6 +85,7 @@ SOCS: Mapping[str, Soc] = MappingProxyType(
             ddr_mhz=(324, 528, 924, 1332),
             zones=("soc-thermal",),
             memory_mb=2048,
+            cpus=(("0 1 2 3", 1608),),
         ),
     }
 )
@@ -93,6 +98,7 @@ class BoardReadings:
     load_percent: tuple[int, ...] = ()  # one per NPU core; none at all is an idle NPU
     npu_mhz: int | None = None
     npu_governor: str = GOVERNORS[0]
+    cpu_governor: str = "performance"
     npu_uv: int = 850_000
     powered: bool = True
     ddr_mhz: int | None = None
@@ -119,7 +125,7 @@ def tree(platform: str, figures: BoardReadings) -> dict[str, str]:
     if figures.proc_rknpu:
         files |= {f"proc/rknpu/{name}": text for name, text in driver.items()}
     files["sys/module/rknpu/version"] = f"{figures.driver}\n"
-    files |= _devfreq(soc, figures)
+    files |= _devfreq(soc, figures) | _cpufreq(soc, figures)
     for number, zone in enumerate(soc.zones):
         celsius = figures.npu_celsius if zone == "npu-thermal" else figures.soc_celsius
         folder = f"sys/class/thermal/thermal_zone{number}"
@@ -186,6 +192,23 @@ def _devfreq(soc: Soc, figures: BoardReadings) -> dict[str, str]:
         ddr_hz = _hertz(figures.ddr_mhz, soc.ddr_mhz)
         files |= _clock("dmc", ddr_hz, soc.ddr_mhz, "dmc_ondemand")
         files["sys/class/devfreq/dmc/load"] = f"{figures.ddr_load_percent}@{ddr_hz}Hz\n"
+    return files
+
+
+def _cpufreq(soc: Soc, figures: BoardReadings) -> dict[str, str]:
+    """Return the CPU clocks: at their highest with ``performance``, else as of an idle board."""
+    files: dict[str, str] = {}
+    for cpus, highest in soc.cpus:
+        folder = f"sys/devices/system/cpu/cpufreq/policy{cpus.split()[0]}"
+        now = highest if figures.cpu_governor == "performance" else 408
+        shown = {
+            "related_cpus": cpus,
+            "scaling_cur_freq": f"{now * 1000}",
+            "scaling_max_freq": f"{highest * 1000}",
+            "cpuinfo_max_freq": f"{highest * 1000}",
+            "scaling_governor": figures.cpu_governor,
+        }
+        files |= {f"{folder}/{name}": f"{text}\n" for name, text in shown.items()}
     return files
 
 
@@ -326,6 +349,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--platform", required=True, help=", ".join(SOCS))
     parser.add_argument("--load", type=int, nargs="+", default=[], help="percent, one per NPU core")
     parser.add_argument("--npu-mhz", type=int)
+    parser.add_argument("--cpu-governor", default=usual.cpu_governor, help="such as ondemand")
     parser.add_argument("--npu-governor", default=usual.npu_governor, help=" or ".join(GOVERNORS))
     parser.add_argument("--npu-uv", type=int, default=usual.npu_uv, help="microvolts")
     parser.add_argument("--off", action="store_true", help="the NPU is powered off")
@@ -343,6 +367,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         load_percent=tuple(given.load),
         npu_mhz=given.npu_mhz,
         npu_governor=given.npu_governor,
+        cpu_governor=given.cpu_governor,
         npu_uv=given.npu_uv,
         powered=not given.off,
         ddr_mhz=given.ddr_mhz,

@@ -10,7 +10,6 @@ from rkserve.board.answer.transcript import (
     CachedContext,
     Ids,
     PendingDelta,
-    PrefillPlan,
     Range,
     ResumePlan,
     Transcript,
@@ -30,40 +29,32 @@ TURN_2 = (*TURN_1, *ANSWER, 4, 5)
 
 def after_turn_1(*, append: bool = True, positions: int = 6) -> CachedContext:
     context = CachedContext(append=append)
-    assert context.plan(TURN_1) == PrefillPlan(clear=False, send=TURN_1, reused=0)
+    assert context.reusable(TURN_1) == 0
     context.forget()
     context.settle((*TURN_1, *ANSWER), positions)
     return context
 
 
 @pytest.mark.parametrize(
-    ("positions", "prompt", "plan"),
+    ("positions", "prompt", "reused"),
     [
-        pytest.param(6, TURN_2, PrefillPlan(False, (4, 5), 6), id="the conversation goes on"),
-        pytest.param(
-            5, TURN_2, PrefillPlan(False, (12, 4, 5), 5), id="the last token is not in the KV"
-        ),
-        pytest.param(
-            6, (9, *TURN_2), PrefillPlan(True, (9, *TURN_2), 0), id="another conversation"
-        ),
-        pytest.param(
-            6, TURN_2[:6], PrefillPlan(True, TURN_2[:6], 0), id="the same ids: one must be sent"
-        ),
-        pytest.param(
-            6, TURN_1, PrefillPlan(True, TURN_1, 0), id="a shorter prompt: no cutting back"
-        ),
+        pytest.param(6, TURN_2, 6, id="the conversation goes on"),
+        pytest.param(5, TURN_2, 5, id="the last token is not in the KV"),
+        pytest.param(6, (9, *TURN_2), 0, id="another conversation"),
+        pytest.param(6, TURN_2[:6], 0, id="the same ids: one must be sent"),
+        pytest.param(6, TURN_1, 0, id="a shorter prompt: no cutting back"),
         pytest.param(
             6,
             (*TURN_1, 10, 99, 12, 4),
-            PrefillPlan(True, (*TURN_1, 10, 99, 12, 4), 0),
+            0,
             id="an edit",
         ),
     ],
 )
 def test_a_request_reuses_the_whole_live_context_or_nothing(
-    positions: int, prompt: tuple[int, ...], plan: PrefillPlan
+    positions: int, prompt: tuple[int, ...], reused: int
 ) -> None:
-    assert after_turn_1(positions=positions).plan(prompt) == plan
+    assert after_turn_1(positions=positions).reusable(prompt) == reused
 
 
 @pytest.mark.parametrize(
@@ -79,7 +70,7 @@ def test_a_size_that_cannot_be_true_is_reported_and_the_context_forgotten(positi
     context = CachedContext(append=True)
     assert not context.settle((*TURN_1, *ANSWER), positions)
     assert context.positions == 0
-    assert context.plan(TURN_2) == PrefillPlan(clear=True, send=TURN_2, reused=0)
+    assert context.reusable(TURN_2) == 0
 
 
 def test_a_forgotten_context_is_cleared_before_the_next_run() -> None:
@@ -87,17 +78,42 @@ def test_a_forgotten_context_is_cleared_before_the_next_run() -> None:
     assert context.positions == 6
     context.forget()
     assert context.positions == 0
-    assert context.plan(TURN_2) == PrefillPlan(clear=True, send=TURN_2, reused=0)
+    assert context.reusable(TURN_2) == 0
 
 
 def test_a_runtime_that_cannot_append_gets_the_whole_prompt() -> None:
-    assert after_turn_1(append=False).plan(TURN_2) == PrefillPlan(clear=True, send=TURN_2, reused=0)
+    assert after_turn_1(append=False).reusable(TURN_2) == 0
+
+
+@pytest.mark.parametrize(
+    ("prompt", "reused"),
+    [
+        pytest.param(TURN_2, 6, id="the conversation goes on"),
+        pytest.param((*TURN_1, *ANSWER), 6, id="the same ids"),
+        pytest.param(TURN_1, 3, id="a shorter prompt"),
+        pytest.param((*TURN_1, 10, 99, 12, 4), 4, id="an edit"),
+        pytest.param((9, *TURN_2), 0, id="another conversation"),
+    ],
+)
+def test_a_runtime_that_reuses_prefixes_computes_what_differs(
+    prompt: tuple[int, ...], reused: int
+) -> None:
+    context = CachedContext(append=True, prefix=True)
+    assert context.reusable(prompt, history=False) == 0
+    context.keep((*TURN_1, *ANSWER), "kind")
+    assert context.reusable(prompt, "kind", history=False) == reused
+    assert context.reusable(prompt, history=False) == 0, "another origin"
+    assert context.reusable(prompt, "kind") == 0, "nothing is appended to a single turn"
+    context.settle((*TURN_1, *ANSWER), 6, "kind")
+    assert context.reusable(prompt, "kind", history=False) == 0, "nor a single turn to these"
+    context.forget()
+    assert context.reusable(prompt, history=False) == 0
 
 
 def test_an_empty_context_needs_no_clear() -> None:
     context = after_turn_1()
     context.reset()
-    assert context.plan(TURN_2) == PrefillPlan(clear=False, send=TURN_2, reused=0)
+    assert context.reusable(TURN_2) == 0
 
 
 # -- adapters -------------------------------------------------------------------------------------
@@ -114,7 +130,7 @@ def after_a_run_with(adapter: str | None) -> CachedContext:
 def test_a_context_is_extended_under_the_adapter_that_computed_it(adapter: str | None) -> None:
     context = after_a_run_with(adapter)
     assert context.origin == adapter
-    assert context.plan(TURN_2, adapter) == PrefillPlan(clear=False, send=(4, 5), reused=6)
+    assert context.reusable(TURN_2, adapter) == 6
 
 
 @pytest.mark.parametrize(
@@ -128,39 +144,33 @@ def test_a_context_is_extended_under_the_adapter_that_computed_it(adapter: str |
 def test_another_adapter_clears_a_context_of_the_same_ids(
     before: str | None, now: str | None
 ) -> None:
-    assert after_a_run_with(before).plan(TURN_2, now) == PrefillPlan(
-        clear=True, send=TURN_2, reused=0
-    )
+    assert after_a_run_with(before).reusable(TURN_2, now) == 0
 
 
 def test_an_empty_context_belongs_to_no_adapter() -> None:
     context = after_a_run_with("legal@2-abc-1")
     context.reset()
     assert context.origin is None
-    assert context.plan(TURN_1) == PrefillPlan(clear=False, send=TURN_1, reused=0)
+    assert context.reusable(TURN_1) == 0
 
 
 # -- clears by hand -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("kept", "plan"),
+    ("kept", "reused"),
     [
-        pytest.param(0, PrefillPlan(clear=False, send=TURN_2, reused=0), id="all of it"),
-        pytest.param(
-            2, PrefillPlan(clear=False, send=TURN_2[2:], reused=2), id="but a system prompt"
-        ),
-        pytest.param(
-            6, PrefillPlan(clear=False, send=TURN_2[6:], reused=6), id="nothing after all"
-        ),
-        pytest.param(7, PrefillPlan(clear=True, send=TURN_2, reused=0), id="more than there was"),
-        pytest.param(-1, PrefillPlan(clear=True, send=TURN_2, reused=0), id="unknown"),
+        pytest.param(0, 0, id="all of it"),
+        pytest.param(2, 2, id="but a system prompt"),
+        pytest.param(6, 6, id="nothing after all"),
+        pytest.param(7, 0, id="more than there was"),
+        pytest.param(-1, 0, id="unknown"),
     ],
 )
-def test_what_a_clear_by_hand_leaves_is_reused(kept: int, plan: PrefillPlan) -> None:
+def test_what_a_clear_by_hand_leaves_is_reused(kept: int, reused: int) -> None:
     context = after_turn_1()
     context.cleared(kept)
-    assert context.plan(TURN_2) == plan
+    assert context.reusable(TURN_2) == reused
 
 
 def test_what_is_spared_of_an_unknown_context_stays_unknown() -> None:

@@ -190,7 +190,7 @@ def other_release(place: Path) -> Path:
     """A copy of the simulator that calls itself something else."""
     file = place / "librkllmrt.so"
     library = ensure_built("1.3.0").read_bytes()
-    file.write_bytes(library.replace(b"RKLLM SDK (version: 1.3.0", b"RKLLM SDK (version: 1.3.1"))
+    file.write_bytes(library.replace(b"RKLLM SDK (version: 1.3.0", b"RKLLM SDK (version: 1.3.2"))
     return file
 
 
@@ -199,7 +199,7 @@ def other_release(place: Path) -> Path:
     [
         pytest.param(lambda p: p / "nowhere.so", LibraryMissing, "cannot be read", id="missing"),
         pytest.param(text_file, LibraryMissing, "not a shared library", id="not a library"),
-        pytest.param(other_release, ReleaseRefused, r"1\.3\.1", id="an unknown release"),
+        pytest.param(other_release, ReleaseRefused, r"1\.3\.2", id="an unknown release"),
     ],
 )
 async def test_a_library_that_cannot_be_used_is_refused_with_the_reason(
@@ -214,8 +214,14 @@ async def test_a_library_that_cannot_be_used_is_refused_with_the_reason(
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
-        pytest.param("init_fail", "rkllm_init returned -1 .*the library said: E rk", id="refused"),
+        pytest.param(
+            "init_fail", "rkllm_init returned -1 .*the library logged: E rk", id="refused"
+        ),
         pytest.param("init_segv", "crashed while it loaded the model: .*SIGSEGV", id="crash"),
+        pytest.param(
+            "init_signal:4", "SIGILL, .*this build of the library is not for this CPU", id="SIGILL"
+        ),
+        pytest.param("init_signal:7", "SIGBUS, .*compare checksums", id="SIGBUS"),
         pytest.param("init_null_handle", "no handle", id="0 and no handle"),
         pytest.param("init_hang", "not loaded within 2 s", id="hang"),
     ],
@@ -235,6 +241,19 @@ async def test_a_model_that_does_not_fit_is_explained_by_the_library(sim: Sim) -
     params = replace(sim.spec().params, max_context_len=1 << 20)
     with pytest.raises(LoadFailed, match="max_context_limit"):
         await EngineProcess.start("b", replace(sim.spec(), params=params))
+
+
+async def test_a_later_release_is_served_where_that_is_allowed_and_named_as_unlisted(
+    sim: Sim,
+) -> None:
+    later: dict[str, Any] = {"library": str(other_release(sim.place)), "allow_unlisted": True}
+    async with sim.engine(**later) as engine:
+        assert engine.facts.release == "1.3.2 (unlisted, driven as 1.3.1)"
+        ended = await engine.run(command(chat("Count to 3")), Recorder())
+        assert ended.end is RunEnd.FINISHED
+    sim.fault("segv_at_token:1")  # of the trial: the fault occurs once
+    with pytest.raises(ReleaseRefused, match=r"1\.3\.2 .*failed its trial: crashed: SIGSEGV"):
+        await EngineProcess.start("b", replace(sim.spec(), **later))
 
 
 async def test_an_unknown_quirk_is_refused_by_name(sim: Sim) -> None:
@@ -304,7 +323,7 @@ async def test_an_engine_in_the_middle_of_a_run_ends_when_its_stdin_closes(sim: 
         got = Recorder()
         ended = engine.run(command(chat("Count to 50")), got)
         await got.first.wait()
-        engine._child.close_stdin()
+        engine._child.stdin.close()
         await asyncio.wait_for(asyncio.shield(engine.died), 60)
         with pytest.raises(EngineDied):
             await ended

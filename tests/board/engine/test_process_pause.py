@@ -316,7 +316,7 @@ async def test_a_call_that_the_library_refuses_is_explained_in_its_own_words(sim
     broken = sim.place / "broken.rkllm"
     broken.write_bytes(b"no adapter at all")
     async with sim.engine() as engine:
-        with pytest.raises(CallFailed, match=r"rkllm_load_lora returned -1 .*said: E rk") as no:
+        with pytest.raises(CallFailed, match=r"rkllm_load_lora returned -1 .*logged: E rk") as no:
             await engine.call("load_adapter", path=str(broken), name="broken")
         assert (no.value.function, no.value.return_code) == ("rkllm_load_lora", -1)
         with pytest.raises(Misuse, match="known are drain"):

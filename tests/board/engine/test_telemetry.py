@@ -17,13 +17,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rkserve.board.engine.telemetry import MAX_FILE_BYTES, NPU_NODES, read_soc, read_telemetry
-from rkserve.core.board_report import Hardware
+from rkserve.core.board_report import CpuClock, Hardware
 from rkserve.native.sim.telemetry import SOCS, BoardReadings, tree, write
 from tests.support.paths import TESTS
 
 DATA = TESTS / "data"
+SAID = {"compatible", "governor", "scaling_governor", "power", "type"}  # words
 DEBUGFS = "sys/kernel/debug/rknpu"
 NOBODY = 65534
+
+
+def slow(cpus: str, governor: str = "ondemand") -> str:
+    return (
+        f"CPU {cpus}: governor is {governor}; a model that decoded 12.5 tokens/s with performance "
+        "was seen to decode 9.3 with ondemand"
+    )
+
 
 EXPECTED = {
     "rk3588": Hardware(
@@ -31,6 +40,12 @@ EXPECTED = {
         npu_load=(0.0, 0.0, 0.0),
         npu_hz=300_000_000,
         npu_max_hz=1_000_000_000,
+        npu_governor="rknpu_ondemand",
+        cpu_clocks=(
+            CpuClock("0-3", 408_000_000, 1800_000_000, "ondemand"),
+            CpuClock("4-5", 408_000_000, 2400_000_000, "ondemand"),
+            CpuClock("6-7", 408_000_000, 2352_000_000, "ondemand"),
+        ),
         temperature_c=37.0,
         driver_version="0.9.8",
         memory_total_bytes=16_338_620 * 1024,
@@ -38,6 +53,7 @@ EXPECTED = {
         notes=(
             "DDR clock, governor and load: /sys/class/devfreq/dmc is not there; "
             "a loader without the DMC handler shows none",
+            *map(slow, ("0-3", "4-5", "6-7")),
         ),
     ),
     "rk3576": Hardware(
@@ -45,6 +61,11 @@ EXPECTED = {
         npu_load=(51.0, 48.0),
         npu_hz=1_000_000_000,
         npu_max_hz=1_000_000_000,
+        npu_governor="userspace",
+        cpu_clocks=(
+            CpuClock("0-3", 2016_000_000, 2016_000_000, "performance"),
+            CpuClock("4-7", 2208_000_000, 2208_000_000, "userspace"),
+        ),
         ddr_hz=2_112_000_000,
         ddr_governor="userspace",
         ddr_load=63.0,
@@ -57,6 +78,7 @@ EXPECTED = {
         soc="RK3562",
         npu_load=(37.0,),
         npu_hz=1_000_000_000,
+        cpu_clocks=(CpuClock("0-3", 1008_000_000, 2016_000_000, "schedutil"),),
         ddr_hz=528_000_000,
         ddr_governor="dmc_ondemand",
         ddr_load=7.0,
@@ -64,13 +86,18 @@ EXPECTED = {
         driver_version="0.9.8",
         memory_total_bytes=3_999_716 * 1024,
         memory_available_bytes=2_916_128 * 1024,
-        notes=("highest NPU clock: /sys/class/devfreq has no ff300000.npu",),
+        notes=(
+            "highest NPU clock: /sys/class/devfreq has no ff300000.npu",
+            slow("0-3", "schedutil"),
+        ),
     ),
     "rv1126b": Hardware(
         soc="RV1126B",
         npu_load=(100.0,),
         npu_hz=800_000_000,
         npu_max_hz=950_000_000,
+        npu_governor="rknpu_ondemand",
+        cpu_clocks=(CpuClock("0-3", 1608_000_000, 1608_000_000, "performance"),),
         ddr_hz=1_332_000_000,
         ddr_governor="dmc_ondemand",
         ddr_load=41.0,
@@ -101,6 +128,50 @@ def test_what_the_simulated_board_shows_is_read_back(tmp_path: Path, platform: s
     assert found.notes == ()
 
 
+@pytest.mark.parametrize("governor", ["ondemand", "powersave", "schedutil", "conservative"])
+def test_a_cpu_clock_that_is_not_held_is_a_finding(tmp_path: Path, governor: str) -> None:
+    write(tmp_path, "RK3576", BoardReadings(cpu_governor=governor))
+    found = read_telemetry(tmp_path)
+    assert [(one.cpus, one.governor) for one in found.cpu_clocks] == [
+        ("0-3", governor),
+        ("4-7", governor),
+    ]
+    assert found.notes == (slow("0-3", governor), slow("4-7", governor))
+
+
+@pytest.mark.parametrize("what", ["NPU", "DDR"])
+def test_a_clock_that_stays_at_its_lowest_is_a_finding(tmp_path: Path, what: str) -> None:
+    write(tmp_path, "RK3588", BoardReadings())
+    node = {"NPU": NPU_NODES["RK3588"], "DDR": "dmc"}[what]
+    (tmp_path / f"sys/class/devfreq/{node}/governor").write_text("powersave\n")
+    found = read_telemetry(tmp_path)
+    assert found.notes == (f"{what} governor is powersave: its clock stays at the lowest",)
+
+
+@pytest.mark.parametrize(
+    ("cpus", "shown"),
+    [
+        pytest.param("4 5 6 7", "4-7", id="neighbours"),
+        pytest.param("0 2", "0,2", id="others between them"),
+        pytest.param("3", "3", id="one"),
+        pytest.param("0-3", "0-3", id="a range already"),
+        pytest.param("four", "4", id="no numbers: the policy's own"),
+    ],
+)
+def test_cpus_that_share_a_clock_are_named_together(tmp_path: Path, cpus: str, shown: str) -> None:
+    write(tmp_path, "RK3576", BoardReadings())
+    (tmp_path / "sys/devices/system/cpu/cpufreq/policy4/related_cpus").write_text(f"{cpus}\n")
+    assert [one.cpus for one in read_telemetry(tmp_path).cpu_clocks] == ["0-3", shown]
+
+
+def test_a_kernel_without_cpu_clocks_says_so(tmp_path: Path) -> None:
+    write(tmp_path, "RK3562", BoardReadings())
+    shutil.rmtree(tmp_path / "sys/devices")
+    found = read_telemetry(tmp_path)
+    assert found.cpu_clocks == ()
+    assert found.notes == ("CPU clocks: /sys/devices/system/cpu/cpufreq is not there",)
+
+
 def test_reader_and_writer_know_the_same_nodes() -> None:
     assert {name: soc.npu for name, soc in SOCS.items()} == NPU_NODES
 
@@ -117,7 +188,7 @@ def test_the_data_has_the_formats_that_the_writer_writes(board: str) -> None:
     compared = 0
     for name in written.keys() - {"proc/meminfo"}:
         file = DATA / board / name
-        if file.is_file() and file.name not in {"compatible", "governor", "power", "type"}:
+        if file.is_file() and file.name not in SAID:
             found, expected = shape(file.read_text()), shape(written[name])
             if file.name == "available_frequencies":  # as many as the board has
                 found, expected = found.split()[0], expected.split()[0]
@@ -166,6 +237,33 @@ def holding(text: str) -> Callable[[Path], None]:
 
 
 @pytest.mark.parametrize(
+    ("line", "loads", "stuck"),
+    [
+        pytest.param(
+            "NPU load:  Core0: 48%, Core1:  0%, Core2: 429496%,\n",
+            (48.0, 0.0, 100.0),
+            ["core 2: a job is stuck (/{path} says 429496 %)"],
+            id="one of three",
+        ),
+        pytest.param(
+            "NPU load:  20000%\n",
+            (100.0,),
+            ["core 0: a job is stuck (/{path} says 20000 %)"],
+            id="the only one",
+        ),
+        pytest.param("NPU load:  Core0: 100%, Core1: 0%,\n", (100.0, 0.0), [], id="none"),
+    ],
+)
+def test_a_stuck_job_is_named_and_the_other_cores_keep_their_load(
+    board: Path, line: str, loads: tuple[float, ...], stuck: list[str]
+) -> None:
+    (board / DEBUGFS / "load").write_text(line, encoding="utf-8")
+    found = read_telemetry(board)
+    assert found.npu_load == loads
+    assert list(found.notes) == [note.format(path=f"{DEBUGFS}/load") for note in stuck]
+
+
+@pytest.mark.parametrize(
     ("harm", "reason"),
     [
         pytest.param(remove, "is not there", id="removed"),
@@ -176,10 +274,10 @@ def holding(text: str) -> Callable[[Path], None]:
         pytest.param(holding(""), "is empty", id="empty"),
         pytest.param(holding(" \n"), "is empty", id="blank"),
         pytest.param(holding("NPU load:  Core0: 48%, Core1"), "is not understood", id="torn"),
-        pytest.param(holding("NPU load:  Core0: 101%,\n"), "is not understood", id="over 100 %"),
         pytest.param(holding("NPU load:  -\n"), "not understood: 'NPU load:  -'", id="no figure"),
         pytest.param(holding("9" * MAX_FILE_BYTES + "%"), "is longer than 8192 bytes", id="huge"),
         pytest.param(holding("NPU load: ٣%\n"), "is not understood", id="foreign digits"),
+        pytest.param(holding("NPU load: 9" + "0" * 30 + "%"), "is not understood", id="long"),
     ],
 )
 def test_a_load_that_cannot_be_had_is_unknown_and_harms_nothing_else(
@@ -368,6 +466,7 @@ def test_a_machine_without_any_of_it_says_so_for_each_figure(tmp_path: Path, the
         "highest NPU clock",
         "NPU load",
         "DDR clock, governor and load",
+        "CPU clocks",
         "temperature",
         "driver version",
         "memory",
@@ -395,7 +494,7 @@ def assert_sane(found: Hardware) -> None:
     if found.temperature_c is not None:
         assert math.isfinite(found.temperature_c)
         assert -60 <= found.temperature_c <= 200
-    words = (found.soc, found.ddr_governor, found.driver_version, *found.notes)
+    words = (found.soc, found.ddr_governor, found.npu_governor, found.driver_version, *found.notes)
     assert all(word.isascii() and (word.isprintable() or not word) for word in words)
     assert all(len(word) < 500 for word in words)
 

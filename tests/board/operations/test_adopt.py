@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from rkserve.board.run.run import EngineRun
+from rkserve.board.run.job import EngineRun
 from rkserve.core.board_report import GenerationState
 from rkserve.core.desired_state import Desired, InFlight, PauseMode, Probe
 from rkserve.core.errors import (
@@ -62,6 +62,7 @@ def play(
     run_loop(main(), 120.0)
 
 
+@pytest.mark.promise("Pause", "It is answered when every selected board has stopped emitting")
 @KINDS
 @pytest.mark.parametrize("native", [False, True], ids=["plain", "native"])
 @pytest.mark.parametrize("clear", [False, True], ids=["kept", "cleared"])
@@ -108,7 +109,7 @@ async def in_prefill(told: Governed, count: int = 1, **extra: Any) -> list[Liste
 
 
 def running(told: Governed) -> EngineRun:
-    run = told.board.live.running
+    run = told.board.slot.live.running
     assert run is not None
     return run
 
@@ -130,7 +131,7 @@ def test_a_hold_in_the_prefill_does_not_wait_for_its_end(
         await run.over
         await rest()
         assert [client.ids for client in clients] == [[]] * n_batch
-        assert told.board.live.context.ids in (None, ())
+        assert told.board.slot.live.context.ids in (None, ())
         await told.release()
         for client in clients:
             await client.end()
@@ -306,7 +307,7 @@ def test_errands_and_a_clear_wait_for_the_end_of_a_muted_run(
         assert (await loading).tokens == 4
         assert all([(await task).held for task in asked])
         assert run.over.done()
-        assert set(told.board.live.positions) == {0}
+        assert set(told.board.slot.live.positions) == {0}
         await told.release()
         for client in clients:
             await client.end()
@@ -432,6 +433,9 @@ def test_abort_ends_all_and_takes_nothing_new(tmp_path: Path, release: str, n_ba
     play(tmp_path, body, release, n_batch)
 
 
+@pytest.mark.promise(
+    "Pause", "`abort` and `wait`: new requests get 503 `engine_paused` with `Retry-After`"
+)
 @KINDS
 def test_wait_returns_when_all_have_ended(tmp_path: Path, release: str, n_batch: int) -> None:
     async def body(told: Governed, oracle: Oracle) -> None:
@@ -445,7 +449,7 @@ def test_wait_returns_when_all_have_ended(tmp_path: Path, release: str, n_batch:
         told.pace()
         adoption = await adopting
         assert (adoption.stopped, adoption.aborted) == (0, 0)
-        assert told.board.live.running is None
+        assert told.board.slot.live.running is None
         for client in (*clients, last):
             assert client.task.done()
             await oracle.check(client, told.versions)
@@ -453,6 +457,7 @@ def test_wait_returns_when_all_have_ended(tmp_path: Path, release: str, n_batch:
     play(tmp_path, body, release, n_batch)
 
 
+@pytest.mark.promise("Pause", "Per cluster, model, boards or adapter")
 def test_a_hold_of_one_adapter_leaves_the_others_alone(tmp_path: Path) -> None:
     async def body(told: Governed, oracle: Oracle) -> None:
         await told.serve("v1")

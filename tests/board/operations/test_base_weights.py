@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 
+from rkserve.board.engine.protocol import RunTimeouts
 from rkserve.board.operations.base_weights import BaseWeights
-from rkserve.board.rules.counters import BoardCounters
+from rkserve.board.rules.generations import BoardCounters
 from rkserve.board.rules.obligations import Obligations
-from rkserve.board.run.prompt_caching import CacheRules, PromptCaching
-from rkserve.board.run.run import RunTimeouts
+from rkserve.board.run.prompt_caching import PromptCaching
+from rkserve.board.run.settings import BoardSettings
 from rkserve.board.storage.prompt_cache import CacheFingerprint, CacheStore
 from rkserve.board.storage.staged_artifacts import StagedWeights
 from rkserve.core.board_report import HASHING, UNREADABLE, BoardState
@@ -30,7 +31,7 @@ from rkserve.native.sim import models as sim_models
 from rkserve.native.sim.models import reseed
 from tests.support.boards.board_bench import PLAIN, SETTINGS, Bench, Listener, until
 from tests.support.boards.fakes import FakeEngine, run_loop
-from tests.support.boards.holding import LINE, rest
+from tests.support.boards.holding import KINDS, LINE, rest
 from tests.support.boards.rebased import (
     BROKEN,
     CONTENT,
@@ -44,10 +45,6 @@ from tests.support.boards.rebased import (
     rebased,
 )
 from tests.support.sim.sim_board import FOLDER, Sim
-
-KINDS = pytest.mark.parametrize(
-    ("release", "n_batch"), [("1.2.3", 1), ("1.3.0", 3)], ids=["1.2.3", "batch"]
-)
 
 
 async def ends(*clients: Listener) -> None:
@@ -82,8 +79,10 @@ class SlowStore(CacheStore):
 
 
 def caching_with(store: CacheStore) -> PromptCaching:
-    rules = CacheRules("b", FOLDER.id, 64, park=True, park_min_tokens=4, position_bytes=1)
-    return PromptCaching(rules, store, BoardCounters())
+    settings = BoardSettings(
+        "b", FOLDER.id, 64, frozenset(), caches=store, park_min_tokens=4, kv_position_bytes=1
+    )
+    return PromptCaching(settings, BoardCounters())
 
 
 @pytest.mark.parametrize("leaves", [False, True], ids=["waits", "leaves"])
@@ -122,7 +121,7 @@ def test_weights_that_are_only_noted_are_not_what_a_load_falls_back_on(tmp_path:
             store.gate.set()
             return FakeEngine(lambda _: PLAIN)
 
-        bases = BaseWeights(staged, charge, caching, start, marker=None, rest_s=1.0)
+        bases = BaseWeights(SETTINGS, staged, charge, caching, start)
         await bases.open()
         await caching.open()
         noted = base_of(CONTENT, "w1")

@@ -9,10 +9,12 @@ from random import Random
 import pytest
 
 from rkserve.core.block_hashes import BLOCK, STRIDE, BlockHashes, CachedPrefixes, seed_of, unpack
+from rkserve.core.board_report import BoardReport, BoardState
 from rkserve.core.messages import Delta, Finished
-from rkserve.fleet.load import ModelBoards, RoutingStatus
+from rkserve.fleet.load import ModelBoards, PauseEffect
 from rkserve.fleet.prefix_index import PrefixIndex
-from rkserve.fleet.requests import InFlightRequest, RoutingRequest
+from rkserve.router.policies import RoutingRequest
+from rkserve.router.queue.reservation import InFlightRequest
 from tests.board.run.test_prompt_caching import LENGTH, CacheBench
 from tests.support.boards.board_bench import spoken
 
@@ -36,7 +38,8 @@ class Told:
         if known is not None:
             known.asked(self.now_s)
         held = bench.board.report().holdings
-        self.boards.heard("a", "g", "a", RoutingStatus(queue_limit=1, holdings=held))
+        report = BoardReport("a", "m", BoardState.READY, replica="a", queue_limit=1, holdings=held)
+        self.boards.update("g", report, ready=True, held=PauseEffect.NOT)
 
     def begin(self, ids: tuple[int, ...]) -> InFlightRequest:
         self.now_s += 1
@@ -47,8 +50,8 @@ class Told:
 
     def end(self, stay: InFlightRequest, said: tuple[int, ...], finished: Finished) -> None:
         self.now_s += 1
-        stay.heard(Delta("", said))
-        stay.heard(finished)
+        stay.observe(Delta("", said))
+        stay.observe(finished)
         stay.ended(self.now_s, left=False)
 
 
@@ -99,7 +102,7 @@ async def test_what_the_live_context_is_is_said_exactly(tmp_path: Path) -> None:
         await bench.ask(prompt)
         live = holdings(bench).live
         assert live is not None
-        ids = bench.board.live.context.ids
+        ids = bench.board.slot.live.context.ids
         assert ids is not None
         assert ids[: len(prompt)] == prompt
         assert (live.tokens, live.tail) == (
@@ -144,7 +147,7 @@ async def test_what_cannot_be_used_again_is_not_promised(
     bench = bench_of(tmp_path)
     await bench.board.start()
     try:
-        bench.board.live.facts = replace(bench.board.live.facts, **facts)  # type: ignore[arg-type]
+        bench.board.slot.live.facts = replace(bench.board.slot.live.facts, **facts)  # type: ignore[arg-type]
         assert holdings(bench) == expected
     finally:
         await bench.board.stop()
@@ -158,7 +161,7 @@ async def test_after_an_abort_only_what_pays_for_a_load_is_promised(tmp_path: Pa
         figures = bench.board.books.counters
         figures.prefill_tokens, figures.prefill_ms = 1000, 2500.0
         assert holdings(bench).park_min == 2 * BLOCK
-        bench.board.live.aborted = True
+        bench.board.slot.live.aborted = True
         assert holdings(bench).park_min == 401, "a load takes a second, and each token 2.5 ms"
     finally:
         await bench.board.stop()

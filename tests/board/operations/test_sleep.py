@@ -40,6 +40,7 @@ from tests.support.sim.sim_board import chat, words
 S = GenerationState
 
 
+@pytest.mark.promise("Sleep", "In-flight requests survive every level, at any progress")
 @KINDS
 def test_whatever_progress_requests_have_they_go_on_after_any_sleep(
     tmp_path: Path, release: str, n_batch: int
@@ -129,6 +130,9 @@ def shouts(_: GenerateRequest) -> Hook:
     return Shouts()
 
 
+@pytest.mark.promise(
+    "Sleep", "Half a character, half a stop string, hooks, tools, adapters, batches too"
+)
 @KINDS
 def test_half_a_character_is_held_back_over_a_sleep(
     tmp_path: Path, release: str, n_batch: int
@@ -152,6 +156,9 @@ def test_half_a_character_is_held_back_over_a_sleep(
     play(tmp_path, body, release, n_batch)
 
 
+@pytest.mark.promise(
+    "Sleep", "Half a character, half a stop string, hooks, tools, adapters, batches too"
+)
 @KINDS
 def test_half_a_stop_string_is_matched_over_a_sleep(
     tmp_path: Path, release: str, n_batch: int
@@ -180,6 +187,9 @@ async def ids_of(calm: Governed, prompt: tuple[int, ...], count: int) -> list[in
     return client.ids
 
 
+@pytest.mark.promise(
+    "Sleep", "Half a character, half a stop string, hooks, tools, adapters, batches too"
+)
 @KINDS
 def test_a_hook_counts_on_over_a_sleep(tmp_path: Path, release: str, n_batch: int) -> None:
     async def body(told: Governed, calm: Governed) -> None:
@@ -195,6 +205,9 @@ def test_a_hook_counts_on_over_a_sleep(tmp_path: Path, release: str, n_batch: in
     play(tmp_path, body, release, n_batch)
 
 
+@pytest.mark.promise(
+    "Sleep", "Half a character, half a stop string, hooks, tools, adapters, batches too"
+)
 @KINDS
 def test_a_request_pauses_for_its_tool_after_a_sleep_and_sleeps_on_in_that_pause(
     tmp_path: Path, release: str, n_batch: int
@@ -427,6 +440,7 @@ def test_clients_leave_abort_and_expire_while_the_board_sleeps(tmp_path: Path) -
     play(tmp_path, body)
 
 
+@pytest.mark.promise("Sleep", "Nothing stale is left in admission, index, adapters or reservations")
 def test_nothing_of_a_sleep_counts_as_waiting(tmp_path: Path) -> None:
     async def body(told: Governed, calm: Governed) -> None:
         await nap(told)

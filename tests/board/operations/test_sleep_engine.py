@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from rkserve.board.operations.sleep import SleepMarker
-from rkserve.board.run.run import loop_time_s
+from rkserve.board.operations.sleep import read_facts
+from rkserve.board.run.job import loop_time_s
 from rkserve.board.run.supervisor import EngineSupervisor
 from rkserve.board.storage.prompt_cache import CacheFingerprint, CacheStore
 from rkserve.core.board_report import BoardState, GenerationState, KvReport
@@ -26,6 +26,7 @@ from rkserve.core.errors import (
     LoadFailed,
     RkserveError,
 )
+from rkserve.core.files import JsonRecord
 from rkserve.core.messages import AdapterRef, ControlAction, FinishReason, Kv
 from tests.support.boards.board_bench import (
     SETTINGS,
@@ -521,11 +522,11 @@ def test_a_mark_of_nobody_or_damaged_keeps_no_board_from_loading(tmp_path: Path)
     play(loads, asleep_file=mark)  # nobody would ever wake it
     for damaged in ("", "{}", "[]", '{"release": 1}', "\0", mark.read_text().replace("true", "3")):
         mark.write_text(damaged)
-        assert SleepMarker(mark).read(1) is None
+        assert JsonRecord(mark).read(read_facts) is None
         assert not mark.exists()
     mark.mkdir()
-    assert SleepMarker(mark).read(1) is None
-    SleepMarker(mark).remove()
+    assert JsonRecord(mark).read(read_facts) is None
+    JsonRecord(mark).remove()
 
 
 def test_a_board_sleeps_where_that_cannot_be_noted(tmp_path: Path) -> None:
@@ -550,7 +551,7 @@ def test_what_needs_the_engine_is_refused_and_what_needs_none_is_done(tmp_path: 
         await whole(told.listen(*A))
         await told.nap(2)
         empty = KvReport("b", "m", (0,), capacity=64)
-        assert await board.kv() == empty
+        assert board.kv() == empty
         assert await board.clear_kv(keep_system_prompt=False) == replace(empty, status="cleared")
         await board.refresh("it is reclaimed")
         for asked in (
@@ -667,7 +668,7 @@ def test_the_stand_in_of_an_engine_does_nothing() -> None:
     async def body(told: Told) -> None:
         client = told.listen(*A)
         await told.nap()
-        live = told.board.live
+        live = told.board.slot.live
         assert (live.alive, live.context.ids, live.adapters.keys) == (False, (), ())
         for refused in (live.engine.call("clear_kv"), live.call("kv_sizes")):
             with pytest.raises(EngineDied, match="unloaded"):

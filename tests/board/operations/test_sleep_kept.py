@@ -64,6 +64,7 @@ async def finished(client: Listener) -> Finished:
     return client.finished
 
 
+@pytest.mark.promise("Sleep", "Level 1 parks the KV cache, or reports that it is dropped")
 @both_releases
 def test_a_conversation_is_restored_after_level_1_or_the_answer_says_that_it_is_dropped(
     tmp_path: Path, release: str
@@ -94,6 +95,7 @@ def test_a_conversation_is_restored_after_level_1_or_the_answer_says_that_it_is_
     play(tmp_path, body, release)
 
 
+@pytest.mark.promise("Sleep", "Level 2 drops everything but the requests")
 @both_releases
 def test_nothing_of_a_kv_cache_survives_level_2(tmp_path: Path, release: str) -> None:
     async def body(told: Governed, calm: Governed) -> None:
@@ -119,6 +121,7 @@ def test_nothing_of_a_kv_cache_survives_level_2(tmp_path: Path, release: str) ->
     play(tmp_path, body, release)
 
 
+@pytest.mark.promise("Sleep", "Level 2 drops everything but the requests")
 def test_what_was_parked_at_level_1_goes_at_level_2_and_what_a_user_named_stays(
     tmp_path: Path,
 ) -> None:
@@ -200,6 +203,10 @@ def test_a_stream_is_told_the_truth_about_its_kv_cache(tmp_path: Path, release: 
     play(tmp_path, body, release)
 
 
+@pytest.mark.promise(
+    "Sleep", "Half a character, half a stop string, hooks, tools, adapters, batches too"
+)
+@pytest.mark.promise("KV cache", "Adapters do not share KV caches")
 @KINDS
 def test_adapters_and_places_of_a_batch_begin_anew(
     tmp_path: Path, release: str, n_batch: int
@@ -213,7 +220,7 @@ def test_adapters_and_places_of_a_batch_begin_anew(
             assert loads == 1
             pid = told.board.report().engine_pid
             await sleeps(told, pid, await nap(told, level), level)
-            assert set(told.board.live.entries) == {0}
+            assert set(told.board.slot.live.entries) == {0}
             await still(clients)
             await wake(told)
             assert told.board.report().adapters in ((), (told.versions["v1"].ref.key,))

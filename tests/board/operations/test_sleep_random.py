@@ -9,6 +9,8 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from rkserve.core.board_report import BoardState, GenerationState, KvReport
 from rkserve.core.desired_state import Adoption, InFlight, PauseMode
 from rkserve.core.errors import (
@@ -148,7 +150,7 @@ class Nights:
 
     async def kill(self) -> None:
         """Kill the engine, if there is one; whether it recovers is not waited for."""
-        live = self.told.board.live
+        live = self.told.board.slot.live
         if self.rolls.random() < 0.5 and live.alive:
             self.killed = True
             with contextlib.suppress(ProcessLookupError):  # it is being ended just now
@@ -195,6 +197,7 @@ class Nights:
         await whole(self.calm, client)
 
 
+@pytest.mark.promise("Sleep", "In-flight requests survive every level, at any progress")
 @seeded(3)
 def test_at_random_nothing_is_lost_or_mixed_up_over_sleeps(
     tmp_path: Path, release: str, n_batch: int, seed: int

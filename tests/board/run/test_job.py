@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from rkserve.board.answer.generation import Generation
-from rkserve.board.rules.generation_states import GenerationEvent
+from rkserve.board.rules.generations import GenerationEvent
 from rkserve.board.run.job import Job
 from rkserve.core.errors import EngineDied
 from rkserve.core.messages import (

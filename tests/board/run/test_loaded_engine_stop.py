@@ -40,7 +40,7 @@ class Way:
         quirks = {"stop_by_pause": self.pauses, "drain_by_limit": self.limit}
         environ = {"RKSIM_TIME_SCALE": str(PACE)}
         if history:
-            quirks["pause_with_history"] = True
+            quirks |= {"pause_with_history": True, "prefix_reuse_in_ram": False}
             environ["RKSIM_PAUSE_WITH_HISTORY"] = "1"
         return Sim(place, release, environ, quirks, GREEDY)
 
@@ -104,7 +104,7 @@ def test_a_stop_string_gives_the_same_text_and_kv_cache_in_each_way(
         made = tap.tokens - before
         assert finished.usage.completion_tokens <= made < LENGTH / 2
         # What can be used of the KV cache is nothing in each way, and what it holds is told truly.
-        report = await board.kv()
+        report = board.kv()
         assert board.report().kv_positions == 0
         assert report.entries == await tap.call("kv_sizes")
         if history:

@@ -35,7 +35,7 @@ from hypothesis.stateful import (
 )
 
 from rkserve.board.board import Board
-from rkserve.board.rules.generation_states import judge
+from rkserve.board.rules.generations import judge
 from rkserve.core.board_report import GenerationInfo, GenerationState
 from rkserve.core.errors import GenerationNotFound, StateConflict
 from rkserve.core.messages import ControlAction, Edit
@@ -376,7 +376,7 @@ class Machine(RuleBasedStateMachine):
     def the_cache_and_a_stranger(self, what: str) -> None:
         board = self.world.board
         if what == "size":
-            report = self.world.do("kv", board.kv())
+            report = board.kv()
             assert 0 <= sum(report.entries) <= report.capacity
         elif what in ("clear", "spare"):
             report = self.world.do("clear", board.clear_kv(keep_system_prompt=what == "spare"))
@@ -409,7 +409,7 @@ def test_whatever_is_done_at_random_everyone_gets_what_is_theirs_and_nothing_is_
     machine = type("Machine", (Machine,), {"world": world})
     rounds = itertools.count(base)
     started_s = time.monotonic()
-    engine = world.board.live.engine.pid
+    engine = world.board.slot.live.engine.pid
 
     def play(examples: int) -> None:
         how = settings(

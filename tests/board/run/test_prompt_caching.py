@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from rkserve.board.engine.protocol import EntryCommand, RunEnded
-from rkserve.board.run.run import RunSpec
+from rkserve.board.run.job import RunSpec
 from rkserve.board.storage.prompt_cache import CachedFile, CacheFingerprint, CacheHit, CacheStore
 from rkserve.core.block_hashes import salted
 from rkserve.core.board_report import BoardState, KvReport
@@ -228,6 +228,9 @@ def test_a_cache_that_somebody_names_serves_every_salt(tmp_path: Path) -> None:
         await bench.board.build_cache("mine", A, None)
         finished = await bench.ask((*A, 9), salt=SALT, use_cache="mine")
         assert finished.usage.cached_tokens == len(A)
+        await bench.ask(B)
+        found = await bench.ask((*A, 8), salt=salted("another"))  # also where it is not named
+        assert found.usage.cached_tokens == len(A)
 
     cache_test(body, tmp_path)
 
@@ -272,7 +275,7 @@ async def stopped(bench: CacheBench) -> None:
     await Listener(bench.board, request(*C, max_tokens=20, stop=(word,))).end()
     await until(lambda: bench.board.report().running == 0)
     await bench.board.caching.settled()  # what it displaced counts as parked only then
-    assert bench.board.live.aborted
+    assert bench.board.slot.live.aborted
 
 
 def test_after_an_abort_a_restore_that_pays_for_a_load_gets_a_fresh_handle(tmp_path: Path) -> None:
@@ -328,7 +331,7 @@ def test_a_named_cache_is_worth_a_fresh_handle_too(tmp_path: Path) -> None:
 def test_before_the_first_run_nothing_is_known_and_no_handle_renewed(tmp_path: Path) -> None:
     async def body(bench: CacheBench) -> None:
         await bench.board.build_cache("mine", A, None)
-        bench.board.live.aborted = True
+        bench.board.slot.live.aborted = True
         assert (await bench.ask((*A, 5), use_cache="mine")).usage.cached_tokens == 0
         assert len(bench.engines) == 1
 
@@ -343,7 +346,7 @@ def test_a_cache_stays_to_be_released_until_a_run_has_really_begun(
         await bench.ask(A)
         await bench.ask(B)
         await bench.ask(A)
-        live = bench.board.live
+        live = bench.board.slot.live
         other = RunSpec(entries=(EntryCommand((5, 6)),))
         run = live._seat([None], other)
         assert live._command(run, None).release_cache
@@ -610,7 +613,7 @@ def test_the_kv_cache_is_told_and_cleared(tmp_path: Path) -> None:
     async def body(bench: CacheBench) -> None:
         await bench.ask(A)
         full = KvReport("b", "m", (len(A) + LENGTH,), capacity=64)
-        assert await bench.board.kv() == full
+        assert bench.board.kv() == full
         cleared = await bench.board.clear_kv(keep_system_prompt=False)
         assert cleared == KvReport("b", "m", (0,), capacity=64, status="cleared")
         assert bench.engine.kv == []
@@ -680,7 +683,7 @@ def test_only_a_drain_that_aborts_keeps_caches_from_being_loaded(
         await client.end()
         await until(lambda: bench.board.report().running == 0)
         assert [method for method, _ in bench.engine.calls] == ["drain"]
-        assert bench.board.live.aborted is not limited
+        assert bench.board.slot.live.aborted is not limited
 
     cache_test(body, tmp_path, quirks={"drain_by_limit": limited})
 

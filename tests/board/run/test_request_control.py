@@ -187,13 +187,13 @@ async def test_a_range_of_the_paused_cache_is_cut_out_and_nowhere_else(bench: Be
     await until(lambda: len(client.ids) >= 4)
     before = await control(bench, PAUSE)
     assert before.kv_positions == before.context_tokens - 1
-    assert (await bench.board.kv()).at_resume is None
+    assert (bench.board.kv()).at_resume is None
     for wrong in [((2, 1),), ((0, before.kv_positions + 1),), ((0, 2), (1, 3))]:
         with pytest.raises(RequestError):
             await control(bench, EDIT, edit=Edit(clear=wrong))
     first = await control(bench, EDIT, edit=Edit(clear=((1, 2), (3, 4))))
     assert first.kv_positions == before.kv_positions - 2
-    size = await bench.board.kv()  # of the library, which is told at the resumption
+    size = bench.board.kv()  # of the library, which is told at the resumption
     assert (size.entries, size.at_resume) == ((before.kv_positions,), first.kv_positions)
     assert tuple(await bench.engine.call("kv_sizes")) == size.entries
     second = await control(bench, EDIT, edit=Edit(clear=((1, 2),)))  # of what is left by now

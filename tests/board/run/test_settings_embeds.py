@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from rkserve.api.common.renderer import Renderer
-from rkserve.api.common.tensors import read_embeds
+from rkserve.api.common.tensors import check_embeds, read_embeds
 from rkserve.core.errors import RequestError, RunFailed
 from rkserve.core.messages import Delta, FailoverState, GenerateRequest, TranscriptToken
 from rkserve.core.run_params import Embeds
@@ -81,8 +81,8 @@ def test_a_model_that_does_not_say_its_size_takes_none(tmp_path: Path) -> None:
     settings = (made / "rkserve.yaml").read_text().replace("hidden_size: 64", "")
     (made / "rkserve.yaml").write_text(settings)
     served = ServedModel.open(open_model_folder(made))
-    with pytest.raises(RequestError, match="does not say its 'hidden_size'"):
-        served.renderer.embedded(read_embeds(FIT, "p"), "p")
+    with pytest.raises(RequestError, match="has no 'hidden_size'"):
+        check_embeds(read_embeds(FIT, "p"), served.renderer.hidden_size, "p")
 
 
 def test_the_request_carries_the_rows_and_counts_them() -> None:
@@ -158,12 +158,12 @@ def test_rows_that_the_library_would_read_beyond_are_refused_by_the_board(
 ) -> None:
     short = Embeds(3, 32, bytes(3 * 32 * 4))
     with pytest.raises(RequestError, match="hidden_size is 64"):
-        board._call(events_of(board, request_of(short)))
+        board._thread.call(events_of(board, request_of(short)))
 
 
 def test_one_that_was_begun_elsewhere_fails_and_the_board_goes_on(board: LocalBoard) -> None:
     embeds = read_embeds(of_ids(prompt_of("Count to 8")), "p")
     begun = FailoverState(slots=(TranscriptToken(16, b"1"),), text="1")
     with pytest.raises(RunFailed, match="cannot go on"):
-        board._call(events_of(board, replace(request_of(embeds), continued=begun)))
+        board._thread.call(events_of(board, replace(request_of(embeds), continued=begun)))
     assert board.generate("Count to 8", temperature=0).text == COUNTED

@@ -252,7 +252,7 @@ def test_a_request_without_never_gets_those_of_another_one(board: LocalBoard) ->
     told(board, 1.0)
     bare = GenerateRequest("r/0", "sim-chat", (5, 6, 7), 9)
     with pytest.raises(RequestError, match="needs 'cross_attention'"):
-        board._call(events_of(board, bare))
+        board._thread.call(events_of(board, bare))
 
 
 @pytest.mark.parametrize(
@@ -270,7 +270,7 @@ def test_states_that_the_library_would_read_beyond_are_refused_by_the_board(
         "r/0", "sim-chat", (), 9, prompt_text="", decoder_ids=(5, 6), encoder=unfit
     )
     with pytest.raises(RequestError, match="other sizes"):
-        board._call(events_of(board, request))
+        board._thread.call(events_of(board, request))
 
 
 def test_one_that_was_begun_elsewhere_fails_and_the_board_goes_on(board: LocalBoard) -> None:
@@ -285,7 +285,7 @@ def test_one_that_was_begun_elsewhere_fails_and_the_board_goes_on(board: LocalBo
         continued=FailoverState(slots=(TranscriptToken(16, b"1"),), text="1"),
     )
     with pytest.raises(RunFailed, match="cannot go on"):
-        board._call(events_of(board, request))
+        board._thread.call(events_of(board, request))
     assert told(board, 1.0)
 
 
@@ -304,5 +304,5 @@ def test_a_plain_model_gets_none(tmp_path: Path) -> None:
             "r/0", "sim-chat", (), 9, prompt_text="", decoder_ids=(5,), encoder=given()
         )
         with pytest.raises(RequestError, match="takes no 'cross_attention'"):
-            plain._call(events_of(plain, request))
+            plain._thread.call(events_of(plain, request))
         assert plain.generate("Count to 8", temperature=0).text == COUNTED

@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 
 from rkserve.board.board import Board
-from rkserve.board.run.run import RunSpec, RunTimeouts, patience_for
+from rkserve.board.engine.protocol import RunTimeouts
+from rkserve.board.run.job import RunSpec
+from rkserve.board.run.loaded_engine import patience_for
 from rkserve.core.errors import RequestError
 from rkserve.core.messages import (
     Accepted,
@@ -193,7 +195,7 @@ async def test_a_seeded_answer_goes_on_elsewhere_as_if_it_had_not(
         course = GenerationProgress(seeded, limit=3)
         begun = await heard(one, replace(seeded, max_tokens=13))
         for event in begun[:-1]:
-            course.heard(event)
+            course.observe(event)
         assert course.lost("one", RequestError("lost"), 0.0) is None
         rest = await heard(two, course.request)
         assert ids(begun) + ids(rest) == ids(whole)

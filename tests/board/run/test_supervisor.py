@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 
+from rkserve.board.engine.protocol import RunTimeouts
 from rkserve.board.run.loaded_engine import SECOND_LOOK_S
-from rkserve.board.run.run import RunTimeouts
 from rkserve.core.board_report import BoardState
 from rkserve.core.errors import (
     BoardFailed,
@@ -37,6 +37,19 @@ from tests.support.boards.board_bench import (
 from tests.support.boards.fakes import Script, tokens_of
 
 pytestmark = pytest.mark.virtual_time
+
+
+@pytest.mark.parametrize(
+    ("misread", "eos_ids", "warns"),
+    [(True, frozenset(), True), (True, frozenset({2}), False), (False, frozenset(), False)],
+)
+async def test_a_folder_without_end_tokens_is_warned_about_where_the_runtime_misreads_them(
+    misread: bool, eos_ids: frozenset[int], warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    quirks = {"eos_uint32_misread": misread}
+    async with Bench(settings=replace(SETTINGS, eos_ids=eos_ids), quirks=quirks).running():
+        assert ("set eos_token_ids" in caplog.text) is warns
+
 
 # -- failures ---------------------------------------------------------------------------------
 

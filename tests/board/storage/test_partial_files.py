@@ -136,7 +136,7 @@ def test_errors_of_the_system_name_the_step_and_a_full_disk(tmp_path: Path) -> N
     ):
         with (
             pytest.raises(StageFailed, match=message),
-            parts.told("it cannot be removed"),
+            parts.disk_errors("it cannot be removed"),
         ):
             raise OSError(code, os.strerror(code))
 

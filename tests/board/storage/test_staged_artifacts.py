@@ -53,6 +53,9 @@ def files(folder: Path) -> list[str]:
 WHOLE = ["legal/v1/adapter.rkllm", "legal/v1/manifest.json"]
 
 
+@pytest.mark.promise(
+    "Adapters", "It is staged in chunks, resumed, verified, and appears atomically"
+)
 def test_a_version_is_present_once_it_is_committed_and_not_before(tmp_path: Path) -> None:
     staged = opened(tmp_path)
     assert staged.begin(V1) == 0
@@ -263,6 +266,9 @@ def test_parts_of_long_ago_are_removed_and_fresh_ones_kept(tmp_path: Path) -> No
 # -- other contents, removal ----------------------------------------------------------------------
 
 
+@pytest.mark.promise(
+    "Adapters", "A version is identified by content: digest, size, base model, scale"
+)
 def test_another_content_takes_the_place_of_one_of_the_same_name(tmp_path: Path) -> None:
     staged = opened(tmp_path)
     send(staged)
@@ -274,6 +280,9 @@ def test_another_content_takes_the_place_of_one_of_the_same_name(tmp_path: Path)
     assert staged.present() == (fresh,)
 
 
+@pytest.mark.promise(
+    "Adapters", "A version is identified by content: digest, size, base model, scale"
+)
 def test_another_scale_is_another_version_and_needs_no_bytes(tmp_path: Path) -> None:
     staged = opened(tmp_path)
     send(staged)

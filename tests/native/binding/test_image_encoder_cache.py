@@ -12,6 +12,7 @@ import pytest
 from rkserve.core.errors import CallFailed, LoadFailed
 from rkserve.core.run_params import Picture
 from rkserve.native.binding.image_encoder import CachedEncoder, ImageEncoderShape
+from rkserve.native.binding.releases import RELEASES
 from rkserve.native.runtime import Image, VisionParams
 
 SIDE, TOKENS, ROWS = 4, 2, 24  # bytes that the encoder makes of an image
@@ -42,7 +43,11 @@ def picture(seed: int) -> Picture:
 
 def vision(release: str = "1.3.0", **changes: Any) -> tuple[Encoder, CachedEncoder]:
     encoder = Encoder()
-    return encoder, CachedEncoder(encoder, replace(PARAMS, **changes), release)
+    return encoder, CachedEncoder(
+        encoder,
+        replace(PARAMS, **changes),
+        tags_at_load=RELEASES[release].image_tags_at_load,
+    )
 
 
 def seen(of: CachedEncoder, *seeds: int) -> Image:

@@ -15,7 +15,6 @@ from rkserve.native.binding.library import (
     detect,
     extend_param_offset,
     judge,
-    versions_in,
 )
 from rkserve.native.binding.releases import RELEASES
 from rkserve.native.binding.runtime import open_runtime
@@ -23,6 +22,10 @@ from tests.support.sim import rkllm_fake
 from tests.support.sim.rkllm_fake import version
 
 ABI_13 = "-DFAKE_ABI_13"
+LAYOUT_12, LAYOUT_13 = (
+    f"that of {', '.join(name for name in RELEASES if name.startswith(line))}"
+    for line in ("1.2.", "1.3.")
+)
 NUMBERS = itertools.count()
 
 
@@ -37,7 +40,7 @@ def made(workshop: Path, *flags: str) -> Path:
 
 @pytest.mark.parametrize("release", RELEASES)
 def test_m1_an_accepted_release_is_found_by_string_and_layout(workshop: Path, release: str) -> None:
-    flags = [ABI_13] if RELEASES[release].declarations == "rkllm_1_3" else []
+    flags = [ABI_13] if RELEASES[release].per_run_sampling else []
     library = made(workshop, version(release), *flags)
     assert detect(library) is RELEASES[release]
 
@@ -45,26 +48,24 @@ def test_m1_an_accepted_release_is_found_by_string_and_layout(workshop: Path, re
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        pytest.param(
-            [version("1.2.1b1")], ["1.2.1b1", "that of 1.2.1, 1.2.2, 1.2.3", "beta"], id="a beta"
-        ),
+        pytest.param([version("1.2.1b1")], ["1.2.1b1", LAYOUT_12, "beta"], id="a beta"),
         pytest.param([version("1.2.0")], ["string is 1.2.0", "header was read"], id="too old"),
         pytest.param(
-            [version("1.3.1"), ABI_13],
-            ["string is 1.3.1", "that of 1.3.0", "only after its header was read"],
+            [version("1.99.0"), ABI_13],
+            ["string is 1.99.0", LAYOUT_13, "only after its header was read"],
             id="a newer release",
         ),
         pytest.param(
             [version("1.2.3"), ABI_13],
-            ["string is 1.2.3", "that of 1.3.0", "must agree"],
+            ["string is 1.2.3", LAYOUT_13, "must agree"],
             id="the string says 1.2.3, the layout 1.3",
         ),
         pytest.param(
             [version("1.3.0")],
-            ["string is 1.3.0", "that of 1.2.1, 1.2.2, 1.2.3"],
+            ["string is 1.3.0", LAYOUT_12],
             id="the string says 1.3.0, the layout 1.2.x",
         ),
-        pytest.param([], ["no version", "that of 1.2.1, 1.2.2, 1.2.3"], id="no version string"),
+        pytest.param([], ["no version", LAYOUT_12], id="no version string"),
         pytest.param(
             [version("1.2.3"), "-DFAKE_ZERO_DEFAULTS"],
             ["string is 1.2.3", "that of no known release"],
@@ -83,32 +84,48 @@ def test_m1_anything_else_is_refused_with_both_findings(
     library = made(workshop, *flags)
     with pytest.raises(ReleaseRefused) as refused:
         open_runtime(library)
-    for word in [*words, str(library), "1.2.1, 1.2.2, 1.2.3, 1.3.0"]:
+    for word in [*words, str(library), ", ".join(RELEASES)]:
         assert word in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("version", "offset", "name"),
+    [
+        pytest.param("1.9.0", 60, "1.9.0 (unlisted, driven as 1.3.1)", id="the layout of 1.3"),
+        pytest.param("1.2.10", 88, "1.2.10 (unlisted, driven as 1.2.3)", id="the layout of 1.2"),
+    ],
+)
+def test_a_later_release_of_a_known_layout_is_accepted_where_that_is_allowed(
+    version: str, offset: int, name: str
+) -> None:
+    findings = LibraryFindings((version,), offset)
+    release = judge(Path("x.so"), findings, allow_unlisted=True)
+    assert (release.version, release.listed) == (name, False)
+    with pytest.raises(ReleaseRefused, match="allow_unlisted tries it"):
+        judge(Path("x.so"), findings)
+
+
+@pytest.mark.parametrize(
+    ("version", "offset", "missing"),
+    [
+        pytest.param("1.9.0b1", 60, (), id="a beta"),
+        pytest.param("1.9.0", None, (), id="an unknown layout"),
+        pytest.param("1.2.0", 88, (), id="an earlier release"),
+        pytest.param("1.2.9", 60, (), id="earlier than its layout"),
+        pytest.param("1.9.0", 60, ("rkllm_run",), id="a function is missing"),
+    ],
+)
+def test_no_other_release_is_accepted_where_unlisted_ones_are(
+    version: str, offset: int | None, missing: tuple[str, ...]
+) -> None:
+    with pytest.raises(ReleaseRefused) as refused:
+        judge(Path("x.so"), LibraryFindings((version,), offset, missing), allow_unlisted=True)
+    assert "allow_unlisted" not in str(refused.value)
 
 
 def test_m1_two_version_strings_are_refused() -> None:
     with pytest.raises(ReleaseRefused, match=r"1\.2\.3 and 1\.3\.0"):
         judge(Path("x.so"), LibraryFindings(("1.2.3", "1.3.0"), 60))
-
-
-@pytest.mark.parametrize(
-    ("content", "found"),
-    [
-        pytest.param(b"\0RKLLM SDK (version: 1.2.3 (2025-11)\0", ("1.2.3",), id="a release"),
-        pytest.param(b"RKLLM SDK (version:1.3.0)", ("1.3.0",), id="no space"),
-        pytest.param(b"RKLLM SDK (version: 1.2.1b1 x", ("1.2.1b1",), id="a beta keeps its suffix"),
-        pytest.param(b"RKLLM SDK (version: 1.3.0-rc1 x", ("1.3.0-rc1",), id="a candidate"),
-        pytest.param(b"rkllm version: 1.2.3", (), id="another text"),
-        pytest.param(b"RKLLM SDK (version: 1.2.3 " * 2, ("1.2.3",), id="twice the same"),
-    ],
-)
-def test_version_strings_are_found_in_the_bytes(
-    tmp_path: Path, content: bytes, found: tuple[str, ...]
-) -> None:
-    file = tmp_path / "bytes"
-    file.write_bytes(b"\x7fELF" + bytes(5000) + content + bytes(5000))
-    assert versions_in(file) == found
 
 
 def defaults(**at: bytes) -> bytes:

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.sim import sim_driver
-from tests.support.sim.binding_child import RELEASES, child, told
+from tests.support.sim.binding_child import child, told
+from tests.support.sim.releases import BOTH
 
 STRICT = {"RKSIM_STRICT": "1"}
 
@@ -66,7 +67,7 @@ print(other.reply)
 """
 
 
-@pytest.mark.parametrize("release", RELEASES)
+@pytest.mark.parametrize("release", BOTH)
 def test_a_stop_by_pause_lets_the_next_conversation_continue_the_last_one(release: str) -> None:
     """No rule of the library is broken, and one user's text stands in another one's context."""
     code, printed = old_server(release, LEAK)
@@ -84,7 +85,7 @@ print("survived")
 """
 
 
-@pytest.mark.parametrize("release", RELEASES)
+@pytest.mark.parametrize("release", BOTH)
 def test_a_full_clear_of_a_paused_handle_kills_the_next_run(release: str) -> None:
     done = old_server(release, CLEAR)
     died_of(done, "run_after_clear_while_paused")
@@ -125,7 +126,7 @@ runtime.destroy()
 """
 
 
-@pytest.mark.parametrize("release", RELEASES)
+@pytest.mark.parametrize("release", BOTH)
 def test_a_stop_by_abort_ends_the_run_and_the_next_one_is_its_own(
     release: str, tmp_path: Path
 ) -> None:
@@ -135,7 +136,7 @@ def test_a_stop_by_abort_ends_the_run_and_the_next_one_is_its_own(
     assert (facts["answer"].split(",")[:2], facts["kv"]) == (["1", " 2"], [0])
 
 
-@pytest.mark.parametrize("release", RELEASES)
+@pytest.mark.parametrize("release", BOTH)
 @pytest.mark.parametrize("strict", [True, False], ids=["strict", "lenient"])
 def test_a_stop_by_pause_is_drained_before_anything_is_cleared(
     release: str, strict: bool, tmp_path: Path
@@ -155,7 +156,7 @@ print("survived")
 """
 
 
-@pytest.mark.parametrize("release", RELEASES)
+@pytest.mark.parametrize("release", BOTH)
 def test_a_stop_that_is_found_on_the_last_token_kills_the_finish(release: str) -> None:
     died_of(old_server(release, FINISH), "pause_on_finish")
 
@@ -168,7 +169,7 @@ print("survived")
 """
 
 
-@pytest.mark.parametrize("release", RELEASES)
+@pytest.mark.parametrize("release", BOTH)
 def test_a_stop_inside_a_character_kills_the_waiting(release: str) -> None:
     died_of(old_server(release, WAITING), "pause_on_waiting")
 
@@ -196,7 +197,7 @@ runtime.destroy()
 """
 
 
-@pytest.mark.parametrize("release", RELEASES)
+@pytest.mark.parametrize("release", BOTH)
 def test_whatever_asks_for_a_pause_the_library_hears_of_it_on_normal_only(
     release: str, tmp_path: Path
 ) -> None:
@@ -219,7 +220,7 @@ print("survived")
 )
 
 
-@pytest.mark.parametrize("release", RELEASES)
+@pytest.mark.parametrize("release", BOTH)
 @pytest.mark.parametrize(
     ("env", "name"),
     [
@@ -263,7 +264,7 @@ runtime.destroy()
 """
 
 
-@pytest.mark.parametrize("release", RELEASES)
+@pytest.mark.parametrize("release", BOTH)
 @pytest.mark.parametrize("async_pause", ["0", "1"])
 def test_an_asynchronous_run_is_never_suspended_and_keeps_what_it_was_given(
     release: str, async_pause: str, tmp_path: Path
@@ -298,7 +299,7 @@ runtime.destroy()
 """
 
 
-@pytest.mark.parametrize("release", RELEASES)
+@pytest.mark.parametrize("release", BOTH)
 def test_a_run_that_is_paused_at_any_token_goes_on_as_if_it_had_not_been(
     release: str, tmp_path: Path
 ) -> None:

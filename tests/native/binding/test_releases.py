@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from rkserve.native.binding.library import detect
 from rkserve.native.binding.releases import RELEASES
 from rkserve.native.sim import build
 from tests.support.paths import PROJECT, TESTS
@@ -115,4 +116,4 @@ def test_the_offset_that_identifies_a_layout_is_the_compilers(version: str) -> N
 
 @pytest.mark.parametrize("release", build.RELEASES)
 def test_the_simulator_imitates_accepted_releases_only(release: str) -> None:
-    assert release in RELEASES
+    assert detect(build.ensure_built(release)) is RELEASES[release]

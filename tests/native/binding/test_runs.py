@@ -16,6 +16,7 @@ import pytest
 
 from rkserve.core.errors import CallFailed, Misuse, NativeError, NothingComputed
 from rkserve.native.binding.preconditions import HandleState
+from rkserve.native.binding.releases import RELEASES
 from rkserve.native.binding.runtime import Binding
 from rkserve.native.runtime import (
     CrossAttention,
@@ -476,6 +477,24 @@ def test_an_evaluation_that_brings_nothing_says_so(
         handle.evaluate(TokenInput((1,)), EvaluateMode.LOGITS)
     fake.script.run_return = 0
     assert handle.state is HandleState.IDLE
+
+
+@pytest.mark.parametrize("code", [0, -1], ids=["0", "-1"])
+def test_logits_are_limited_to_one_token_by_the_run_or_by_an_abort(
+    fake: Fake, fake_release: str, handle: Binding, code: int
+) -> None:
+    limited = RELEASES[fake_release].per_run_sampling
+    fake.script.run_return = 0 if limited else code
+    fake.rows((3, 4), (1, 4), go_on=not limited)
+    before = fake.calls("rkllm_abort")
+    assert handle.evaluate(TokenInput((1, 2, 3)), EvaluateMode.LOGITS).rows == 3
+    assert handle.state is HandleState.IDLE
+    assert fake.calls("rkllm_abort") - before == int(not limited)
+    if limited:
+        assert fake.seen.run_max_new_tokens == 1
+        handle.evaluate(TokenInput((1,)), EvaluateMode.HIDDEN)
+        assert fake.seen.run_max_new_tokens == 0
+    fake.script.run_return = 0
 
 
 def test_an_evaluation_can_be_aborted(fake: Fake, handle: Binding) -> None:

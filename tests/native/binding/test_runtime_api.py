@@ -16,6 +16,7 @@ import pytest
 
 from rkserve.core.errors import CallFailed, LoadFailed, Misuse, NativeError
 from rkserve.core.run_params import Sampling
+from rkserve.native.binding import preconditions
 from rkserve.native.binding.preconditions import HandleState
 from rkserve.native.binding.releases import RELEASES
 from rkserve.native.binding.runtime import Binding, open_runtime
@@ -30,7 +31,7 @@ from rkserve.native.runtime import (
     TokenPiece,
 )
 from rkserve.native.runtime import Step as RunStep
-from tests.support.paths import PROJECT
+from tests.support.paths import PROJECT, TESTS
 from tests.support.sim.binding_driver import (
     IDS,
     UNTIL_ABORT,
@@ -102,6 +103,41 @@ def test_a_setting_of_the_other_interface_is_refused_and_not_lost(
     with pytest.raises(LoadFailed, match=words):
         binding.load(replace(load, **change))
     assert fake.seen.inits == 0
+
+
+@pytest.mark.parametrize("fake_release", ["1.3.0"], indirect=True)
+@pytest.mark.parametrize(
+    ("board", "cpus", "quirks", "loads"),
+    [
+        pytest.param("rk3588", (6, 7), {}, False, id="two for three cores"),
+        pytest.param("rk3588", (5, 6, 7), {}, True, id="three for three cores"),
+        pytest.param("rk3588", (), {}, True, id="the library's own choice"),
+        pytest.param("rk3588", (6,), {"fewer_cpus_than_cores": True}, True, id="the quirk"),
+        pytest.param("rk3576", (7,), {}, False, id="one for two cores"),
+        pytest.param("rk3562", (3,), {}, True, id="one for one core"),
+        pytest.param("none", (3,), {}, True, id="no device tree"),
+    ],
+)
+def test_fewer_cpus_than_npu_cores_are_refused_before_the_load(
+    fake: Fake,
+    load: LoadParams,
+    board: str,
+    cpus: tuple[int, ...],
+    quirks: dict[str, bool],
+    *,
+    loads: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compatible = TESTS / "data" / board / "proc" / "device-tree" / "compatible"
+    monkeypatch.setattr(preconditions, "_DEVICE_TREE", compatible)
+    binding = open_runtime(fake.path, quirks)
+    if loads:
+        binding.load(replace(load, cpus=cpus))
+        binding.destroy()
+    else:
+        with pytest.raises(LoadFailed, match="fewer CPUs than NPU cores"):
+            binding.load(replace(load, cpus=cpus))
+    assert fake.seen.inits == int(loads)
 
 
 # -- batches --------------------------------------------------------------------------------------

@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.sim.binding_child import RELEASES, child, told
+from tests.support.sim.binding_child import child, told
+from tests.support.sim.releases import BOTH
 
 
-@pytest.mark.parametrize("release", RELEASES)
+@pytest.mark.parametrize("release", BOTH)
 def test_a_conversation_is_appended_to_and_counted_exactly(release: str, tmp_path: Path) -> None:
     script = """
 load()
@@ -41,7 +42,7 @@ runtime.destroy()
     assert facts["end"] == "finished"
 
 
-@pytest.mark.parametrize("release", RELEASES)
+@pytest.mark.parametrize("release", BOTH)
 def test_a_paused_run_goes_on_where_it_was_and_says_the_same(release: str, tmp_path: Path) -> None:
     script = """
 load()
@@ -68,7 +69,7 @@ runtime.destroy()
     assert facts["ends"] == ["paused", "finished"]
 
 
-@pytest.mark.parametrize("release", RELEASES)
+@pytest.mark.parametrize("release", BOTH)
 def test_an_aborted_conversation_is_cleared_and_served_again(release: str, tmp_path: Path) -> None:
     script = """
 load()
@@ -96,7 +97,7 @@ runtime.destroy()
     assert (facts["late"], facts["running"]) == (0, False)
 
 
-@pytest.mark.parametrize("release", RELEASES)
+@pytest.mark.parametrize("release", BOTH)
 def test_rendered_text_goes_through_an_emptied_template(release: str, tmp_path: Path) -> None:
     script = """
 load()
@@ -121,7 +122,7 @@ runtime.destroy()
     assert told(child("1.3.0", script, tmp_path=tmp_path)) == {"tokens": 7}
 
 
-@pytest.mark.parametrize("release", RELEASES)
+@pytest.mark.parametrize("release", BOTH)
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
@@ -140,7 +141,7 @@ except LoadFailed as exc:
     assert words in told(done)["said"]
 
 
-@pytest.mark.parametrize("release", RELEASES)
+@pytest.mark.parametrize("release", BOTH)
 @pytest.mark.parametrize(
     ("fault", "text", "tokens"),
     [
@@ -168,7 +169,7 @@ runtime.destroy()
     assert facts["answer"].startswith("1, 2")
 
 
-@pytest.mark.parametrize("release", RELEASES)
+@pytest.mark.parametrize("release", BOTH)
 @pytest.mark.parametrize(
     ("fault", "number"),
     [

@@ -50,7 +50,7 @@ class Library:
         self.cleared = 0
 
     def _next(self, text: str) -> int:
-        at = sum(len(VOCABULARY.said(one)) for one in self.kv[len(PROMPT) :])
+        at = sum(len(VOCABULARY.bytes_of(one)) for one in self.kv[len(PROMPT) :])
         return letter(text[at]) if at < len(text) else END
 
     def run(self, params: RunParams, sink: Sink) -> RunOutcome:

@@ -149,8 +149,8 @@ def test_before_so_many_tokens_no_end_may_come(desk: Desk) -> None:
 
 
 def test_the_tokens_before_count_among_those_that_there_must_be(desk: Desk) -> None:
-    desk.run((13,), limit=2, said=(11, 12, 13), wanted=Stepwise(1, least=4))
-    desk.run((13,), limit=9, said=(11, 12, 13), wanted=Stepwise(1, least=3))
+    desk.run((13,), limit=2, generated=(11, 12, 13), wanted=Stepwise(1, least=4))
+    desk.run((13,), limit=9, generated=(11, 12, 13), wanted=Stepwise(1, least=3))
     first, *rest = [token_id for token_id, _, _ in desk.tokens]
     assert first != 0
     assert rest[-1] == 0

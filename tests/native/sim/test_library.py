@@ -12,13 +12,17 @@ from typing import Any
 
 import pytest
 
+from rkserve.board.answer.transcript import common_prefix
 from rkserve.core.errors import LibraryMissing
+from rkserve.native.binding.releases import RELEASES
 from rkserve.native.sim import build
+from tests.support.sim.releases import BOTH, EVERY
 from tests.support.sim.sim_driver import (
     FINISH,
     MODEL,
     NORMAL,
     WAITING,
+    Aborted,
     Event,
     Sim,
     chat,
@@ -96,7 +100,8 @@ def test_a_library_made_from_other_sources_is_stale(tmp_path: Path) -> None:
     assert build.is_current(build.ensure_built("1.3.0"), stamp)
 
 
-def test_builders_at_the_same_time_do_no_harm(release: str, tmp_path: Path) -> None:
+def test_builders_at_the_same_time_do_no_harm(tmp_path: Path) -> None:
+    release = BOTH[-1]
     with ThreadPoolExecutor(3) as pool:
         built = set(pool.map(lambda _: build.ensure_built(release, into=tmp_path), range(3)))
     assert built == {tmp_path / build.library_name(release, None)}
@@ -157,6 +162,13 @@ def patched(at: int, new: bytes) -> bytes:
             "enabled_cpus_num[0] does not match enabled_cpus_mask[0x0]",
             id="no cores",
         ),
+        pytest.param(
+            {"extend_enabled_cpus_num": 2, "extend_enabled_cpus_mask": 0xC0},
+            {},
+            "E rkllm: The number of enabled CPUs must be greater than or equal to the number of "
+            "NPU cores.",
+            id="two CPUs for three NPU cores",
+        ),
         pytest.param({}, {"RKSIM_BATCH_GAIN": "huge"}, "but got 'huge'", id="batch gain"),
         pytest.param(
             {"max_context_len": 4097},
@@ -186,12 +198,25 @@ def test_init_refuses_with_the_vendors_line(
 ) -> None:
     for name, value in env.items():
         monkeypatch.setenv(name, value)
-    for release in build.RELEASES:
+    for release in BOTH:
         sim = Sim(release, **param)
         assert (sim.code, sim.handle) == (-1, sim.ffi.NULL)
         printed = capfd.readouterr().err
         assert line in printed
         assert "E rkllm: rkllm_init failed" in printed
+
+
+@pytest.mark.parametrize(
+    ("profile", "cpus"),
+    [("rk3576-qwen2-0.5b-w8a8", 2), ("rk3562-qwen2-0.5b-w8a8", 1)],
+)
+def test_as_many_cpus_as_the_board_has_npu_cores_suffice(
+    profile: str, cpus: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RKSIM_PROFILE", profile)
+    sim = Sim("1.3.0", extend_enabled_cpus_num=cpus, extend_enabled_cpus_mask=(1 << cpus) - 1)
+    assert sim.code == 0
+    assert sim.destroy() == 0
 
 
 @pytest.mark.parametrize(
@@ -279,13 +304,40 @@ def test_callbacks_come_in_the_callers_thread_and_finish_comes_once(sim: Sim) ->
     assert run.reply == "1, 2, 3, 4, 5.<|im_end|>"
 
 
-def test_only_finish_carries_figures(sim: Sim) -> None:
+@pytest.mark.parametrize("counted", [False, True])
+def test_only_finish_carries_figures(
+    release: str, counted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RKSIM_COUNT_FIRST_TOKEN", str(int(counted)))
+    sim = Sim(release)
     prompt = chat("Count to 5")
     run = sim.run(prompt)
     assert {event.perf for event in run.tokens} == {(0, 0, 0, 0, 0)}
     _, prefilled, _, generated, memory = run.finish.perf
-    assert (prefilled, generated) == (len(prompt), len(run.tokens))
+    # The first token comes with the prefill; real boards do not count it.
+    assert (prefilled, generated) == (len(prompt), len(run.tokens) - (not counted))
     assert memory == pytest.approx(1689.21)
+    assert sim.destroy() == 0
+
+
+@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize("release", EVERY)
+def test_the_last_token_joins_the_context_only_where_it_is_switched_so(
+    release: str, kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RKSIM_LAST_TOKEN_IN_KV", str(int(kept)))
+    prompt = chat("Write 40 tokens")
+    sim = Sim(release, max_new_tokens=3)
+    limited = sim.run(prompt, keep_history=1)
+    assert (len(limited.tokens), sim.kv) == (3, len(prompt) + 2 + kept)
+    assert sim.destroy() == 0
+    sim = Sim(release)
+    aborted = sim.run(prompt, Aborted(sim, 3), keep_history=1)
+    assert sim.kv == len(prompt) + len(aborted.tokens) - 1 + kept
+    assert sim.clear() == 0
+    ended = sim.run(chat("Count to 2"), keep_history=1)
+    assert sim.kv == len(chat("Count to 2")) + len(ended.tokens) - 1, "an EOS never does"
+    assert sim.destroy() == 0
 
 
 @pytest.mark.parametrize(
@@ -395,16 +447,20 @@ def test_a_prompt_beyond_the_context_fails_and_costs_nothing(release: str, histo
 
 
 @pytest.mark.parametrize(
-    ("history", "n_keep", "shifts"),
+    ("history", "n_keep", "switch"),
     [
-        pytest.param(0, 8, False, id="a single turn ends"),
-        pytest.param(1, -1, False, id="a conversation without n_keep ends"),
-        pytest.param(1, 8, True, id="a conversation with n_keep moves on"),
+        pytest.param(0, 8, "0", id="a single turn"),
+        pytest.param(0, 8, "1", id="a single turn that ends"),
+        pytest.param(0, -1, "0", id="a single turn without n_keep"),
+        pytest.param(1, -1, "0", id="a conversation without n_keep"),
+        pytest.param(1, 8, "1", id="a conversation"),
     ],
 )
 def test_a_full_context_ends_or_shifts(
-    release: str, history: int, n_keep: int, shifts: bool
+    release: str, history: int, n_keep: int, switch: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("RKSIM_NO_SHIFT", switch)
+    shifts = n_keep >= 0 and (history == 1 or switch == "0")
     sim = Sim(release, max_context_len=64, n_keep=n_keep, max_new_tokens=200)
     prompt = ids_of("Write 500 tokens\n")
     run = sim.run(prompt, keep_history=history)
@@ -413,4 +469,41 @@ def test_a_full_context_ends_or_shifts(
     assert max(event.kv for event in run.tokens) == 64
     room = 64 - len(prompt) + 1
     assert len(run.tokens) > room if shifts else len(run.tokens) == room
+    assert sim.destroy() == 0
+
+
+@pytest.mark.parametrize("reuses", [True, False])
+@pytest.mark.parametrize("release", EVERY)
+def test_a_single_turn_may_leave_its_context_to_the_next_one_that_begins_like_it(
+    release: str, reuses: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RKSIM_PREFIX_REUSE", str(int(reuses)))
+    sim = Sim(release)
+    prompt, other = chat("Count to 5"), chat("Count to 6")
+    shared = common_prefix(prompt, other)
+    first = sim.run(prompt)
+    assert (sim.kv, first.finish.perf[1]) == (0, len(prompt))
+    again, edited = sim.run(prompt), sim.run(other)
+    assert again.ids == first.ids
+    assert edited.reply.startswith("1, 2, 3, 4, 5, 6.")
+    assert again.finish.perf[1] == (0 if reuses else len(prompt))
+    assert edited.finish.perf[1] == len(other) - (shared if reuses else 0)
+    turn = [*other, *edited.ids, *ids_of("\n<|im_start|>user\nCount to 2<|im_end|>\n")]
+    assert sim.run(turn).finish.perf[1] <= (len(turn) - len(other) if reuses else len(turn))
+    assert sim.clear() == 0
+    assert sim.run(turn).finish.perf[1] == len(turn), "cleared"
+    talk = sim.run(turn, keep_history=1)
+    assert talk.finish.perf[1] == len(turn), "a conversation begins from nothing"
+    assert sim.run(turn).finish.perf[1] == len(turn), "nor is one reused by a single turn"
+    assert sim.destroy() == 0
+
+
+@pytest.mark.parametrize("release", EVERY)
+def test_what_a_single_turn_leaves_to_the_next_is_the_releases_default(release: str) -> None:
+    sim = Sim(release)
+    prompt = chat("Count to 5")
+    sim.run(prompt)
+    assert (sim.run(prompt).finish.perf[1] == 0) is RELEASES[release].quirks.get(
+        "prefix_reuse_in_ram", False
+    )
     assert sim.destroy() == 0

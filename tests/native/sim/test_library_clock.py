@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from rkserve.native.sim import build
+from tests.support.sim.releases import BOTH
 from tests.support.sim.sim_driver import Sim, chat, probe, run_probe
 
 pytest_plugins = ["tests.support.sim.sim_fixtures"]
@@ -43,7 +43,7 @@ ADDRESSES, THREADS = "address,undefined", "thread"
 @pytest.fixture(scope="module")
 def probes() -> dict[tuple[str, str], Path]:
     """The instrumented programs, by release and sanitizer, built side by side."""
-    kinds = list(itertools.product(build.RELEASES, (ADDRESSES, THREADS)))
+    kinds = list(itertools.product(BOTH, (ADDRESSES, THREADS)))
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         programs = pool.map(lambda kind: probe("sim_probe", *kind), kinds)
         return dict(zip(kinds, programs, strict=True))

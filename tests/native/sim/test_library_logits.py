@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from rkserve.native.binding.releases import RELEASES
+from tests.support.sim.releases import EVERY
 from tests.support.sim.sim_driver import (
     FINISH,
     NORMAL,
@@ -234,6 +236,42 @@ def test_without_eos_the_logits_have_no_end() -> None:
         assert sim.destroy() == 0
     assert ends[False] == ids_of("<|im_end|>")[0]
     assert ends[True] != ends[False]
+
+
+@pytest.mark.parametrize("release", EVERY)
+def test_logits_can_be_switched_to_generate_an_answer_after_their_rows(
+    release: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RKSIM_LOGITS_GENERATE", "1")
+    sim = Sim(release)
+    prompt = chat("Count to 3")
+    answer = sim.run(prompt).ids
+    seen = Look(sim, LOGITS)
+    sim.run(prompt, seen, mode=LOGITS)
+    assert [len(rows) for rows in seen.rows] == [len(prompt)] + [1] * (len(answer) - 1)
+    assert [argmax(rows[-1]) for rows in seen.rows] == answer
+    hidden = Look(sim, HIDDEN)
+    sim.run(prompt, hidden, mode=HIDDEN)
+    assert len(hidden.rows) == 1
+    aborted = Look(sim, LOGITS)
+
+    def abort(event: Event, result: Any) -> int:
+        sim.lib.rkllm_abort(sim.handle)
+        return aborted(event, result)
+
+    assert sim.run(prompt, abort, mode=LOGITS).code == 0
+    assert len(aborted.rows) == 1
+    if RELEASES[release].per_run_sampling:
+        limited = Look(sim, LOGITS)
+        sim.run(prompt, limited, mode=LOGITS, max_new_tokens=1, keep_history=1)
+        assert len(limited.rows) == 1
+        assert sim.kv == len(prompt)
+        assert sim.destroy() == 0
+        monkeypatch.setenv("RKSIM_LAST_TOKEN_IN_KV", "1")
+        sim = Sim(release)
+        sim.run(prompt, mode=LOGITS, max_new_tokens=1, keep_history=1)
+        assert sim.kv == len(prompt) + 1  # the token of the limit is in the context
+    assert sim.destroy() == 0
 
 
 def test_a_conversation_can_be_looked_into_on_1_3() -> None:

@@ -15,11 +15,11 @@ from tests.support.sim.sim_driver import Aborted, chat, child, violations
 from tests.support.sim.sim_features import CACHE_FIELDS, CACHE_HEADER, FeatureSim, held, opened
 
 pytest_plugins = ["tests.support.sim.sim_fixtures"]
-pytestmark = pytest.mark.usefixtures("fast_env")
+pytestmark = pytest.mark.usefixtures("files_only")
 
 
 @pytest.fixture
-def sim(release: str) -> Iterator[FeatureSim]:
+def sim(release: str, files_only: None) -> Iterator[FeatureSim]:
     sim = opened(release)
     yield sim
     assert sim.destroy() == 0

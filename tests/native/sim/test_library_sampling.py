@@ -209,16 +209,16 @@ def test_level_2_shows_what_the_handle_was_given(
         release,
         extend_base_domain_id=15,
         extend_embed_flash=0,
-        extend_enabled_cpus_num=2,
-        extend_enabled_cpus_mask=0xC0,
+        extend_enabled_cpus_num=3,
+        extend_enabled_cpus_mask=0xE0,
         mirostat=2,
         frequency_penalty=0.25,
     )
     assert sim.code == 0
     printed = capfd.readouterr().err.splitlines()
     for line in (
-        "I rkllm: Enabled cpus: [6, 7]",
-        "I rkllm: Enabled cpus num: 2",
+        "I rkllm: Enabled cpus: [5, 6, 7]",
+        "I rkllm: Enabled cpus num: 3",
         "I rkllm: Base Domain ID: 15",
         "I rkllm: Embed Flash: 0",
         "I rkllm: Frequency Penalty: 0.250000",

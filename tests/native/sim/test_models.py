@@ -19,6 +19,7 @@ from rkserve.native.sim import models
 from rkserve.native.sim.models import reseed
 from tests.support.boards.fakes import run_loop
 from tests.support.boards.rebased import BROKEN, CONTENT
+from tests.support.sim.releases import EVERY
 from tests.support.sim.sim_board import FOLDER, GREEDY, Sim, ask, both_releases, words
 from tests.support.sim.sim_driver import (
     FAST,
@@ -87,7 +88,13 @@ def test_a_simulated_model_tells_what_it_is_and_a_real_one_nothing(tmp_path: Pat
     file.write_bytes(reseed(CONTENT, 3, model_id="other", platform="RK3576"))
     facts = weights_facts(file)
     assert facts == WeightsMetadata(
-        file.stat().st_size, True, "other", "RK3576", "1.2.3", FOLDER.settings.context_length
+        file.stat().st_size,
+        True,
+        "other",
+        "RK3576",
+        "1.2.3",
+        FOLDER.settings.context_length,
+        "W8A8",
     )
     file.write_bytes(b"\x01\x02RKLLM-of-the-vendor" * 100)
     assert weights_facts(file) == WeightsMetadata(2100)
@@ -150,7 +157,9 @@ def picture(seed: int, rows: int = 9) -> bytes:
 @pytest.mark.parametrize("question", ["Count to 5", FREE, "Greet me in many languages"])
 def test_text_as_embeddings_is_answered_as_text(sim: FeatureSim, question: str) -> None:
     prompt = chat(question)
-    as_ids, as_rows = sim.run(prompt), sim.run(Rows(models.embeddings(prompt)))
+    as_ids = sim.run(prompt)
+    assert sim.clear() == 0
+    as_rows = sim.run(Rows(models.embeddings(prompt)))
     assert as_rows.ids == as_ids.ids
     assert as_rows.finish.perf[1] == len(prompt)
 
@@ -231,6 +240,7 @@ def test_several_pictures_are_told_apart(sim: FeatureSim) -> None:
     assert run.reply.startswith("The pictures show patterns {} and {} and {}.".format(*names))
 
 
+@pytest.mark.parametrize("release", EVERY)
 def test_pictures_that_touch_are_told_apart(release: str) -> None:
     sim = opened(release)
     shown = [picture(1), picture(2)]
@@ -239,6 +249,7 @@ def test_pictures_that_touch_are_told_apart(release: str) -> None:
     assert sim.destroy() == 0
 
 
+@pytest.mark.parametrize("release", EVERY)
 def test_the_start_and_end_tags_stand_around_each_picture(release: str) -> None:
     tags = (b"<think>", b"</think>", b"<|pad|>")
     sim = opened(release, tags=tags)
@@ -326,8 +337,9 @@ def test_bad_counts_are_silent_when_asynchronous(
     assert "n_image/n_image_token of multimodal_input is not set" in capfd.readouterr().err
 
 
-def test_a_video_shows_a_pattern_too() -> None:
-    sim = opened("1.3.0")
+@pytest.mark.parametrize("release", EVERY[1:])
+def test_a_video_shows_a_pattern_too(release: str) -> None:
+    sim = opened(release)
     still, moving = picture(1, rows=4), picture(2, rows=12)
     run = sim.run(Seen("<video> and <image>: describe", [still], [moving], frames=3))
     still_says = f"The picture shows pattern {models.pattern(still)}."
@@ -344,6 +356,7 @@ def test_a_video_tag_without_a_video_is_refused(
     assert "the prompt holds 1 <video>, but none is given" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("release", EVERY)
 def test_pictures_in_a_batch_stay_with_their_entry(release: str) -> None:
     sim = opened(release, extend_n_batch=2)
     shown = [picture(1), picture(2)]

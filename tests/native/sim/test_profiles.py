@@ -52,6 +52,7 @@ def test_the_documentation_lists_every_profile() -> None:
 def test_the_library_keeps_the_clock_of_its_profile(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RKSIM_TIME_SCALE", "1")
     monkeypatch.setenv("RKSIM_PROFILE", "rk3588-qwen2-0.5b-w8a8")
+    monkeypatch.setenv("RKSIM_PREFIX_REUSE", "0")  # each run prefills all of it
     profile = profile_of("rk3588-qwen2-0.5b-w8a8")
     sim = Sim("1.3.0", max_new_tokens=12)
     prompt = (chat("word " * 200))[-128:]

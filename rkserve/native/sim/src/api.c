@@ -61,6 +61,7 @@ int rkllm_init(LLMHandle *handle, RKLLMParam *param, LLMResultCallback callback)
 #endif
     bool loaded = handle_load(h, param);
     bool lost = loaded && fault_due(&h->settings, FAULT_INIT_NULL_HANDLE, 0);
+    if (!loaded && h->settings.init_crashes) crash_now();
     if (!loaded || lost) {
         handle_drop(h);
     } else {
@@ -132,8 +133,10 @@ int rkllm_abort(LLMHandle handle) {
     if (!h) return -1;
     pthread_mutex_lock(&h->lock);
     bool paused = h->state == STATE_PAUSED;
+    bool stuck = h->in_callback && pthread_equal(h->caller, pthread_self());
     if (h->state == STATE_RUNNING && !h->abort_ns) h->abort_ns = now_ns();
     pthread_mutex_unlock(&h->lock);
+    if (stuck) sleep_forever(); /* waits for the end of the callback that it was called in */
     if (paused) violation(is_strict(&h->settings), "abort_while_paused");
     return 0;
 }
@@ -163,7 +166,8 @@ static bool must_idle(struct handle *h, const char *running, const char *paused)
 
 static int clear_range(struct handle *h, const int *start, const int *end) {
     pthread_mutex_lock(&h->lock);
-    bool open_to_it = h->state == STATE_PAUSED && !h->paused_history;
+    bool open_to_it = h->state == STATE_PAUSED &&
+                      (!h->paused_history || h->settings.range_with_history);
     pthread_mutex_unlock(&h->lock);
     if (!open_to_it) return h->settings.range_clear_fails ? -1 : 0;
     for (int at = 0; at < h->n_slots; at++) {
@@ -200,6 +204,7 @@ int rkllm_clear_kv_cache(LLMHandle handle, int keep_system_prompt, int *start_po
         struct slot *slot = &h->slots[at];
         uint32_t keep = keep_system_prompt ? system_part(&h->model, &slot->kv) : 0;
         kv_remove(&slot->kv, keep, slot->kv.n);
+        slot->in_ram = 0;
         context_changed(slot);
     }
     return 0;
@@ -209,7 +214,8 @@ int rkllm_get_kv_cache_size(LLMHandle handle, int *cache_sizes) {
     struct handle *h = handle_living(handle, "rkllm_get_kv_cache_size");
     if (!h || !cache_sizes) return -1;
     for (int at = 0; at < h->n_slots; at++)
-        cache_sizes[at] = (int)atomic_load(&h->slots[at].kv_size);
+        cache_sizes[at] =
+            (int)atomic_load(&h->slots[at].kv_size) + (h->settings.wrong_counts ? WRONG_BY : 0);
     return 0;
 }
 

@@ -38,14 +38,25 @@ static void poison_inside(struct handle *h, bool give_back) {
     h->inside_room = 0;
 }
 
+static void note_callback(struct handle *h, bool inside) {
+    if (!h->settings.abort_deadlocks) return;
+    pthread_mutex_lock(&h->lock);
+    h->in_callback = inside;
+    h->caller = pthread_self();
+    pthread_mutex_unlock(&h->lock);
+}
+
 static int call_back(struct job *job, LLMCallState state) {
     struct handle *h = job->h;
+    note_callback(h, true);
     int code = h->on_result(h->results, job->userdata, state);
-    bool give_back = code == 2 && IS_1_3; /* "free the output buffer at once" */
+    note_callback(h, false);
+    bool known = code == 2 && IS_1_3; /* "free the output buffer at once" */
+    bool give_back = known && !h->settings.keep_rows;
     for (int at = 0; at < h->n_slots; at++) poison(&h->slots[at], &h->results[at], give_back);
     poison_inside(h, give_back || job->mode == RKLLM_INFER_GENERATE);
     job->last_return = now_ns();
-    return give_back ? 0 : code;
+    return known ? 0 : code;
 }
 
 /* Why a callback's answer is not the plain 0, or a pause that this runtime supports. */
@@ -90,7 +101,10 @@ static bool tell_token(const struct handle *h, struct slot *slot, RKLLMResult *r
                   (h->skip_special_token && piece->flags & PIECE_SPECIAL);
     if (!hidden) text_add(&slot->pending, (const char *)piece_bytes(&h->model, slot->id), piece->n);
     result->token_id = slot->id;
-    if (!slot->eos && ends_inside_character(&slot->pending)) return true;
+    if (!slot->eos && ends_inside_character(&slot->pending)) {
+        if (h->settings.waiting_no_id && h->n_slots == 1) result->token_id = 0;
+        return true;
+    }
     if (slot->eos || slot->pending.n || mute) {
         set_text(slot, &slot->pending, result);
         slot->pending.n = 0;
@@ -151,19 +165,21 @@ static RKLLMResult *last_result(struct job *job) {
 
 void report_finish(struct job *job) {
     struct handle *h = job->h;
-    uint32_t fresh = 0, generated = 0, system = 0;
+    /* The first token of an entry comes with the prefill, and is counted nowhere. */
+    uint32_t fresh = 0, generated = 0, of_prefill = 0, system = 0;
     for (int at = 0; at < h->n_slots; at++) {
         fresh += h->slots[at].fresh;
         generated += h->slots[at].generated;
+        of_prefill += h->slots[at].generated > 0;
         if (log_level() >= LOG_DETAIL) system += system_part(&h->model, &h->slots[at].kv);
     }
     int64_t first = generated ? job->first_token : job->last_return;
     RKLLMPerfStat *perf = &last_result(job)->perf;
     *perf = (RKLLMPerfStat){
         .prefill_time_ms = (float)((double)(first - job->started) / 1e6),
-        .prefill_tokens = (int)fresh,
+        .prefill_tokens = h->settings.wrong_counts ? 1 : (int)fresh,
         .generate_time_ms = (float)((double)(job->last_return - first) / 1e6),
-        .generate_tokens = (int)generated,
+        .generate_tokens = (int)(generated - (h->settings.count_first ? 0 : of_prefill)),
         .memory_usage_mb = (float)(h->profile->memory_mb + h->adapters_mb),
     };
     if (log_level() >= LOG_PERF) log_perf(perf);

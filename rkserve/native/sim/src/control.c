@@ -24,6 +24,7 @@ static const struct {
     {"init_segv", FAULT_INIT_SEGV},               {"init_null_handle", FAULT_INIT_NULL_HANDLE},
     {"init_hang", FAULT_INIT_HANG},               {"ignore_abort_ms", FAULT_IGNORE_ABORT_MS},
     {"destroy_hang", FAULT_DESTROY_HANG},         {"oom_segv", FAULT_OOM_SEGV},
+    {"init_signal", FAULT_INIT_SIGNAL},
 };
 
 /* ---- environment ---- */
@@ -82,6 +83,26 @@ static bool read_seed(uint64_t *out) {
     return true;
 }
 
+/* Each of these turns one answer to an open question about the real runtime over. */
+static bool read_deviations(struct settings *s) {
+    return env_flag("RKSIM_RANGE_WITH_HISTORY", &s->range_with_history) &&
+           env_flag("RKSIM_RESUME_UNLIMITED", &s->resume_unlimited) &&
+           env_flag("RKSIM_ABORT_DEADLOCKS", &s->abort_deadlocks) &&
+           env_flag("RKSIM_ASYNC_BROKEN", &s->async_broken) &&
+           env_flag("RKSIM_PREFIX_REUSE", &s->prefix_reuse) &&
+           env_flag("RKSIM_CLOSE_TURNS", &s->close_turns) &&
+           env_flag("RKSIM_ABORT_LOSES", &s->abort_loses) &&
+           env_flag("RKSIM_WAITING_NO_ID", &s->waiting_no_id) &&
+           env_flag("RKSIM_EOS_MISREAD", &s->eos_misread) &&
+           env_flag("RKSIM_KEEP_ROWS", &s->keep_rows) &&
+           env_flag("RKSIM_LAST_TOKEN_IN_KV", &s->last_in_kv) &&
+           env_flag("RKSIM_COUNT_FIRST_TOKEN", &s->count_first) &&
+           env_flag("RKSIM_NO_SHIFT", &s->no_shift) &&
+           env_flag("RKSIM_FEWER_CPUS", &s->fewer_cpus) &&
+           env_flag("RKSIM_INIT_CRASHES", &s->init_crashes) &&
+           env_flag("RKSIM_WRONG_COUNTS", &s->wrong_counts);
+}
+
 /* "always": not only where the library itself was asked to think. */
 static bool read_think_finish(struct settings *s) {
     const char *text = getenv("RKSIM_THINK_FINISH");
@@ -93,6 +114,7 @@ bool settings_read(struct settings *s) {
     memset(s, 0, sizeof *s);
     s->time_scale = 1;
     s->load_ms = s->memory_mb = -1; /* -1: as the model file says */
+    s->prefix_reuse = IS_1_3;
     env_name("RKSIM_PROFILE", s->profile, sizeof s->profile);
     env_name("RKSIM_PLATFORM", s->platform, sizeof s->platform);
     env_name("RKSIM_CONTROL", s->control.path, sizeof s->control.path);
@@ -111,7 +133,8 @@ bool settings_read(struct settings *s) {
               env_flag("RKSIM_ASYNC_PAUSE", &s->async_pause) &&
               env_flag("RKSIM_HIDDEN_EMPTY_FIRST", &s->hidden_empty_first) &&
               env_flag("RKSIM_HIDDEN_FINISH", &s->hidden_finish) &&
-              read_batch_gain(&s->batch_gain) && read_seed(&s->seed) && features_read(&s->features);
+              env_flag("RKSIM_LOGITS_GENERATE", &s->logits_generate) &&
+              read_deviations(s) && read_batch_gain(&s->batch_gain) && read_seed(&s->seed) && features_read(&s->features);
     control_refresh(s);
     return ok;
 }
@@ -262,6 +285,11 @@ bool gate_pass(struct settings *s, enum gate_kind kind, unsigned long token) {
 
 void crash_now(void) {
     raise(SIGSEGV); /* a handler of the host, such as Python's faulthandler, gets its say */
+    abort();
+}
+
+void die_of(int number) {
+    raise(number);
     abort();
 }
 

@@ -66,6 +66,20 @@ static bool take_inputs(const struct job *job, struct fresh *fresh) {
     return true;
 }
 
+/* The beginning of the last single turn, where the runtime reuses it: its positions lie where they
+ * lay, so each is appended over itself. */
+static uint32_t reuse(const struct job *job, struct kv *kv, const struct fresh *fresh,
+                      uint32_t in_ram) {
+    uint32_t n = 0, most = in_ram < fresh->ids.n ? in_ram : fresh->ids.n;
+    if (job->resumed || job->history || job->mode != RKLLM_INFER_GENERATE) return 0;
+    kv->adapter = job->adapter;
+    for (; n < most && kv->ids[n] == fresh->ids.at[n] && kv->rows[n] == fresh_row(fresh, n) &&
+           kv->adapters[n] == job->adapter;
+         n++)
+        kv_append(kv, fresh->ids.at[n], fresh_row(fresh, n));
+    return n;
+}
+
 /* What a loaded prompt cache has of the input is there at once. Returns how many ids that are. */
 static uint32_t restore(const struct job *job, struct kv *kv, const struct fresh *fresh) {
     const struct handle *h = job->h;
@@ -85,7 +99,10 @@ static double admit(struct job *job, int at, const struct fresh *fresh) {
     struct slot *slot = &job->h->slots[at];
     const RKLLMInput *input = &job->inputs[at];
     slot->kv.n = past_of(job, slot).n;
-    uint32_t known = restore(job, &slot->kv, fresh), past = slot->kv.n;
+    uint32_t known = restore(job, &slot->kv, fresh), in_ram = slot->in_ram;
+    slot->in_ram = 0;
+    if (!known) known = reuse(job, &slot->kv, fresh, in_ram);
+    uint32_t past = slot->kv.n;
     slot->kv.adapter = job->adapter;
     if (kv_is_mixed(&slot->kv, past))
         violation(is_strict(&job->h->settings), known && job->h->cache.foreign
@@ -139,7 +156,7 @@ static void choose(struct job *job, struct slot *slot) {
     struct candidates candidates;
     responder_next(&slot->responder, &h->model, &slot->kv, !h->ignore_eos_token, &candidates);
     slot->id = sample(&job->sampling, slot, &candidates);
-    slot->eos = is_eos(&h->model, slot->id) && !h->ignore_eos_token;
+    slot->eos = is_eos(&h->model, slot->id) && !h->ignore_eos_token && !h->settings.eos_misread;
     bool ends = (slot->thinking && h->settings.think_finish) ||
                 (IS_1_3 && h->settings.think_finish_always);
     if (ends && slot->id == h->model.header->think_close)
@@ -148,12 +165,12 @@ static void choose(struct job *job, struct slot *slot) {
         slot->generated++;
 }
 
-/* A full context moves on in a conversation: half of what comes after n_keep is forgotten. */
+/* A full context moves on: half of what comes after n_keep is forgotten. */
 static bool make_room(struct job *job, struct slot *slot) {
     const struct handle *h = job->h;
     struct kv *kv = &slot->kv;
     if (kv->n < kv->limit) return true;
-    if (!job->history || h->n_keep < 0 || (uint32_t)h->n_keep + 1 >= kv->limit) return false;
+    if ((!job->history && h->settings.no_shift) || h->n_keep < 0 || (uint32_t)h->n_keep + 1 >= kv->limit) return false;
     uint32_t keep = (uint32_t)h->n_keep, forget = (kv->n - keep + 1) / 2;
     kv_remove(kv, keep, keep + forget);
     context_changed(slot);
@@ -162,9 +179,11 @@ static bool make_room(struct job *job, struct slot *slot) {
     return true;
 }
 
-/* False: the caller's embedding layer has none for this token. */
+/* False: the caller's embedding layer has none for this token. The last one of a run joins the
+ * context only where it is switched so: its decode would be the next step. */
 static bool keep_token(struct job *job, struct slot *slot) {
-    if (slot->eos || !make_room(job, slot)) {
+    bool full = job->budget > 0 && slot->generated >= job->budget, last = full || job->aborted;
+    if (slot->eos || (last && !job->h->settings.last_in_kv) || !make_room(job, slot)) {
         end_slot(job, slot);
         return true;
     }
@@ -172,7 +191,7 @@ static bool keep_token(struct job *job, struct slot *slot) {
     if (!hooks_embed_one(job->h, slot->id, &row)) return false;
     kv_append(&slot->kv, slot->id, row);
     atomic_store(&slot->kv_size, slot->kv.n);
-    if (job->budget > 0 && slot->generated >= job->budget) end_slot(job, slot);
+    if (full) end_slot(job, slot);
     return true;
 }
 
@@ -208,6 +227,7 @@ static enum outcome generate(struct job *job) {
         control_refresh(&h->settings);
         if (token_faults(job)) return FAILED;
         if (report_tokens(job)) return PAUSED;
+        aborted(job);
         for (int at = 0; at < h->n_slots; at++)
             if (h->slots[at].live && !keep_token(job, &h->slots[at])) return FAILED;
         if (!job->n_live || aborted(job)) return FINISHED;
@@ -215,7 +235,26 @@ static enum outcome generate(struct job *job) {
     }
 }
 
-/* Instead of generating: one look inside, and that is all. */
+/* Logits that go on, as reported of real boards: the model generates an answer after the requested
+ * rows, and delivers a row for each of its tokens. */
+static enum outcome generate_rows(struct job *job) {
+    struct slot *slot = &job->h->slots[0];
+    for (;;) {
+        if (aborted(job)) return FINISHED;
+        choose(job, slot);
+        if (!job->n_live) return FINISHED;
+        if (!keep_token(job, slot)) return FAILED;
+        if (!job->n_live || aborted(job)) return FINISHED;
+        decode(job);
+        slot->fresh = 1;
+        job->steps++;
+        control_refresh(&job->h->settings);
+        if (token_faults(job)) return FAILED;
+        report_inside(job);
+    }
+}
+
+/* Instead of generating: one look inside, and that is all, unless logits are to go on. */
 static enum outcome look_inside(struct job *job) {
     job->first_token = job->last_return = now_ns();
     if (aborted(job)) return FINISHED;
@@ -224,7 +263,8 @@ static enum outcome look_inside(struct job *job) {
     if (token_faults(job)) return FAILED;
     job->h->slots[0].generated = 1; /* as the vendor counts it */
     report_inside(job);
-    return FINISHED;
+    bool goes_on = job->mode == RKLLM_INFER_GET_LOGITS && job->h->settings.logits_generate;
+    return goes_on ? generate_rows(job) : FINISHED;
 }
 
 /* ---- from begin to end ---- */
@@ -246,6 +286,14 @@ static struct job job_for(struct handle *h, const RKLLMInput *inputs, const RKLL
     return job;
 }
 
+/* Where an aborted conversation is not what was delivered of it. */
+static void lose_the_end(struct slot *slot) {
+    enum { LOST = 4 };
+    uint32_t n = slot->kv.n;
+    kv_remove(&slot->kv, n > LOST ? n - LOST : 0, n);
+    context_changed(slot);
+}
+
 static int settle(struct job *job, enum outcome outcome) {
     struct handle *h = job->h;
     bool generates = job->mode == RKLLM_INFER_GENERATE;
@@ -255,7 +303,10 @@ static int settle(struct job *job, enum outcome outcome) {
     if (outcome == FINISHED && (generates || h->settings.hidden_finish)) report_finish(job);
     if (outcome == FAILED) report_error(job);
     if (outcome == FINISHED && fault_due(&h->settings, FAULT_HANG_AFTER_FINISH, 0)) sleep_forever();
+    for (int at = 0; at < h->n_slots && job->aborted && job->history && h->settings.abort_loses; at++)
+        lose_the_end(&h->slots[at]);
     for (int at = 0; at < h->n_slots && outcome != PAUSED && !job->history; at++) {
+        h->slots[at].in_ram = h->settings.prefix_reuse ? h->slots[at].kv.n : 0;
         h->slots[at].kv.n = 0;
         context_changed(&h->slots[at]);
     }
@@ -272,13 +323,15 @@ int engine_run(struct handle *h, const RKLLMInput *inputs, const RKLLMInferParam
     enum state before = resumed ? STATE_PAUSED : STATE_IDLE;
     control_refresh(&h->settings);
     bool accepted = input_accepts(h, inputs, infer) && inside_accepts(h, inputs, infer, resumed);
-    if (!accepted || fault_due(&h->settings, FAULT_NO_CALLBACK, 0)) {
+    bool silent = async && h->settings.async_broken;
+    if (!accepted || silent || fault_due(&h->settings, FAULT_NO_CALLBACK, 0)) {
         end_run(h, before);
         return accepted ? 0 : -1;
     }
     struct job job = job_for(h, inputs, infer, userdata);
     job.async = async;
     job.resumed = resumed;
+    if (resumed && h->settings.resume_unlimited) job.budget = h->max_new_tokens;
     long slack = timer_slack_tighten();
     int code = -1;
     if (resumed) held_check(h, inputs, infer);

@@ -43,8 +43,9 @@ bool input_accepts(const struct handle *h, const RKLLMInput *inputs, const RKLLM
 
 /* ---- one entry ---- */
 
-static bool take_tokens(const struct handle *h, const RKLLMTokenInput *input, uint32_t limit,
-                        struct fresh *out) {
+static bool take_tokens(const struct handle *h, const RKLLMTokenInput *input, const struct kv *past,
+                        bool resumed, struct fresh *out) {
+    uint32_t limit = past->limit;
     if (!input->input_ids || !input->n_tokens) {
         log_line("E rkllm: the token input is empty");
         return false;
@@ -61,6 +62,9 @@ static bool take_tokens(const struct handle *h, const RKLLMTokenInput *input, ui
         violation(is_strict(&h->settings), "token_out_of_range");
         return false;
     }
+    /* Not verbatim: the last turn is closed first, as before a PROMPT. */
+    if (h->settings.close_turns && past->n && !resumed)
+        ids_add(&out->ids, &h->model.header->im_end, 1);
     ids_add(&out->ids, input->input_ids, (uint32_t)input->n_tokens);
     return true;
 }
@@ -82,7 +86,7 @@ static bool take_prompt(const struct handle *h, const RKLLMInput *input, const s
 static bool take(const struct handle *h, const RKLLMInput *input, const struct kv *past,
                  bool resumed, struct fresh *out) {
     switch (input->input_type) {
-    case RKLLM_INPUT_TOKEN: return take_tokens(h, &input->token_input, past->limit, out);
+    case RKLLM_INPUT_TOKEN: return take_tokens(h, &input->token_input, past, resumed, out);
     case RKLLM_INPUT_PROMPT: return take_prompt(h, input, past, resumed, out);
     case RKLLM_INPUT_MULTIMODAL: return take_multimodal(h, input, past, resumed, out);
     case RKLLM_INPUT_EMBED: 

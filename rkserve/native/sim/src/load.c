@@ -102,16 +102,31 @@ static bool open_model(struct handle *h, const char *path) {
     return false;
 }
 
+/* NPU cores that the model runs on: those that it was converted for, if the board has them. */
+static uint32_t npu_cores(const struct handle *h) {
+    const char *platform = *h->settings.platform ? h->settings.platform : h->profile->platform;
+    uint32_t there = strcasecmp(platform, "RK3588") == 0 ? 3 : strcasecmp(platform, "RK3576") == 0 ? 2 : 1;
+    uint32_t wanted = h->model.header->npu_core_num;
+    return wanted < there ? wanted : there;
+}
+
 static bool model_fits(const struct handle *h, const RKLLMParam *param) {
     const struct model_header *header = h->model.header;
     log_line("I rkllm: rkllm-toolkit version: %s, max_context_limit: %u, npu_core_num: %u, "
              "target_platform: %s, model_dtype: %s", header->toolkit_version,
              header->max_context_limit, header->npu_core_num, header->target_platform,
              header->dtype);
-    if ((uint32_t)param->max_context_len <= header->max_context_limit) return true;
-    log_line("E rkllm: max_context[%d] must be less than the model's max_context_limit[%u]",
-             (int)param->max_context_len, header->max_context_limit);
-    return false;
+    if ((uint32_t)param->max_context_len > header->max_context_limit) {
+        log_line("E rkllm: max_context[%d] must be less than the model's max_context_limit[%u]",
+                 (int)param->max_context_len, header->max_context_limit);
+        return false;
+    }
+    if ((uint32_t)param->extend_param.enabled_cpus_num < npu_cores(h) && !h->settings.fewer_cpus) {
+        log_line("E rkllm: The number of enabled CPUs must be greater than or equal to the number of "
+                 "NPU cores.");
+        return false;
+    }
+    return true;
 }
 
 static double model_mb(const struct handle *h) {
@@ -256,6 +271,7 @@ bool handle_load(struct handle *h, const RKLLMParam *param) {
     if (!settings_read(&h->settings)) return false;
     read_image_tags(h, param);
     if (fault_due(&h->settings, FAULT_INIT_SEGV, 0)) crash_now();
+    if (fault_due(&h->settings, FAULT_INIT_SIGNAL, 0)) die_of((int)h->settings.control.fault_arg);
     if (fault_due(&h->settings, FAULT_INIT_HANG, 0)) sleep_forever();
     if (fault_due(&h->settings, FAULT_INIT_FAIL, 0) || !param_fits(param)) return false;
     if (!open_model(h, param->model_path) || !model_fits(h, param) || !hooks_suffice(h) ||

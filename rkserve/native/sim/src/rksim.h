@@ -5,7 +5,7 @@
  * model.c, tokens.c, kv.c, clock.c, control.c, prompt.c, tools.c and log.c as needed. What a run
  * can be given besides text and ids is in addons.h.
  * The vendor's declarations come from the same files that the binding gives to cffi, so the two
- * cannot drift apart. RKSIM_RELEASE (10203 or 10300) chooses the release at compile time.
+ * cannot drift apart. RKSIM_RELEASE (such as 10300) chooses the release at compile time.
  */
 #ifndef RKSIM_H
 #define RKSIM_H
@@ -18,14 +18,17 @@
 #include <sys/stat.h>
 
 #pragma GCC visibility push(default)
-#if RKSIM_RELEASE == 10300
+#if RKSIM_RELEASE == 10301
+#include "rkllm_1_3_1.h"
+#define RELEASE_NAME "1.3.1"
+#elif RKSIM_RELEASE == 10300
 #include "rkllm_1_3.h"
 #define RELEASE_NAME "1.3.0"
 #elif RKSIM_RELEASE == 10203
 #include "rkllm_1_2.h"
 #define RELEASE_NAME "1.2.3"
 #else
-#error "RKSIM_RELEASE must be 10203 or 10300"
+#error "RKSIM_RELEASE must be 10203, 10300 or 10301"
 #endif
 #pragma GCC visibility pop
 
@@ -234,7 +237,7 @@ enum fault_kind {
     FAULT_NONE, FAULT_SEGV_AT_TOKEN, FAULT_ABORT_AT_TOKEN, FAULT_ERROR_AT_TOKEN,
     FAULT_HANG_AT_TOKEN, FAULT_HANG_IN_PREFILL, FAULT_HANG_AFTER_FINISH, FAULT_NO_CALLBACK,
     FAULT_INIT_FAIL, FAULT_INIT_SEGV, FAULT_INIT_NULL_HANDLE, FAULT_INIT_HANG,
-    FAULT_IGNORE_ABORT_MS, FAULT_DESTROY_HANG, FAULT_OOM_SEGV
+    FAULT_IGNORE_ABORT_MS, FAULT_DESTROY_HANG, FAULT_OOM_SEGV, FAULT_INIT_SIGNAL
 };
 enum gate_kind { GATE_OPEN, GATE_INPUT, GATE_PREFILL, GATE_TOKEN };
 struct control { /* touched by the thread that runs, or by init and destroy: never by two at once */
@@ -255,6 +258,11 @@ struct settings { /* read once, at init */
     bool strict, resume_with_template, paused_is_running, range_clear_fails, destroy_fails;
     bool think_finish, think_finish_always;
     bool pause_with_history, pause_with_batch, async_pause, hidden_empty_first, hidden_finish;
+    bool logits_generate;
+    bool range_with_history, resume_unlimited, abort_deadlocks, async_broken, prefix_reuse;
+    bool close_turns, abort_loses, waiting_no_id, eos_misread, keep_rows;
+    bool fewer_cpus, init_crashes, wrong_counts;
+    bool last_in_kv, count_first, no_shift;
     double batch_gain; /* of four entries */
     uint64_t seed;
     struct features features;
@@ -270,6 +278,7 @@ bool fault_due(struct settings *settings, enum fault_kind kind, unsigned long to
 /* Stands still as long as the control file shuts this gate. True: it did, for a while. */
 bool gate_pass(struct settings *settings, enum gate_kind kind, unsigned long token);
 void crash_now(void);
+void die_of(int number);
 void ggml_assert_now(const char *what);
 static inline double time_scale(const struct settings *s) { return s->control.time_scale; }
 static inline bool is_strict(const struct settings *s) { return s->control.strict; }
@@ -287,10 +296,12 @@ struct sampling { /* as RKLLMSamplingParam of 1.3.0 */
     ((struct sampling){(from).top_k, (from).top_p, (from).temperature, (from).repeat_penalty,    \
                        (from).frequency_penalty, (from).presence_penalty, (from).mirostat,       \
                        (from).mirostat_tau, (from).mirostat_eta})
+enum { WRONG_BY = 7 }; /* positions that RKSIM_WRONG_COUNTS adds to the size of a KV cache */
 #define SIM_EMBED_DIM 64 /* floats of a hidden state, and of a token's embedding */
 enum state { STATE_IDLE, STATE_RUNNING, STATE_PAUSED };
 struct slot { /* one entry of a batch: its context, and who speaks in it */
     struct kv kv;
+    uint32_t in_ram; /* positions of the last single turn that lie behind kv.n and may be reused */
     atomic_uint kv_size; /* kv.n, for other threads */
     struct responder responder;
     uint64_t rng;
@@ -337,6 +348,8 @@ struct handle {
     bool has_runner;
     pthread_t runner;
     int64_t abort_ns; /* when abort was asked for; 0: not */
+    bool in_callback; /* guarded too: of the thread `caller` */
+    pthread_t caller;
 
     /* From here on: the running thread's own, but for kv_size of a slot. */
     struct prompt_cache cache;

@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rkserve.board.answer.builtin_hooks import StopSearch, TextFinder
+from rkserve.board.answer.hooks import StopStrings, TextFinder
 from rkserve.board.answer.transcript import Utf8Decoder
 
 
 def feed_all(stops: tuple[str, ...], chunks: list[bytes]) -> tuple[list[str], str]:
-    characters, search = Utf8Decoder(), StopSearch(stops)
+    characters, search = Utf8Decoder(), StopStrings(stops)
     given_out = [search.feed(characters.feed(chunk)) for chunk in chunks]
-    return given_out, "".join(given_out) + search.flush()
+    return given_out, "".join(given_out) + search.on_end()
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_text_is_given_out_when_it_is_certain(
 
 def test_an_empty_stop_string_is_refused() -> None:
     with pytest.raises(ValueError, match="must not be empty"):
-        StopSearch(("x", ""))
+        StopStrings(("x", ""))
 
 
 def cut(data: bytes, borders: list[int]) -> list[bytes]:

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from rkserve.board.rules.generation_states import TRANSITIONS, GenerationEvent, advance, judge
+from rkserve.board.rules.generations import TRANSITIONS, GenerationEvent, advance, judge
 from rkserve.core.board_report import GenerationState
 from rkserve.core.errors import Misuse, StateConflict
 from rkserve.core.messages import ControlAction

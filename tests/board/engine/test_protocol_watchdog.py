@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rkserve.board.run.run import RunPhase, RunTimeouts, Watchdog
+from rkserve.board.engine.protocol import RunPhase, RunTimeouts, Watchdog
 
 PATIENCE = RunTimeouts(first_token_s=30, prefill_per_token_s=0.5, token_s=10, abort_s=2)
 

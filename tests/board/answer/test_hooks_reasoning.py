@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from rkserve.board.answer.builtin_hooks import ReasoningBlock, ReasoningSpan, reasoning_span
 from rkserve.board.answer.generation import Generation, RunSignal
+from rkserve.board.answer.transcript import ReasoningBlock, ReasoningSpan, reasoning_span
 from rkserve.core.messages import (
     Edit,
     FailoverState,
@@ -54,7 +54,6 @@ def read(generation: Generation) -> str:
 @pytest.mark.parametrize(
     ("thinking", "text", "expected"),
     [
-        pytest.param(None, "<t>a</t>b", ReasoningSpan(), id="a model that does not think"),
         pytest.param(THINK, "", ReasoningSpan(), id="nothing yet"),
         pytest.param(THINK, "abc", ReasoningSpan(), id="an answer at once"),
         pytest.param(THINK, "<t>a</t>b", ReasoningSpan(8), id="with their marks"),
@@ -68,7 +67,7 @@ def read(generation: Generation) -> str:
     ],
 )
 def test_tokens_of_thoughts_are_counted(
-    thinking: Thinking | None, text: str, expected: ReasoningSpan
+    thinking: Thinking, text: str, expected: ReasoningSpan
 ) -> None:
     assert reasoning_span(slots(text), thinking) == expected
 

@@ -24,7 +24,7 @@ from rkserve.core.errors import (
 from rkserve.core.messages import ControlAction, FinishReason, GenerateRequest
 from rkserve.native.sim.models import reseed
 from tests.support.boards.board_bench import Listener, until
-from tests.support.boards.holding import PACE, SAYING, rest, seeded
+from tests.support.boards.holding import KINDS, PACE, SAYING, rest, seeded
 from tests.support.boards.rebased import (
     BROKEN,
     CONTENT,
@@ -38,9 +38,6 @@ from tests.support.boards.rebased import (
 )
 from tests.support.sim.sim_board import FOLDER, GREEDY, words
 
-KINDS = pytest.mark.parametrize(
-    ("release", "n_batch"), [("1.2.3", 1), ("1.3.0", 3)], ids=["1.2.3", "batch"]
-)
 WAYS = pytest.mark.parametrize("in_flight", list(InFlight), ids=lambda way: way.value)
 S = GenerationState
 UNHURRIED = 2.0  # some 100 ms a token
@@ -385,6 +382,7 @@ def test_prompt_caches_of_other_weights_are_never_used_and_named_ones_come_back_
     caches = CacheStore(tmp_path / "cache", CacheFingerprint("folder", "1.3.0"), 1 << 30)
 
     async def restores(it: Rebased, voices: Voices, label: str, *asked: int, **extra: Any) -> bool:
+        await it.board.clear_kv(keep_system_prompt=False)  # what is in RAM needs no file
         client = Listener(
             it.board,
             GenerateRequest("c", FOLDER.id, (*prompt, *asked), 20, sampling=GREEDY, **extra),

@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 import pytest
 
-from rkserve.board.rules.counters import BoardCounters, GenerationCounters, VersionSpans
+from rkserve.board.rules.generations import BoardCounters, GenerationCounters, VersionSpans
 from rkserve.core.messages import Timings, Usage
 from rkserve.native.runtime import Perf
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rkserve.board.rules.counters import VERSIONS_REMEMBERED, VersionCounters, VersionSpans
+from rkserve.board.rules.generations import VERSIONS_REMEMBERED, VersionCounters, VersionSpans
 from rkserve.core.board_report import GenerationState, VersionFigures
 from rkserve.core.desired_state import InFlight, Probe, Weights
 from rkserve.core.errors import AdapterBroken, ModelNotFound
@@ -22,6 +22,9 @@ from tests.support.boards.holding import KINDS, LINE, SAYING, Governed, Oracle
 from tests.support.sim.sim_board import words
 
 
+@pytest.mark.promise(
+    "Versions in answers", "Every answer has the versions of its weights, range by range"
+)
 @pytest.mark.parametrize(
     ("runs", "tokens", "spans"),
     [
@@ -47,10 +50,10 @@ def test_spans_cover_all_tokens_in_order(
 
 def test_the_book_forgets_what_was_not_used_for_longest() -> None:
     book = VersionCounters()
-    book.began("first")
+    book.add("first", requests=1)
     for number in range(VERSIONS_REMEMBERED):
-        book.began(f"v{number}")
-        book.ran("v0", 10, 5.0)
+        book.add(f"v{number}", requests=1)
+        book.add("v0", tokens=10, decode_ms=5.0)
     assert len(book.figures) == VERSIONS_REMEMBERED
     assert book.figures[-1] == VersionFigures(
         "v0", 1, 0, 10 * VERSIONS_REMEMBERED, 5.0 * VERSIONS_REMEMBERED
@@ -58,6 +61,7 @@ def test_the_book_forgets_what_was_not_used_for_longest() -> None:
     assert "first" not in {one.version for one in book.figures}
 
 
+@pytest.mark.promise("Adapters", "In-flight requests are pinned, switched or aborted, as requested")
 @KINDS
 @pytest.mark.parametrize("native", [False, True], ids=["plain", "native"])
 @pytest.mark.parametrize("in_flight", list(InFlight), ids=[how.value for how in InFlight])
@@ -109,6 +113,7 @@ def test_what_is_held_goes_on_with_the_version_that_came_meanwhile(
     play(tmp_path, body, release, n_batch)
 
 
+@pytest.mark.promise("Versions in answers", "All are stamped, none is stale after a commit")
 def test_nothing_that_begins_after_a_change_is_stale(tmp_path: Path) -> None:
     async def body(told: Governed, oracle: Oracle) -> None:
         await told.serve("v1")
@@ -173,7 +178,8 @@ def test_the_report_counts_by_version(tmp_path: Path) -> None:
             one.version: (one.requests, one.failed, one.tokens)
             for one in told.board.report().versions
         }
-        assert found == {"default": (1, 0, 7), "tone@v1": (2, 0, 14), "tone@none": (0, 1, 0)}
+        # The runtime counts decoding steps: the first token of a run comes with its prefill.
+        assert found == {"default": (1, 0, 6), "tone@v1": (2, 0, 12), "tone@none": (0, 1, 0)}
 
     play(tmp_path, body)
 
@@ -231,8 +237,8 @@ def test_what_is_loaded_and_was_tried_is_known_at_once(
         first = await trial(told, "v2")
         client = told.ask(max_tokens=400)
         await told.said(client, 4)
-        run, again = told.board.live.running, await trial(told, "v2")
-        assert told.board.live.running is run is not None
+        run, again = told.board.slot.live.running, await trial(told, "v2")
+        assert told.board.slot.live.running is run is not None
         assert again == replace(first, load_ms=0.0)
         assert first.load_ms > 0
         await client.hang_up()
