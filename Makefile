@@ -43,12 +43,13 @@ test: $(READY) sim
 	@$(MAKE) --no-print-directory unit
 	@$(MAKE) --no-print-directory cluster
 
-# A file's tests stay in one process, which shares their fixtures. The order is that of conftest.py.
-PYTEST := $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder
+# A file's tests stay in one process, which shares their fixtures. Groups and order are those of
+# conftest.py.
+PYTEST := $(BIN)/python -m pytest --dist loadgroup --no-loadscope-reorder
 
-# Twice as many processes as cores: half of the tests wait for simulated tokens.
+# Three times as many processes as cores: many tests wait for simulated tokens.
 unit: $(READY) sim
-	$(PYTEST) -n 4 -m "not ray"
+	$(PYTEST) -n 6 -m "not ray"
 
 # Without Ray, engine processes, compilers and whatever else takes long.
 test-quick: $(READY) sim

@@ -28,15 +28,21 @@ from __future__ import annotations
 
 import argparse
 import json
-import struct
 from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from rkserve.models.files import SIM_HEADER
 from rkserve.models.settings import FAMILIES
 from rkserve.native.sim import models as sim_models
-from rkserve.native.sim.models import SimEncoder
+from rkserve.native.sim.models import (
+    PIECE_MARKER,
+    PIECE_SILENT,
+    PIECE_SPECIAL,
+    SimEncoder,
+    SimModel,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 TEXTS = ROOT / "rkserve" / "native" / "sim"
@@ -62,9 +68,6 @@ ENCODE_MS = 500  # nobody has published a figure; enough to see that an image is
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>"]
 TAGS = [*FAMILIES[FAMILY]["tags"]]  # special as well, where there are images
 VISIBLE = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
-
-# Flags of a piece, as in enum piece_flag.
-PIECE_SPECIAL, PIECE_MARKER, PIECE_SILENT = 1, 2, 4
 
 CHAT_TEMPLATE = r"""
 {%- if tools %}
@@ -239,38 +242,27 @@ def render_model(tokenizer: Tokenizer, *, embedding: bool = False, vision: bool 
     ]
     for form in (0, 1):
         check_first_tokens([sentence[form][0] for sentence in bank])
-    strings = b"".join(line.encode() + b"\0" for line in read_lines("strings.txt"))
-
-    pieces_at = struct.calcsize(HEADER)
-    bank_at = pieces_at + 8 * len(pieces)
-    ids_at = bank_at + 8 * len(bank)
-    strings_at = ids_at + 4 * sum(len(spaced) + len(bare) for spaced, bare in bank)
-    bytes_at = strings_at + len(strings)
-
-    table, blob = b"", b""
-    for name, piece in zip(names, pieces, strict=True):
-        table += struct.pack("<IHH", bytes_at + len(blob), len(piece), piece_flags(name))
-        blob += piece
-    sentences, ids = b"", b""
-    for spaced, bare in bank:
-        sentences += struct.pack("<IHH", ids_at + len(ids), len(spaced), len(bare))
-        ids += struct.pack(f"<{len(spaced) + len(bare)}i", *spaced, *bare)
-    marker = {name: tokenizer.token_to_id(name) for name in [*SPECIAL, *VISIBLE]}
-    header = struct.pack(
-        HEADER,
-        b"RKSIMLLM",
-        1,
-        bytes_at + len(blob),
-        *(text.encode() for text in (model_id, "any", profile, TOOLKIT, "W8A8")),
-        *(CONTEXT, 3, memory_mb, LOAD_MS),
-        *(len(pieces), pieces_at, len(bank), bank_at, strings_at, len(strings)),
-        *(marker[name] for name in ("<|im_start|>", "<|im_end|>", "<|endoftext|>", "<|pad|>")),
-        marker["</think>"],
+    marker = tokenizer.get_vocab()
+    start, end, text_end, pad, thought_end = (
+        *("<|im_start|>", "<|im_end|>", "<|endoftext|>", "<|pad|>"),
+        "</think>",
     )
-    return header + table + sentences + ids + strings + blob
+    return SimModel(
+        model_id=model_id,
+        profile=profile,
+        toolkit=TOOLKIT,
+        dtype="W8A8",
+        max_context=CONTEXT,
+        memory_mb=memory_mb,
+        load_ms=LOAD_MS,
+        pieces=[(piece, piece_flags(name)) for name, piece in zip(names, pieces, strict=True)],
+        bank=bank,
+        strings=read_lines("strings.txt"),
+        markers=(marker[start], marker[end], marker[text_end], marker[pad], marker[thought_end]),
+    ).render()
 
 
-HEADER = "<8sII64s16s64s16s16s4I6I5i"
+HEADER = SIM_HEADER.format
 
 
 def write(out: Path, *, embedding: bool = False, vision: bool = False) -> None:

@@ -8,6 +8,7 @@ import inspect
 import os
 import random
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -32,6 +33,7 @@ NO_BOARD = f"needs a real board; run with --board and {' and '.join(BOARD_OPTION
 NO_PAGE = "drives Chromium; run by make page-test"
 NOTES: pytest.StashKey[list[str]] = pytest.StashKey()
 FIGURES: pytest.StashKey[list[str]] = pytest.StashKey()
+CLUSTER: pytest.StashKey[LocalCluster] = pytest.StashKey()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -49,6 +51,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         ("--machine-seed", random.SystemRandom().randrange(2**32), "what the random ones begin at"),
         ("--soak-seconds", 4, "how long 16 clients disturb one board"),
         ("--schemas-every", 4, "which of a thousand schemas are tried: 1 is all of them"),
+        ("--odd-every", 4, "which of 42,000 odd requests are made: 1 is all of them"),
         ("--latency-pauses", 4, "pauses of each kind whose latency is measured"),
     ):
         group.addoption(option, type=int, default=default, help=f"{text} (%(default)s)")
@@ -74,11 +77,29 @@ def uses_engine(module: ModuleType) -> bool:
     return any(name.startswith(ENGINE_SUPPORT) for name in (*names, *plugins))
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    # Slow files first: at the end one process would wait for the other's.
-    slow = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: item.path not in slow)
+# Applications that several files share. The processes of pytest-xdist have a Ray cluster each:
+# files that share an application run in one, so that the other need not deploy it, too.
+SHARED_APPS = ("three_boards", "controlled")
+
+
+def groups_of(items: list[pytest.Item]) -> dict[Path, str]:
+    """Return for each file the group whose tests run in one process."""
+    groups: dict[Path, str] = {}
     for item in items:
+        names = getattr(item, "fixturenames", ())
+        shared = [name for name in SHARED_APPS if name in names]
+        groups[item.path] = shared[0] if shared else groups.get(item.path, str(item.path))
+    return groups
+
+
+@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in the same hook
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    # Large groups first, then slow files: at the end one process would wait for the other's.
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    groups = groups_of(items)
+    items.sort(key=lambda item: (groups[item.path] not in SHARED_APPS, item.path not in slow))
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group(groups[item.path]))
         if isinstance(item, pytest.Function) and uses_engine(item.module):
             item.add_marker(pytest.mark.engine)
     if not config.getoption("--page"):
@@ -95,8 +116,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         item.add_marker(pytest.mark.skip(reason=NO_BOARD))
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
     """Keep the collector away from thousands of collected tests: loops collect after each test."""
+    # pytest-xdist passes groups on in the names of tests; pytest 9.2 ignored that without a word.
+    if session.config.getoption("loadgroup", False):
+        assert all(item.nodeid.endswith(f"@{_group_of(item)}") for item in session.items)
     gc.collect()
     gc.freeze()
 
@@ -115,11 +139,24 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     return True
 
 
-def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """Keep the collector away from what earlier test files left behind, such as modules."""
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """Keep the collector away from what earlier test files left behind, such as modules.
+
+    An idle application takes a tenth of a core: shared ones end with their group's last test.
+    """
+    yield
     if nextitem is None or nextitem.path != item.path:
         gc.collect()
         gc.freeze()
+    if nextitem is not None and _group_of(nextitem) != _group_of(item) in SHARED_APPS:
+        item.config.stash[CLUSTER].delete_shared()
+
+
+def _group_of(item: pytest.Item) -> str:
+    marker = item.get_closest_marker("xdist_group")
+    assert marker is not None
+    return str(marker.args[0])
 
 
 @pytest.fixture(scope="session")
@@ -160,9 +197,10 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
 
 
 @pytest.fixture(scope="session")
-def ray_cluster() -> Iterator[LocalCluster]:
+def ray_cluster(pytestconfig: pytest.Config) -> Iterator[LocalCluster]:
     """One Ray cluster for every test that needs one."""
     with running_cluster() as cluster:
+        pytestconfig.stash[CLUSTER] = cluster
         yield cluster
 
 
@@ -170,12 +208,14 @@ def ray_cluster() -> Iterator[LocalCluster]:
 def three_boards(ray_cluster: LocalCluster) -> App:
     """Three simulated boards of release 1.3.0; ``boards`` lends them to a test."""
     patience = {"token_s": 3.0, "abort_s": 1.0}
+    ray_cluster.shared.append("sim")
     return App.deploy(ray_cluster, "sim", 3, queue_limit=64, crash_limit=50, patience=patience)
 
 
 @pytest.fixture(scope="session")
 def single_old_board(ray_cluster: LocalCluster, three_boards: App) -> App:
     """One board of release 1.2.3 with a short queue; it loads while the three do."""
+    ray_cluster.shared.append("old")
     return App.deploy(ray_cluster, "old", 1, queue_limit=1, simulated={"release": "1.2.3"})
 
 

@@ -49,6 +49,14 @@ def test_generated_pages_are_what_the_code_says() -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+def test_the_metrics_page_has_labels_that_no_sample_shows_yet() -> None:
+    rows = page("reference/metrics.md")
+    assert "| `rkserve_turned_away` | counter | model, reason |" in rows
+    assert "| `rkserve_held_seconds` | histogram | model, by |" in rows
+    assert "| `rkserve_ttft_seconds` | histogram | model |" in rows
+    assert "| `rkserve_hang_ups` | counter | none |" in rows
+
+
 def test_a_generated_page_that_is_behind_is_named_and_written_anew(tmp_path: Path) -> None:
     generated = (
         "reference/api-reference.md",
@@ -56,6 +64,8 @@ def test_a_generated_page_that_is_behind_is_named_and_written_anew(tmp_path: Pat
         "reference/metrics.md",
         "explanation/states.md",
         "reference/quirks.md",
+        "reference/client.md",
+        "reference/control-tests.md",
     )
     for name in generated:
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -255,31 +265,21 @@ def test_there_are_paths_and_links_to_check() -> None:
     assert len(SHELL) > 50
 
 
-def test_every_test_that_a_page_names_exists() -> None:
-    there = {
-        name
-        for file in (PROJECT / "tests").rglob("test_*.py")
-        for name in re.findall(r"def (test_\w+)", file.read_text(encoding="utf-8"))
-    }
-    page = (PROJECT / "docs" / "reference" / "control-tests.md").read_text(encoding="utf-8")
-    named = set(re.findall(r"`(test_\w+)`", page))
-    assert len(named) > page.count("\n| ")  # at least one in nearly every row
-    assert not named - there
+HEADERS = sorted((PROJECT / "rkserve" / "native" / "decl").glob("rkllm_1_*.h"))
 
 
-@pytest.mark.parametrize("header", ["rkllm_1_2.h", "rkllm_1_3.h"])
-def test_the_vendor_s_declarations_name_their_origin_and_licence(header: str) -> None:
-    declared = (PROJECT / "rkserve" / "native" / "decl" / header).read_text(encoding="utf-8")
+@pytest.mark.parametrize("header", HEADERS, ids=lambda header: header.name)
+def test_the_vendor_s_declarations_name_their_origin_and_licence(header: Path) -> None:
+    declared = header.read_text(encoding="utf-8")
     assert "https://github.com/airockchip/rknn-llm" in declared
     assert "Copyright (c) Rockchip Electronics Co." in declared
     notice = (PROJECT / "NOTICE").read_text(encoding="utf-8")
-    assert f"rkserve/native/decl/{header}" in notice
+    assert "rkserve/native/decl/rkllm_*.h" in notice
     assert 'IS PROVIDED BY THE COPYRIGHT HOLDERS AND CONTRIBUTORS "AS IS"' in notice
 
 
 # -- the runtime's parameters ---------------------------------------------------------------------
 
-HEADERS = sorted((PROJECT / "rkserve" / "native" / "decl").glob("rkllm_1_*.h"))
 STRUCTS = ("RKLLMParam", "RKLLMExtendParam", "RKLLMInferParam", "RKLLMSamplingParam", "RKLLMInput")
 
 

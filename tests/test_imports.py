@@ -60,7 +60,6 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     | {"router.auth", "router.dispatch", "router.images", "router.queue"}
     | {"router.stored_responses"},
     "router.features": BASE | {"fleet", "control", "api", "router"},
-    "router.admin": BASE | {"fleet", "control", "api", "router"},
     "coordinator.state": BASE | {"control"},
     "coordinator.boards": BASE | {"control", "fleet", "coordinator.state"},
     "coordinator.artifacts": BASE | {"control"},
@@ -77,9 +76,23 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     # A board without Ray: of `deployments`, only the module that knows no Ray either.
     "local": BASE | {"api", "board", "router.images", "deployments.board_factory"},
     "app": frozenset({"deployments.build"}),
+    "probe": BASE | {"native", "api.common", "api.prompting", "board.engine.telemetry"},
     "client": frozenset({"core"}),
+    # Rules over frozen facts, which stay pure, and their collector; only a child loads a library.
+    "doctor": BASE
+    | {"native.library_file", "native.runtime", "native.binding"}
+    | {"native.sim.profiles", "board.engine.telemetry"},
+    # Models of this machine: what their files tell, without a cluster.
+    "catalog": BASE
+    | {"api.prompting", "api.parsing", "doctor.known", "doctor.file_rules"}
+    | {"native.binding.releases", "native.sim.models", "native.sim.profiles"},
     "bench": BASE | {"api.common", "app", "deployments", "native.sim"},
-    "cli": BASE | {"bench", "client", "deployments", "native"},
+    # Ray is a program there; its processes are read as the benchmarks read theirs.
+    "bringup": BASE
+    | {"bench.processes", "deployments.haproxy", "deployments.preflight"}
+    | {"api.admin.join", "doctor", "router.membership"},
+    "cli": BASE
+    | {"bench", "bringup", "catalog", "client", "deployments", "doctor", "native", "probe"},
     "__main__": frozenset({"cli"}),
 }
 OWNERS: dict[str, frozenset[str]] = {
@@ -96,13 +109,25 @@ OWNERS: dict[str, frozenset[str]] = {
     "jinja2": frozenset({"api.prompting"}),
     "tokenizers": frozenset({"api.prompting"}),
     "pydantic": frozenset(
-        {"api", "config", "control", "coordinator.artifacts", "deployments", "local", "models"}
+        {
+            "api",
+            "bench",
+            "catalog.catalog",
+            "config",
+            "control",
+            "coordinator.artifacts",
+            "deployments",
+            "doctor",
+            "cli.doctor",
+            "local",
+            "models",
+        }
     ),
     "prometheus_client": frozenset({"core", "http", "coordinator", "deployments"}),
-    "httpx": frozenset({"client", "coordinator.artifacts"}),
+    "httpx": frozenset({"catalog.hub", "client", "coordinator.artifacts"}),
     "typer": frozenset({"cli"}),
     "rich": frozenset({"cli"}),
-    "yaml": frozenset({"deployments", "models"}),
+    "yaml": frozenset({"catalog", "deployments", "models"}),
 }
 # Rooms that decide and never wait.
 WITHOUT_ASYNCIO = (

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ast
+import io
 import re
+import tokenize
 from collections import defaultdict
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -17,6 +20,8 @@ BESIDE = ("benchmarks", "examples", "scripts")
 SOURCES = [*PACKAGE, *(p for name in BESIDE for p in sorted((PROJECT / name).rglob("*.py")))]
 # A noun phrase or an imperative opens a docstring; these words open a clause in its place.
 CLAUSE = re.compile(r"(What|Whether|Who|Whoever|Whose|How|That|Which|Where|When)\b")
+# Boards and modules do not talk: they report, send, log, emit, record.
+TALK = frozenset({"said", "told", "heard", "say", "tell", "hear"})
 BANNED = re.compile(r"\b(shall|shalt|whoever|whosoever|whatsoever)\b", re.IGNORECASE)
 
 
@@ -45,3 +50,15 @@ def test_docstrings_open_with_a_noun_phrase_or_an_imperative(path: Path) -> None
 def test_no_word_of_a_private_language_is_used(path: Path) -> None:
     lines = path.read_text(encoding="utf-8").splitlines()
     assert not [f"{n}: {line.strip()}" for n, line in enumerate(lines, 1) if BANNED.search(line)]
+
+
+@pytest.mark.parametrize("path", PACKAGE, ids=lambda path: str(path.relative_to(PROJECT)))
+def test_no_name_is_a_word_of_talk(path: Path) -> None:
+    tokens = list(tokenize.generate_tokens(io.StringIO(path.read_text("utf-8")).readline))
+    names = [
+        (token.start[0], token.string)
+        for before, token in pairwise(tokens)
+        if token.type == tokenize.NAME
+        and (before.string, token.string) != (".", "tell")  # of files
+    ]
+    assert not [f"{line}: {name}" for line, name in names if name.lower().lstrip("_") in TALK]

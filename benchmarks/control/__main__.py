@@ -96,7 +96,7 @@ def main(arguments: Sequence[str]) -> int:
         shutil.copytree(resolve_folder(MODEL), model)
         with (model / "rkserve.yaml").open("a", encoding="utf-8") as file:
             file.write(f"max_adapters: {MAX_ADAPTERS}\n")
-        crew = BenchCrew(folder, (progress := ProgressLine()).say, model)
+        crew = BenchCrew(folder, (progress := ProgressLine()).note, model)
         try:
             benches = ControlBench(crew), FaultBench(crew)
             results = ControlMeasurement(*benches, progress, asked.size).measure(asked.cases)

@@ -84,7 +84,7 @@ class Call:
 
 
 def read_answer(incoming: Incoming, prompt: int) -> Answer:
-    """Say what a streamed answer was. Raises ``BenchFailed`` for what is no OpenAI stream."""
+    """Note what a streamed answer was. Raises ``BenchFailed`` for what is no OpenAI stream."""
     exchange = read_exchange(incoming)
     last: dict[str, Any] = {}
     if incoming.status == OK:
@@ -111,7 +111,7 @@ def read_answer(incoming: Incoming, prompt: int) -> Answer:
 
 
 def read_call(what: str, asked_s: float, answered_s: float, incoming: Incoming) -> Call:
-    """Say what a control call was answered; what is not JSON is kept as its error's message."""
+    """Note what a control call was answered; what is not JSON is kept as its error's message."""
     words = b"\n\n".join(event for _, event in incoming.events).decode(errors="replace")
     try:
         body = json.loads(words)

@@ -149,7 +149,7 @@ class ControlBench:
         found = []
         with self._metered("staging"):
             for number in range(count):
-                self._crew.say(f"version {number + 1} of {count}")
+                self._crew.note(f"version {number + 1} of {count}")
                 content = models.render_adapter("Somebody", seed=100 + number, size=LARGE_BYTES)
                 found.append(self._upload(LARGE, f"v{number}", content))
         return found
@@ -179,7 +179,7 @@ class ControlBench:
         """Ask everything once while the cluster rests. Raises ``BenchFailed``."""
         said: dict[tuple[str, int], Any] = {}
         for bodies in sets:
-            self._crew.say("asking what is right")
+            self._crew.note("asking what is right")
             answers, _ = self._load(bodies, clients=len(bodies), requests_each=1)
             hold(flaws_of_truth(answers))
             said |= truth(answers)
@@ -194,7 +194,7 @@ class ControlBench:
         look: OnProgress = lambda _: None,
     ) -> Played:
         def heard(told: Json) -> None:
-            self._crew.say(f"call {told['done']} of {told['of']}, {told['answers']} answers")
+            self._crew.note(f"call {told['done']} of {told['of']}, {told['answers']} answers")
             look(told)
 
         with self._metered(case):

@@ -67,7 +67,7 @@ def truth(answers: Iterable[Answer]) -> dict[tuple[str, int], Said]:
 
 
 def flaws_of_truth(answers: Sequence[Answer]) -> list[str]:
-    """Say what makes answers unfit to hold others to."""
+    """Note what makes answers unfit to hold others to."""
     found = Counter(
         one.exchange.error or f"{len(one.spans)} versions, ended by {one.finish!r}"
         for one in answers

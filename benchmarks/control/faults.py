@@ -191,7 +191,7 @@ def _line_behind(line: Json, boards: Collection[str]) -> list[str]:
 
 
 def record_flaws(done: Done, sight: Sight, line: str, active: str | None) -> list[str]:
-    """Say where records deny what is served, or do not say what happened.
+    """Note where records deny what is served, or do not say what happened.
 
     ``active`` is the version of the ``line`` that was served before.
     """
@@ -267,7 +267,7 @@ def served_after(labels: Iterable[str], served: Collection[str], settled_s: floa
 
 
 def lost(answers: Iterable[Answer], killed: Iterable[str]) -> Lost:
-    """Say which answers were lost, and of which of them a killed board was in the middle."""
+    """Note which answers were lost, and of which of them a killed board was in the middle."""
     left = Counter(killed)
     of_killed, errors = 0, Counter[str]()
     # What had begun to speak there was surely the one that it was in the middle of.
@@ -287,7 +287,7 @@ def _is_lost(one: Answer) -> bool:
 
 
 def late_texts(answers: Iterable[Answer], quiet_s: tuple[float, float] | None) -> list[str]:
-    """Say how many texts arrived between two moments between which none may."""
+    """Note how many texts arrived between two moments between which none may."""
     from_s, until_s = quiet_s or (0.0, 0.0)
     late = sum(from_s < at_s < until_s for one in answers for at_s in one.exchange.content_s)
     return [f"{late} texts while paused"] if late else []

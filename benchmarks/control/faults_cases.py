@@ -97,7 +97,7 @@ class FaultBench:
         self._letters[""] = self._said(self._bodies[PROMPTS:], PROMPTS)
 
     def _said(self, bodies: list[Json], first: int) -> dict[int, Said]:
-        self._crew.say("asking what is right")
+        self._crew.note("asking what is right")
         answers = ask_once(self._site.address, bodies)
         hold(flaws_of_truth(answers))
         return {
@@ -112,7 +112,7 @@ class FaultBench:
         trials: list[Trial] = []
         hits = 0
         while hits < times and len(trials) < TRIES * times:
-            self._crew.say(f"{hits} of {times} times, {len(trials)} tries")
+            self._crew.note(f"{hits} of {times} times, {len(trials)} tries")
             trials.append(self._survived(fault, len(trials)))
             hits += trials[-1].hit
         return summed(fault.name, trials)

@@ -166,7 +166,7 @@ def refused(calls: Iterable[Call]) -> int:
 
 
 def refusals(calls: Iterable[Call]) -> list[str]:
-    """Say once each how calls were refused."""
+    """Note once each how calls were refused."""
     return sorted(
         {
             f"{call.what}: HTTP {call.status}, {call.body.get('error', {}).get('message', '')}"

@@ -16,7 +16,8 @@ from dataclasses import asdict
 from typing import Any
 
 from benchmarks.control.answers import Answer, Call, read_answer, read_call
-from rkserve.bench.connection import CHAT, Connection, request_bytes
+from benchmarks.harness.connection import WatchedConnection
+from rkserve.bench.connection import CHAT, request_bytes
 from rkserve.bench.processes import BenchFailed, Json, OnProgress, serve_commands
 
 REFUSED_S = 0.5  # a client that was refused does not ask again at once
@@ -55,7 +56,7 @@ class Load:
     async def _client(self, number: int) -> None:
         # At another time each: boards in step would all be caught in the same phase by a pause.
         await asyncio.sleep(self._command["stagger_s"] * number / self._command["clients"])
-        connection = await Connection.open(self._host, self._port)
+        connection = await WatchedConnection.open(self._host, self._port)
         left = self._command.get("requests_each", -1)
         prompt = number % len(self._requests)
         try:
@@ -74,7 +75,7 @@ class Load:
     async def _control(self, plan: Sequence[Json]) -> None:
         if plan:
             await asyncio.sleep(self._command["warm_s"])
-            connection = await Connection.open(self._host, self._port)
+            connection = await WatchedConnection.open(self._host, self._port)
             try:
                 for done, step in enumerate(plan, start=1):
                     await asyncio.sleep(step["wait_s"])
@@ -85,7 +86,7 @@ class Load:
             await asyncio.sleep(self._command["after_s"])
         self._played.set()
 
-    async def _call(self, connection: Connection, step: Json) -> Call:
+    async def _call(self, connection: WatchedConnection, step: Json) -> Call:
         connection.send(self._request(step["path"], step["body"]))
         asked_s = connection.so_far.sent_s
         incoming, answered_s = await connection.answer_at(self._until_s)

@@ -31,7 +31,7 @@ from benchmarks.control.figures import (
     StagedFigures,
     SwitchFigures,
 )
-from benchmarks.harness.figures import Spread
+from benchmarks.harness.figures import Spread, machine_line
 from benchmarks.harness.prompts import PROFILE
 from benchmarks.serving.report import noise_section
 from rkserve.bench.processes import CpuUse
@@ -40,7 +40,6 @@ from rkserve.bench.results import (
     Machine,
     TargetVerdict,
     figure,
-    machine_line,
     megabytes,
     percent,
     table,

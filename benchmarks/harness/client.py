@@ -13,6 +13,7 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
+from benchmarks.harness.connection import WatchedConnection
 from benchmarks.harness.exchange import (
     HangUp,
     InterruptedAnswer,
@@ -22,7 +23,7 @@ from benchmarks.harness.exchange import (
     read_id,
     read_text,
 )
-from rkserve.bench.connection import OK, Connection, ConnectionLost, Incoming, request_bytes
+from rkserve.bench.connection import OK, ConnectionLost, Incoming, request_bytes
 from rkserve.bench.processes import BenchFailed, Json, OnProgress, serve_commands
 
 CONTROL = "/v1/generations"
@@ -34,7 +35,7 @@ class RetryingClient:
 
     def __init__(self, host: str, port: int) -> None:
         self._host, self._port = host, port
-        self._kept: Connection | None = None
+        self._kept: WatchedConnection | None = None
 
     async def ask(self, request: bytes, until_s: float) -> Incoming:
         """Send a request and wait for its answer, or for ``until_s``. Raises ``ConnectionLost``.
@@ -48,11 +49,13 @@ class RetryingClient:
             try:
                 return await self._ask(kept, request, until_s)
             except ConnectionLost as exc:
-                if exc.heard:
+                if exc.began:
                     raise
-        return await self._ask(await Connection.open(self._host, self._port), request, until_s)
+        return await self._ask(
+            await WatchedConnection.open(self._host, self._port), request, until_s
+        )
 
-    async def _ask(self, connection: Connection, request: bytes, until_s: float) -> Incoming:
+    async def _ask(self, connection: WatchedConnection, request: bytes, until_s: float) -> Incoming:
         incoming = None
         try:
             incoming = await connection.ask(request, until_s)
@@ -112,7 +115,10 @@ async def hang_up(command: Json) -> HangUp:
     the queue, which the headers of its answer say.
     """
     host, port, until_s = command["host"], command["port"], command["until_s"]
-    leaver, waiter = await Connection.open(host, port), await Connection.open(host, port)
+    leaver, waiter = (
+        await WatchedConnection.open(host, port),
+        await WatchedConnection.open(host, port),
+    )
     try:
         leaver.send(request_bytes(host, port, command["leaving"]))
         await leaver.reach(lambda answer: bool(answer.events), until_s)
@@ -132,7 +138,7 @@ async def hang_up(command: Json) -> HangUp:
 async def talk(command: Json) -> Incoming:
     """Ask once."""
     host, port = command["host"], command["port"]
-    connection = await Connection.open(host, port)
+    connection = await WatchedConnection.open(host, port)
     try:
         request = request_bytes(host, port, command["body"])
         return await connection.ask(request, command["until_s"])
@@ -147,7 +153,10 @@ async def interrupt(command: Json) -> InterruptedAnswer:
     the pause's answer belongs to it; then the resumption is asked for.
     """
     host, port, until_s = command["host"], command["port"], command["until_s"]
-    talker, controller = await Connection.open(host, port), await Connection.open(host, port)
+    talker, controller = (
+        await WatchedConnection.open(host, port),
+        await WatchedConnection.open(host, port),
+    )
     pauses: list[PausedSpan] = []
     try:
         talker.send(request_bytes(host, port, command["body"]))
@@ -171,7 +180,7 @@ async def interrupt(command: Json) -> InterruptedAnswer:
 class GenerationControl:
     """Calls that control one generation, on a connection of their own."""
 
-    def __init__(self, connection: Connection, command: Json, generation: str) -> None:
+    def __init__(self, connection: WatchedConnection, command: Json, generation: str) -> None:
         self._connection = connection
         self._command = command
         self._generation = generation

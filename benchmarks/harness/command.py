@@ -34,7 +34,7 @@ class ProgressLine:
             sys.stderr.write(f"{title}\n")
             sys.stderr.flush()
 
-    def say(self, text: str) -> None:
+    def note(self, text: str) -> None:
         """Show the state of the case."""
         if self._terminal:
             sys.stderr.write(f"\r\x1b[K{self._title}: {text}")

@@ -14,6 +14,7 @@ from statistics import fmean, median
 from benchmarks.harness.exchange import Exchange, HangUp
 from rkserve.bench.figures import CONFIDENCE, Ratio, percentile
 from rkserve.bench.processes import ProcessMemory, hold
+from rkserve.bench.results import Machine
 
 RESAMPLES = 4000
 
@@ -131,7 +132,7 @@ def _rate_of_ends(
 
 
 def flaws(exchanges: Iterable[Exchange], prompt_tokens: int, completion_tokens: int) -> list[str]:
-    """Say what makes answers unfit for measuring; nothing where all were as they should be."""
+    """Note what makes answers unfit for measuring; nothing where all were as they should be."""
     found: dict[str, int] = {}
     for one in exchanges:
         for flaw in _flaws_of(one, prompt_tokens, completion_tokens):
@@ -170,7 +171,7 @@ def freed_ms(hang_up: HangUp) -> float:
 def flaws_of_hang_ups(
     hang_ups: Sequence[HangUp], prompt_tokens: int, completion_tokens: int
 ) -> list[str]:
-    """Say what makes hang-ups unfit for measuring; the counts are of the answers behind them."""
+    """Note what makes hang-ups unfit for measuring; the counts are of the answers behind them."""
     found = flaws([one.next for one in hang_ups], prompt_tokens, completion_tokens)
     not_left = sum(one.left.end_s is not None or not one.left.content_s for one in hang_ups)
     unanswered = sum(one.next.end_s is None or not one.next.content_s for one in hang_ups)
@@ -191,3 +192,12 @@ def flaws_of_hang_ups(
 def largest(memories: Mapping[str, Sequence[ProcessMemory]], part: str) -> int | None:
     """Resident bytes of a part's largest process, or None where there is none."""
     return max((one.rss for one in memories.get(part, ())), default=None)
+
+
+def machine_line(machine: Machine) -> str:
+    """Return the machine as a paragraph of a report."""
+    versions = ", ".join(f"{name} {version}" for name, version in machine.versions.items())
+    return (
+        f"Machine: {machine.cores} cores ({machine.processor}), {machine.memory_gb:.0f} GB; "
+        f"{versions}. Boards, engines, cluster and clients share it.\n"
+    )

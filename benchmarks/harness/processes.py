@@ -15,7 +15,7 @@ from urllib.parse import urlencode
 from benchmarks.harness.exchange import Exchange, InterruptedAnswer
 from rkserve.api.common.renderer import Renderer
 from rkserve.bench.processes import BenchFailed, CommandProcess, Json, OnProgress
-from rkserve.bench.systems import MODEL, RELEASE, BenchProcesses, Say
+from rkserve.bench.systems import MODEL, RELEASE, BenchProcesses, Note
 from rkserve.config.board_group import BoardGroupConfig, SimulatedConfig
 from rkserve.config.serve_config import engine_environ
 from rkserve.native.sim.build import ensure_built
@@ -33,10 +33,10 @@ class BenchCrew(BenchProcesses):
     """A cluster with its clients and a controller, and bindings that serve without a cluster."""
 
     def __init__(
-        self, folder: Path, say: Say, model: Path = MODEL, *, front: bool | None = None
+        self, folder: Path, note: Note, model: Path = MODEL, *, front: bool | None = None
     ) -> None:
         """See ``BenchProcesses``."""
-        super().__init__(folder, say, model, front=front)
+        super().__init__(folder, note, model, front=front)
         self.renderer = Renderer(self.model)
 
     def send(self, bodies: Sequence[Json], **command: float) -> None:
@@ -74,7 +74,7 @@ class BenchCrew(BenchProcesses):
     def sleep_until(self, at_s: float, doing: str) -> None:
         """Sleep, and show the time left."""
         while (left_s := at_s - time.monotonic()) > 0:
-            self.say(f"{doing}, {left_s:.0f} s to go")
+            self.note(f"{doing}, {left_s:.0f} s to go")
             time.sleep(min(left_s, 1.0))
 
     def binding(self, profile: str) -> CommandProcess:

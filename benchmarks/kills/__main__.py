@@ -99,7 +99,7 @@ def kill_boards(
     rng = random.Random(asked.seed)
     with ExitStack() as stack:
         progress.begin("cluster")
-        progress.say("starting the nodes")
+        progress.note("starting the nodes")
         cluster = CommandProcess(
             "benchmarks.kills.cluster", folder / "cluster.log", _environ(folder)
         )
@@ -122,7 +122,7 @@ def kill_boards(
         ground = Ground(site, cluster, asked.boards, rng)
         ground.all_back()
         bodies = _bodies(asked.tokens)
-        progress.say("asking what must be answered")
+        progress.note("asking what must be answered")
         truths = _truths(site.address, bodies)
         progress.end(f"{asked.boards} boards answer")
         for name, way in ways(ground).items():
@@ -131,7 +131,7 @@ def kill_boards(
                 progress.begin(name)
                 begun_s = time.monotonic()
                 streams = Streams(site.address, bodies, asked.streams, LIMIT_S)
-                answers = _struck(streams, ground, way, times, progress.say)
+                answers = _struck(streams, ground, way, times, progress.note)
                 found.append(judge(Phase(name, times, tuple(answers)), truths))
                 ground.all_back()
                 progress.end(f"{times} kills in {time.monotonic() - begun_s:.0f} s")

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from benchmarks.control.answers import Answer
-from rkserve.bench.results import Machine, figure, machine_line, table
+from benchmarks.harness.figures import machine_line
+from rkserve.bench.results import Machine, figure, table
 
 _HEAD = [
     "killed",

@@ -72,12 +72,12 @@ class Simulation:
 
     def _policies(self) -> None:
         boards = min(8, self._asked.boards)
-        for name, found in policies(self._asked.seed, boards, self._progress.say):
+        for name, found in policies(self._asked.seed, boards, self._progress.note):
             self.results.policies[name] = found
 
     def _decisions(self) -> None:
         for size in self._sizes:
-            self._progress.say(f"{size} boards")
+            self._progress.note(f"{size} boards")
             self.results.decided.append(decide(self._asked.seed, size))
 
     def _growth(self) -> None:
@@ -86,23 +86,23 @@ class Simulation:
             if self._asked.sessions is not None:
                 sessions = max(1, self._asked.sessions * size // self._asked.boards)
             for name in ("least_load", "prefix"):
-                grown = grow(self._asked.seed, size, sessions, self._progress.say, name=name)
+                grown = grow(self._asked.seed, size, sessions, self._progress.note, name=name)
                 self.results.grown.append(grown)
 
     def _memory(self) -> None:
         contexts = SESSIONS_PER_BOARD * self._asked.boards
         for tokens in (512, 1500, 4000):
-            self._progress.say(f"{contexts} contexts of {tokens} tokens")
+            self._progress.note(f"{contexts} contexts of {tokens} tokens")
             self.results.remembered.append(remember(contexts, tokens))
 
     def _overload(self) -> None:
         boards = min(100, self._asked.boards)
         for factor in FACTORS:
-            self.results.loaded.append(load(self._asked.seed, boards, factor, self._progress.say))
+            self.results.loaded.append(load(self._asked.seed, boards, factor, self._progress.note))
 
     def _rollouts(self) -> None:
         for size in self._sizes:
-            self._progress.say(f"{size} boards")
+            self._progress.note(f"{size} boards")
             self.results.rollouts += rollouts(self._asked.seed, size)
 
 

@@ -19,15 +19,15 @@ from benchmarks.scale.router import Router, Spent
 from benchmarks.scale.simulation import Seen, World
 from rkserve.control.calls import Strategy
 from rkserve.core.block_hashes import BlockHashes, CachedPrefixes, FilePrefix, pack, seed_of
-from rkserve.fleet.load import ModelBoards, RoutingStatus
+from rkserve.core.board_report import BoardReport, BoardState
+from rkserve.fleet.load import ModelBoards, PauseEffect
 from rkserve.fleet.prefix_index import PrefixIndex
-from rkserve.fleet.requests import RoutingRequest
 from rkserve.native.sim import profiles
-from rkserve.router.policies import PrefixPolicy
+from rkserve.router.policies import POLICIES, PrefixPolicy, RoutingRequest
 from rkserve.router.queue.admission import QueueTerms
 
 FAST, SLOW = "rk3588-qwen2.5-1.5b-w8a8", "rk3576-internlm2-1.8b-w4a16"
-OWN = ("round_robin", "least_load", "session", "prefix")
+OWN = tuple(POLICIES)
 OTHERS: dict[str, Callable[[list[PaperBoard], Random], Router]] = {
     "Ray, two choices": TwoChoices,
     "Ray, prefix affinity": RayPrefix,
@@ -281,12 +281,12 @@ def decide(seed: int, boards: int, tokens: int = 1500, samples: int = 2000) -> D
         return (*system, *range(session * 10_000, session * 10_000 + size - len(system)))
 
     def hear(number: int, packed: bytes) -> float:
-        standing = RoutingStatus(running=int(number % 5 > 0), kind="RK3588", holdings=packed)
+        report = board_report(number, packed, running=int(number % 5 > 0))
         board = known.get(str(number))
         if board is not None:
             board.asked(board.asked_s + 1 if board.asked_s > 0 else 1.0)
         began = time.thread_time()
-        known.heard(str(number), MODEL, str(number), standing)
+        known.update(MODEL, report, ready=True, held=PauseEffect.NOT)
         return (time.thread_time() - began) * 1e6
 
     for number in range(boards):
@@ -329,6 +329,13 @@ def decide(seed: int, boards: int, tokens: int = 1500, samples: int = 2000) -> D
     )
 
 
+def board_report(number: int, holdings: bytes, running: int = 0) -> BoardReport:
+    """Return the report of a ready board."""
+    name = str(number)
+    report = BoardReport(name, MODEL, BoardState.READY, platform="RK3588", replica=name)
+    return replace(report, running=running, holdings=holdings)
+
+
 def remember(contexts: int, tokens: int) -> Remembered:
     """Let a Router hear reports of contexts of one length, a hundred of each board."""
     boards = ModelBoards(Random(1), PrefixIndex(SESSIONS_PER_BOARD))
@@ -347,7 +354,8 @@ def remember(contexts: int, tokens: int) -> Remembered:
     before = tracemalloc.get_traced_memory()[0]
     for number, packed in enumerate(reports):
         mine = bytes(bytearray(packed))  # a Router keeps what it was told, and so that counts
-        boards.heard(str(number), MODEL, str(number), RoutingStatus(kind="RK3588", holdings=mine))
+        heard = board_report(number, mine)
+        boards.update(MODEL, heard, ready=True, held=PauseEffect.NOT)
     gc.collect()
     grown = tracemalloc.get_traced_memory()[0] - before
     tracemalloc.stop()

@@ -82,7 +82,7 @@ class Talk:
     seed: int
     answer: int = 0
 
-    def say(self, shape: Shape) -> None:
+    def note(self, shape: Shape) -> None:
         """The user says something; the context is the next prompt then, and ``answer`` drawn."""
         # A generator for each session would take more memory than all that Routers remember.
         rng = self._rng("said")

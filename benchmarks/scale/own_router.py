@@ -10,15 +10,26 @@ from random import Random
 from benchmarks.scale.board import PaperBoard
 from benchmarks.scale.router import Request, Spent
 from rkserve.core.block_hashes import BlockHashes, seed_of
+from rkserve.core.board_report import BoardReport, BoardState
 from rkserve.core.errors import RkserveError
 from rkserve.core.messages import Delta, Finished, FinishReason, Timings, Usage
-from rkserve.fleet.load import ModelBoards, RoutingStatus
+from rkserve.fleet.load import ModelBoards, PauseEffect
 from rkserve.fleet.prefix_index import PrefixIndex
-from rkserve.fleet.requests import InFlightRequest, RoutingRequest
-from rkserve.fleet.speeds import WorkCounters
-from rkserve.router.policies import POLICIES, PolicySettings, RoutingPolicy, SendTo, WaitFor
+from rkserve.router.policies import (
+    POLICIES,
+    PolicySettings,
+    RoutingPolicy,
+    RoutingRequest,
+    SendTo,
+    WaitFor,
+)
 from rkserve.router.queue.admission import AdmissionQueue, Capacity, QueueEntry
-from rkserve.router.queue.reservation import AnswerTiming, RequestSize, ServiceTimeModel
+from rkserve.router.queue.reservation import (
+    AnswerTiming,
+    InFlightRequest,
+    RequestSize,
+    ServiceTimeModel,
+)
 
 MODEL = "paper"
 LOOKED_AT = 16  # as ``modelqueue`` does
@@ -137,7 +148,7 @@ class OwnRouter:
         entry, _, stay = self._running[request.name]
         begin = request.prompt.tokens + entry.tokens
         entry.tokens += tokens
-        stay.heard(Delta("", request.prompt.cut(begin + tokens).ids()[begin:]))
+        stay.observe(Delta("", request.prompt.cut(begin + tokens).ids()[begin:]))
 
     def ended(
         self, request: Request, board: PaperBoard, took: AnswerTiming, now_s: float, /
@@ -147,10 +158,10 @@ class OwnRouter:
         prompt = request.prompt.tokens
         usage = Usage(prompt, request.answer, prompt - took.prefill_tokens)
         timings = Timings(0, took.prefill_ms, took.prefill_tokens, took.decode_ms, took.tokens, 0)
-        stay.heard(Finished(FinishReason.STOP, usage, timings))
+        stay.observe(Finished(FinishReason.STOP, usage, timings))
         stay.ended(now_s, left=False)
         self._queue.ended(ticket, took.held_ms)
-        self._expects.heard(RequestSize(prompt, request.answer), took)
+        self._expects.observe(RequestSize(prompt, request.answer), took)
         self._busy[board.name] -= 1
 
     def report(self, board: PaperBoard, now_s: float, /) -> None:
@@ -160,20 +171,20 @@ class OwnRouter:
         known = self.boards.get(board.name)
         if known is not None:
             known.asked(now_s)
-        counters = WorkCounters(
+        report = BoardReport(
             board.name,
-            board.prefill_tokens,
-            board.prefill_ms,
-            board.decode_tokens,
-            board.decode_ms,
-        )
-        standing = RoutingStatus(
+            MODEL,
+            BoardState.READY,
+            replica=board.name,
             running=self._busy[board.name],
-            kind=board.profile.platform,
-            counters=counters,
+            platform=board.profile.platform,
+            prefill_tokens=board.prefill_tokens,
+            prefill_ms=board.prefill_ms,
+            decode_tokens=board.decode_tokens,
+            decode_ms=board.decode_ms,
             holdings=holdings,
         )
-        self.boards.heard(board.name, MODEL, board.name, standing)
+        self.boards.update(MODEL, report, ready=True, held=PauseEffect.NOT)
         self.spent.report_us.append((time.thread_time() - began) * 1e6)
 
     def wakes_s(self, now_s: float, /) -> float | None:

@@ -97,7 +97,7 @@ class World:
         self.at(self.now_s + self._report_s, lambda: self._report(board))
 
     def _speak(self, one: Talk) -> None:
-        one.say(self._shape)
+        one.note(self._shape)
         claim = self._claims(one.number) if self._claims is not None else QueueTerms()
         request = Request(
             f"{one.number}/{one.turns_left}",

@@ -63,7 +63,7 @@ def main(arguments: Sequence[str]) -> int:
     asked = options(arguments)
 
     def measure(folder: Path) -> None:
-        crew = BenchCrew(folder, (progress := ProgressLine()).say)
+        crew = BenchCrew(folder, (progress := ProgressLine()).note)
         try:
             results = Measurement(crew, progress, asked.size).measure(asked.cases)
         finally:

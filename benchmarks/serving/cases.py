@@ -22,7 +22,15 @@ from benchmarks.harness.prompts import (
     messages_of_length,
     step_ms,
 )
-from rkserve.bench.processes import PROC, CommandProcess, CpuUse, ProcessMemory, hold, memory
+from rkserve.bench.processes import (
+    PROC,
+    CommandProcess,
+    CpuUse,
+    ProcessMemory,
+    hold,
+    memory_of,
+    snapshot,
+)
 from rkserve.bench.results import cores
 from rkserve.bench.systems import SimulatedDeployment
 
@@ -120,7 +128,7 @@ class Bench:
         for warm_up in range(WARM_UPS):
             self._one_run(warm_up)
         for number in range(rounds):
-            self._crew.say(f"round {number + 1} of {rounds}")
+            self._crew.note(f"round {number + 1} of {rounds}")
             # The order changes so that what drifts within a round hits both alike.
             for is_alone in (number % 2 == 0, number % 2 == 1):
                 if is_alone:
@@ -138,7 +146,7 @@ class Bench:
         rng = random.Random(0)
         found = []
         for number in range(rounds):
-            self._crew.say(f"hang-up {number + 1} of {rounds}")
+            self._crew.note(f"hang-up {number + 1} of {rounds}")
             found.append(self._one_hang_up(number, rng))
         hold(flaws_of_hang_ups(found, PROMPT_TOKENS, NEXT_TOKENS))
         return found
@@ -162,7 +170,7 @@ class Bench:
         before = self._crew.read()
         self._crew.sleep_until(end_s, "measuring")
         cpu.add(before, self._crew.read())
-        memories = memory(PROC, self._crew.pids())
+        memories = memory_of(PROC, snapshot(PROC, self._crew.pids()))
         exchanges = self._crew.exchanges(tail_s + ANSWER_S)
         _hold_to(exchanges, load.new_tokens)
         return Loaded(load, exchanges, before.at_s, end_s, end_s + tail_s, cpu, memories, idle)

@@ -119,11 +119,11 @@ def measure(crew: BenchCrew, rounds: int) -> GuidedFound:
             _answer(crew, one, way, 4)  # warms up: the vocabulary is read, the library loaded
         for number in range(rounds):
             for way in WAYS:
-                crew.say(f"{way.name}, {number + 1} of {rounds}")
+                crew.note(f"{way.name}, {number + 1} of {rounds}")
                 found[way].append(_answer(crew, one, way, MAX_TOKENS))
     for way, answers in found.items():
         hold(flaws(way, answers))
-    crew.say("masks")
+    crew.note("masks")
     return GuidedFound(list(found.items()), [masked(size) for size in VOCABULARIES])
 
 
@@ -131,7 +131,7 @@ QUIRKS = {"logits_with_history": True}  # else steps that keep their context cou
 
 
 def flaws(way: Way, answers: Sequence[Answered]) -> list[str]:
-    """Say what makes these answers unfit for a comparison."""
+    """Note what makes these answers unfit for a comparison."""
     found = []
     for one in answers:
         try:

@@ -195,10 +195,10 @@ class Measurement:
         """Case (h): each way has a Ray of its own, and no other one may work meanwhile."""
         self._progress.begin("(h) the token path")
         self._crew.rest()
-        found = TokenPath(self._crew.folder, self._progress.say).measure(
+        found = TokenPath(self._crew.folder, self._progress.note).measure(
             ways(all_of_them=self._size.every_way),
             self._size.seconds,
-            lambda taken: self._progress.say(f"{taken.way.name} is done"),
+            lambda taken: self._progress.note(f"{taken.way.name} is done"),
         )
         figures = path_figures(found)
         plain, fast = figures[0], figures[-1]

@@ -63,7 +63,7 @@ class OneBoard:
         found = []
         with self._metered("(e)"):
             for number in range(rounds):
-                self._crew.say(f"round {number + 1} of {rounds}")
+                self._crew.note(f"round {number + 1} of {rounds}")
                 found.append(self._one_round())
         hold(flaws_of_parked(found, PROMPT_TOKENS, PARKED_ANSWER))
         return found
@@ -95,7 +95,7 @@ class OneBoard:
         found, kv = [], "kept" if kept else "recomputed"
         with self._metered(f"(f) {kv}"):
             for number, prompt in enumerate(prompts):
-                self._crew.say(f"answer {number + 1} of {answers}")
+                self._crew.note(f"answer {number + 1} of {answers}")
                 body = chat_body(self._crew.model.id, prompt, PAUSED_ANSWER, native_pause=kept)
                 step_s = step_ms(SMALL_PROFILE) / 1e3
                 pauses_s = [rng.uniform(0, step_s) for _ in range(PAUSES_EACH)]
@@ -116,7 +116,7 @@ class OneBoard:
         return Batches(costs, paces)
 
     def _cost(self, n_batch: int) -> BatchCost:
-        self._crew.say(f"n_batch {n_batch}, CPU")
+        self._crew.note(f"n_batch {n_batch}, CPU")
         crew = self._crew
         with crew.batching_binding(SMALL_PROFILE, n_batch, time_scale=0.0, gain="none") as child:
             self._batch(child, n_batch, COST_TOKENS)  # warms up
@@ -124,7 +124,7 @@ class OneBoard:
         return BatchCost(n_batch, runs)
 
     def _pace(self, n_batch: int, gain: str) -> BatchPace:
-        self._crew.say(f"n_batch {n_batch}, gain {gain}")
+        self._crew.note(f"n_batch {n_batch}, gain {gain}")
         crew = self._crew
         with crew.batching_binding(SMALL_PROFILE, n_batch, time_scale=1.0, gain=gain) as child:
             return BatchPace(n_batch, gain, self._batch(child, n_batch, PACE_TOKENS))

@@ -89,7 +89,7 @@ def parked_figures(rounds: Sequence[ParkedRound]) -> ParkedFigures:
 def flaws_of_parked(
     rounds: Sequence[ParkedRound], short_tokens: int, completion_tokens: int
 ) -> list[str]:
-    """Say what makes rounds unfit for measuring; nothing where all were as they should be."""
+    """Note what makes rounds unfit for measuring; nothing where all were as they should be."""
     short = [one for r in rounds for one in (r.displacing, r.calm)]
     returned = [r.returned for r in rounds]
     broken = [one.error for one in returned if one.error]
@@ -164,7 +164,7 @@ def first_text_ms(one: InterruptedAnswer, pause: PausedSpan) -> float:
 def flaws_of_interrupted(
     found: Iterable[InterruptedAnswer], texts: Iterable[str], completion_tokens: int, kv: str
 ) -> list[str]:
-    """Say what makes interrupted answers unfit for measuring.
+    """Note what makes interrupted answers unfit for measuring.
 
     ``texts`` are what the same requests were answered without interruption.
     """
@@ -258,7 +258,7 @@ class Batches:
 
 
 def flaws_of_batch(runs: Iterable[BatchRun], n_batch: int, max_tokens: int) -> list[str]:
-    """Say what makes runs unfit for measuring: every entry goes on to the limit."""
+    """Note what makes runs unfit for measuring: every entry goes on to the limit."""
     return [
         f"{run.steps} steps with {run.tokens} tokens in a batch of {n_batch}, not {max_tokens} each"
         for run in runs

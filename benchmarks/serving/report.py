@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from benchmarks.harness.exchange import HangUp, InterruptedAnswer
-from benchmarks.harness.figures import Spread
+from benchmarks.harness.figures import Spread, machine_line
 from benchmarks.harness.prompts import NEW_TOKENS, PROFILE, PROMPT_TOKENS, profile
 from benchmarks.serving.cases import Loaded, Pair
 from benchmarks.serving.guided import GuidedFound
@@ -31,7 +31,6 @@ from rkserve.bench.results import (
     Machine,
     TargetVerdict,
     figure,
-    machine_line,
     megabytes,
     percent,
     table,

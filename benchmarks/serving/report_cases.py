@@ -16,7 +16,7 @@ from rkserve.bench.results import MISSING, figure, table
 
 
 def parked_section(found: ParkedFigures) -> str:
-    """Say what came of (e)."""
+    """Note what came of (e)."""
     rows = [
         _spread_row("TTFT of a returning conversation, ms", found.returned_ttft_ms, found.ttft),
         _spread_row(f"TTFT of {HISTORY_TOKENS} tokens that are new, ms", found.cold_ttft_ms),
@@ -59,7 +59,7 @@ def _spread_row(name: str, of: Spread, to_next: Ratio | None = None) -> list[str
 
 
 def pauses_section(kinds: Sequence[PauseFigures]) -> str:
-    """Say what came of (f)."""
+    """Note what came of (f)."""
     rows = [
         [f"{what}, KV {one.kv}", *_in_ms_and_steps(spread, one.step_ms)]
         for one in kinds
@@ -88,7 +88,7 @@ def _in_ms_and_steps(spread: Spread, step_ms: float) -> list[str]:
 
 
 def batches_section(found: Batches) -> str:
-    """Say what came of (g)."""
+    """Note what came of (g)."""
     costs = [
         [str(one.n_batch), figure(one.us_per_token, 2), figure(one.us_per_step, 2)]
         for one in found.costs

@@ -13,14 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.harness.connection import WatchedConnection
 from benchmarks.harness.exchange import Exchange
 from benchmarks.harness.figures import flaws
 from benchmarks.harness.processes import ANSWER_S, SLACK_S, BenchCrew, chat_body
 from benchmarks.harness.prompts import NEW_TOKENS, PROMPT_TOKENS, messages_of_length, step_ms
 from benchmarks.serving.cases import Bench, Load, Loaded
-from rkserve.bench.connection import OK, Connection, request_bytes
+from rkserve.bench.connection import OK, request_bytes
 from rkserve.bench.processes import hold
-from rkserve.bench.systems import Say
+from rkserve.bench.systems import Note
 from rkserve.deployments.haproxy import available
 
 TOKEN_MS = 20.0
@@ -105,8 +106,8 @@ class TokenPaths:
 class TokenPath:
     """Case (h). ``folder`` takes the files of its Rays."""
 
-    def __init__(self, folder: Path, say: Say) -> None:
-        self._folder, self._say = folder, say
+    def __init__(self, folder: Path, note: Note) -> None:
+        self._folder, self._say = folder, note
 
     def measure(
         self, found: Sequence[Way], seconds: float, done: Callable[[Taken], None]
@@ -178,7 +179,7 @@ async def _answered(crew: BenchCrew, size: int, number: int) -> LongPrompt:
     """Send a prompt and leave once it has been read: a board has it, or it was too long."""
     host, port = crew.address
     body = chat_body(crew.model.id, [{"role": "user", "content": _text(size, number)}], NEW_TOKENS)
-    connection = await Connection.open(host, port)
+    connection = await WatchedConnection.open(host, port)
     try:
         connection.send(request_bytes(host, port, body))
         await connection.reach(lambda answer: answer.status != 0, time.monotonic() + ANSWER_S)

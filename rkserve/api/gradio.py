@@ -9,18 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Protocol
+from functools import partial
+from typing import Annotated, Any
 
 from pydantic import Field, SkipValidation
 from typing_extensions import TypedDict
 
 from rkserve.api.common import output
-from rkserve.api.common.answer import AnswerOrigin, AnyCall, BaseAnswer, Dialect
+from rkserve.api.common.answer import AnswerOrigin, AnyCall, Dialect, DialectAnswer
 from rkserve.api.common.calls import parse_chat
 from rkserve.api.common.output import error_object
 from rkserve.api.common.parameters import OpenModel
-from rkserve.api.json.body import JsonObject, parse_object
-from rkserve.api.json.fields import Fields, Range, as_fields, wrong_type
+from rkserve.api.json.fields import Fields, JsonObject, Range, as_fields, parse_object, wrong_type
 from rkserve.api.json.schemas import Count, RequestModel
 from rkserve.api.parsing.tools.base import Part, Retraction, TextPart
 from rkserve.core.errors import RequestError, RouteNotFound
@@ -253,11 +253,7 @@ class GradioCall:
 
 
 def read_join(body: bytes) -> GradioCall:
-    """Read the body of ``POST /gradio_api/queue/join``.
-
-    Raises:
-        RequestError: with the ``param`` at fault.
-    """
+    """Read the body of ``POST /gradio_api/queue/join``. Raises ``RequestError``."""
     asked = GradioJoinRequest.read(parse_object(body))
     function = FUNCTIONS[asked.fn_index]
     return GradioCall(function, _data(asked.data, function), asked.session_hash)
@@ -315,11 +311,7 @@ def immediate(call: GradioCall) -> list[Any] | None:
 
 
 def chat_body(call: GradioCall, default_model: str) -> JsonObject:
-    """Return a call as the body of ``POST /v1/chat/completions``.
-
-    Raises:
-        RequestError: with the argument at fault.
-    """
+    """Return a call as the body of ``POST /v1/chat/completions``. Raises ``RequestError``."""
     if call.function == ANSWER_HISTORY:
         messages = _history(call.data[0], 0)
         return {"model": default_model, "stream": True, "messages": messages}
@@ -381,25 +373,29 @@ def _message(fields: Fields) -> JsonObject:
 # -- events ---------------------------------------------------------------------------------------
 
 
-class EventFraming(Protocol):
-    """One of the two ways in which a call's events are sent."""
+class CallFraming:
+    """Named events of one call's stream; each has the whole output."""
 
-    ping: bytes
+    ping = output.event("heartbeat", None)
 
     def opening(self) -> bytes:
-        """Return the first event."""
+        """Return the first event; here that is the first output's."""
+        return b""
 
-    def generating(self, value: Any, edit: list[Any]) -> bytes:
+    def generating(self, value: Any, edit: list[Any]) -> bytes:  # noqa: ARG002 - values are whole
         """Return the event of an output so far, or of the edit from the last one."""
+        return output.event("generating", [value])
 
     def completed(self, data: list[Any]) -> bytes:
         """Return the event with all outputs."""
+        return output.event("complete", data)
 
     def failed(self, exc: BaseException) -> bytes:
         """Return the event of an error."""
+        return output.event("error", error_message(exc))
 
 
-class QueueFraming:
+class QueueFraming(CallFraming):
     """Messages of a session's stream: outputs after the first are sent as edits."""
 
     ping = output.data({"msg": "heartbeat"})
@@ -409,7 +405,6 @@ class QueueFraming:
         self._first = True
 
     def opening(self) -> bytes:
-        """Return the message that the call is being carried out."""
         return self._message("process_starts", eta=None)
 
     def generating(self, value: Any, edit: list[Any]) -> bytes:
@@ -424,7 +419,6 @@ class QueueFraming:
         return self._message("process_completed", output=output, success=True)
 
     def failed(self, exc: BaseException) -> bytes:
-        """Return the message of an error."""
         output = {"error": error_message(exc)}
         return self._message("process_completed", output=output, success=False)
 
@@ -432,74 +426,49 @@ class QueueFraming:
         return output.data({"msg": name, "event_id": self._id, **rest})
 
 
-class CallFraming:
-    """Named events of one call's stream; each has the whole output."""
-
-    ping = output.event("heartbeat", None)
-
-    def opening(self) -> bytes:
-        """Return nothing: the first event has an output."""
-        return b""
-
-    def generating(self, value: Any, edit: list[Any]) -> bytes:  # noqa: ARG002 - values are whole
-        """Return the output so far."""
-        return output.event("generating", [value])
-
-    def completed(self, data: list[Any]) -> bytes:
-        """Return the event with all outputs."""
-        return output.event("complete", data)
-
-    def failed(self, exc: BaseException) -> bytes:
-        """Return the event of an error."""
-        return output.event("error", error_message(exc))
-
-
 def error_message(exc: BaseException) -> str:
     """Return the message of an error as Gradio's clients raise it."""
     return str(error_object(exc)[2]["error"]["message"])
 
 
-class _Output(BaseAnswer):
+class _Output(DialectAnswer):
     """An answer as the one output of a function: a text, or a history that ends with it."""
 
-    def __init__(self, call: AnyCall, answer_id: str, created: int, stamp: AnswerOrigin) -> None:
+    def __init__(  # noqa: PLR0917 - the first four are those of all answers
+        self,
+        call: AnyCall,
+        answer_id: str,
+        created: int,
+        stamp: AnswerOrigin,
+        framing: CallFraming,
+        history: list[JsonObject] | None,
+    ) -> None:
+        """``history`` is what the answer ends, if that is the output."""
         super().__init__(call, answer_id, created, stamp)
-        self._framing: EventFraming = CallFraming()
-        self._history: list[JsonObject] | None = None
-        self._path: list[int | str] = []
-
-    def framed(self, framing: EventFraming, history: list[JsonObject] | None) -> _Output:
-        """Set the event framing and the history that the answer ends; return the answer."""
         self._framing, self._history = framing, history
         self._path = [] if history is None else [len(history), "content"]
-        return self
 
     def opening(self, _index: int) -> bytes:
-        """Return the first event."""
         return self._framing.opening()
 
     def delta(self, index: int, delta: Delta) -> bytes:
-        """Return the events of a delta."""
-        return self._told(self.add(index, delta))
+        return self._events_of(self.add(index, delta))
 
     def paused(self, _index: int, _paused: Paused) -> bytes:
         """Return a heartbeat: the protocol has no event for a pause."""
         return self._framing.ping
 
     def finish(self, index: int, finished: Finished) -> bytes:
-        """Return the parts that were held back."""
-        return self._told(self.end(index, finished))
+        return self._events_of(self.end(index, finished))
 
     def closing(self) -> bytes:
         """Return the event with the whole output."""
         return self._framing.completed([self._value()])
 
     def broken(self, exc: BaseException) -> bytes:
-        """Return the event of an error."""
         return self._framing.failed(exc)
 
     def whole(self) -> JsonObject:
-        """Return the outputs."""
         return {"data": [self._value()]}
 
     def _value(self) -> Any:
@@ -508,7 +477,7 @@ class _Output(BaseAnswer):
             return text
         return [*self._history, {"role": _ASSISTANT, "content": text}]
 
-    def _told(self, parts: list[Part]) -> bytes:
+    def _events_of(self, parts: list[Part]) -> bytes:
         """Return one event for the text among the parts; reasoning is no output."""
         if any(isinstance(part, Retraction) for part in parts):
             edit = ["replace", self._path, self.speech(0).words]
@@ -519,11 +488,9 @@ class _Output(BaseAnswer):
         return self._framing.generating(self._value(), ["append", self._path, text])
 
 
-def dialect_of(call: GradioCall, body: JsonObject, framing: EventFraming) -> Dialect:
+def dialect_of(call: GradioCall, body: JsonObject, framing: CallFraming) -> Dialect:
     """Return the dialect in which one call is answered."""
     history = body["messages"] if call.function == ANSWER_HISTORY else None
 
-    def answer(asked: AnyCall, answer_id: str, created: int, stamp: AnswerOrigin) -> _Output:
-        return _Output(asked, answer_id, created, stamp).framed(framing, history)
-
+    answer = partial(_Output, framing=framing, history=history)
     return Dialect(parse_chat, answer, "gradio-", lambda _call: framing.ping, framing.failed)

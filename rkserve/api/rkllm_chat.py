@@ -14,10 +14,10 @@ from typing import Any
 from typing_extensions import NotRequired, TypedDict
 
 from rkserve.api.common import output
-from rkserve.api.common.answer import AnswerOrigin, AnyCall, BaseAnswer, Dialect
+from rkserve.api.common.answer import AnswerOrigin, AnyCall, Dialect, DialectAnswer
 from rkserve.api.common.calls import ChatCall, read_chat
 from rkserve.api.common.output import error_object
-from rkserve.api.json.body import JsonObject, parse_object
+from rkserve.api.json.fields import JsonObject, parse_object
 from rkserve.api.json.schemas import Count
 from rkserve.api.parsing.tool_choice import as_object
 from rkserve.api.parsing.tools.base import Part, ReasoningPart, TextPart
@@ -25,22 +25,14 @@ from rkserve.core.errors import RequestError
 from rkserve.core.messages import Delta, Finished, FinishReason, Paused
 
 NAME = "rkllm_chat"
-HEADERS = {
-    "content-type": "text/plain; charset=utf-8",
-    "cache-control": "no-cache",
-    "x-accel-buffering": "no",  # without it nginx buffers the tokens
-}
+HEADERS = {**output.HEADERS, "content-type": "text/plain; charset=utf-8"}
 # An empty line: the vendor's client skips those.
 PING = b"\n\n"
 _THINK, _END_THINK = "<think>\n", "\n</think>\n\n"
 
 
 def parse_rkllm(body: bytes, served: Collection[str], default_model: str) -> ChatCall:
-    """Read a body. ``served`` are the names of models and adapters.
-
-    Raises:
-        RequestError: with the ``param`` at fault.
-    """
+    """Read a body. ``served`` are the names of models and adapters. Raises ``RequestError``."""
     asked = parse_object(body)
     if asked.get("model") not in served:
         asked = {**asked, "model": default_model}
@@ -119,19 +111,14 @@ class RkllmChatAnswer(TypedDict):
     usage: JsonObject
 
 
-class _RkllmAnswer(BaseAnswer):
+class _RkllmAnswer(DialectAnswer):
     """An answer in the vendor's form: one object, or a line for each piece of text."""
 
     def __init__(self, call: AnyCall, answer_id: str, created: int, stamp: AnswerOrigin) -> None:
         super().__init__(call, answer_id, created, stamp)
         self._thinks = False
 
-    def opening(self, _index: int) -> bytes:
-        """Return nothing: a stream begins with its first text."""
-        return b""
-
     def delta(self, index: int, delta: Delta) -> bytes:
-        """Return the line of a delta."""
         return self._line(self._text(self.add(index, delta)))
 
     def paused(self, _index: int, _paused: Paused) -> bytes:
@@ -139,7 +126,6 @@ class _RkllmAnswer(BaseAnswer):
         return PING
 
     def finish(self, index: int, finished: Finished) -> bytes:
-        """Return held-back text, the tool calls, and the line that ends the stream."""
         text = self._text(self.end(index, finished)) + self._after_words()
         return self._line(text) + _framed(self._object("delta", "", self._reason()))
 
@@ -148,11 +134,9 @@ class _RkllmAnswer(BaseAnswer):
         return b""
 
     def broken(self, exc: BaseException) -> bytes:
-        """Return the line that ends a stream which breaks."""
         return broken(exc)
 
     def whole(self) -> JsonObject:
-        """Return the answer in one object."""
         speech = self.speech(0)
         thoughts = f"{_THINK}{speech.thoughts}{_END_THINK}" if speech.thoughts else ""
         text = thoughts + speech.words + self._called()

@@ -9,7 +9,7 @@ from pydantic import Field, SkipValidation
 from typing_extensions import NotRequired, TypedDict
 
 from rkserve.api.common import output
-from rkserve.api.common.answer import AnswerOrigin, AnyCall, BaseAnswer, Dialect, WeightSpans
+from rkserve.api.common.answer import AnswerOrigin, AnyCall, Dialect, DialectAnswer, WeightSpans
 from rkserve.api.common.calls import (
     REQUEST_PREFIX,
     CompletionCall,
@@ -18,7 +18,6 @@ from rkserve.api.common.calls import (
     read_prompt,
 )
 from rkserve.api.common.logprobs import of_prompt
-from rkserve.api.common.output import error_event
 from rkserve.api.common.parameters import (
     AnyObject,
     BaseSampling,
@@ -31,19 +30,16 @@ from rkserve.api.common.parameters import (
     Seed,
     StopIds,
     StopSequences,
-    StreamOptions,
+    StreamParameters,
     TopLogprobs,
-    include_usage,
 )
-from rkserve.api.json.body import JsonObject, parse_object
-from rkserve.api.json.fields import Fields, missing
-from rkserve.api.json.limits import MAX_CHOICES
+from rkserve.api.json.fields import MAX_CHOICES, Fields, JsonObject, missing, parse_object
 from rkserve.api.json.schemas import Count
 from rkserve.api.parsing import sampling
 from rkserve.api.parsing.sampling import SamplingOptions, read_guide
 from rkserve.api.vllm_generate import NEUTRAL, cut
 from rkserve.core.errors import RequestError
-from rkserve.core.messages import Delta, Finished, FinishReason, Paused
+from rkserve.core.messages import Delta, Finished, FinishReason
 from rkserve.core.run_params import NEVER_ENDS, Scored
 
 DEFAULT_TOKENS = 128
@@ -108,7 +104,7 @@ class SglangSampling(BaseSampling):
         )
 
 
-class SglangGenerateRequest(RunParameters):
+class SglangGenerateRequest(RunParameters, StreamParameters):
     """The body of POST /generate."""
 
     text: SkipValidation[
@@ -123,8 +119,6 @@ class SglangGenerateRequest(RunParameters):
     return_logprob: bool = False
     logprob_start_len: int = Field(-1, ge=-1, description="-1: none of the prompt.")
     top_logprobs_num: TopLogprobs = 0
-    stream: bool = False
-    stream_options: StreamOptions | None = None
     rid: RequestId | None = Field(None, description="Comes back in the answer.")
     lora_path: str | None = Field(None, description="The name of an adapter.")
     model: ModelName | None = Field(None, description="May be left out where only one generates.")
@@ -141,11 +135,7 @@ _PARAMS_REFUSED: dict[str, sampling.Harmless] = {
 
 
 def parse_generate(body: bytes) -> SglangCall:
-    """Read the body of POST /generate.
-
-    Raises:
-        RequestError: with the ``param`` at fault.
-    """
+    """Read the body of POST /generate. Raises ``RequestError``."""
     values = parse_object(body)
     fields = Fields(values)
     sampling.refuse_unsupported(fields, _REFUSED)
@@ -175,8 +165,7 @@ def parse_generate(body: bytes) -> SglangCall:
         stop=params.stop,
         stop_ids=tuple(dict.fromkeys(params.stop_token_ids)),
         include_stop=params.no_stop_trim,
-        stream=asked.stream,
-        include_usage=include_usage(asked.stream_options, asked.stream),
+        **asked.streaming(),
         **asked.own(),
     )
 
@@ -222,7 +211,7 @@ class SglangGenerated(TypedDict):
     index: NotRequired[Count]
 
 
-class SglangAnswer(BaseAnswer):
+class SglangAnswer(DialectAnswer):
     """The answer to a call of /generate. Chunks of a stream hold all that came before."""
 
     def __init__(self, call: AnyCall, answer_id: str, created: int, stamp: AnswerOrigin) -> None:
@@ -232,35 +221,17 @@ class SglangAnswer(BaseAnswer):
         self._lexicon, self._call = stamp.lexicon, call
         self._stops = stamp.ends | frozenset(call.stop_ids)
 
-    def opening(self, _index: int) -> bytes:
-        """Return nothing: there is no role."""
-        return b""
-
     def delta(self, index: int, delta: Delta) -> bytes:
         """Return the answer of a choice so far."""
         self.add(index, delta)
         found, void = self._tokens[index].news()
         return output.data(self._so_far(index)) if found or void or delta.text else b""
 
-    def paused(self, _index: int, _paused: Paused) -> bytes:
-        """Return a comment."""
-        return output.PAUSED
-
     def finish(self, index: int, finished: Finished) -> bytes:
-        """Return the whole answer of a choice."""
         self.end(index, finished)
         return output.data(self._so_far(index))
 
-    def closing(self) -> bytes:
-        """Return the end of the stream."""
-        return output.DONE
-
-    def broken(self, exc: BaseException) -> bytes:
-        """Return the error event that ends a stream which breaks."""
-        return error_event(exc) + output.DONE
-
     def whole(self) -> Any:
-        """Return the answer, or the answers. Every choice must have ended."""
         found = [self._one(index) for index in range(self._choices)]
         return found if self._call.listed else found[0]
 
@@ -306,19 +277,19 @@ class SglangAnswer(BaseAnswer):
         if top is None:
             return {}
         found = self._tokens[index].chosen
-        told = {"output_token_logprobs": [self._of(one, scored) for one, scored in found]}
+        entry = {"output_token_logprobs": [self._of(one, scored) for one, scored in found]}
         if top:
-            told["output_top_logprobs"] = [self._top(scored, top) for _, scored in found]
+            entry["output_top_logprobs"] = [self._top(scored, top) for _, scored in found]
         if self._call.prompt_top is None:
-            return told
+            return entry
         prompt = self._lexicon.prompts[index]
         scores = self._tokens[index].prompt
         pairs = of_prompt(prompt, scores) if len(scores) == len(prompt) - 1 else []
         pairs = pairs[self._call.logprob_start :]
-        told["input_token_logprobs"] = [self._of(one, scored) for one, scored in pairs]
+        entry["input_token_logprobs"] = [self._of(one, scored) for one, scored in pairs]
         if top:
-            told["input_top_logprobs"] = [self._top(scored, top) for _, scored in pairs]
-        return told
+            entry["input_top_logprobs"] = [self._top(scored, top) for _, scored in pairs]
+        return entry
 
     def _of(self, token_id: int, scored: Scored | None) -> list[Any]:
         return [None if scored is None else scored.logprob, token_id, None]
@@ -329,12 +300,4 @@ class SglangAnswer(BaseAnswer):
         return [[logprob, token_id, None] for token_id, logprob in cut(scored, top).top]
 
 
-def _ping(_call: AnyCall) -> bytes:
-    return output.PING
-
-
-def _broken(exc: BaseException) -> bytes:
-    return error_event(exc) + output.DONE
-
-
-GENERATE = Dialect(parse_generate, SglangAnswer, REQUEST_PREFIX, _ping, _broken)
+GENERATE = Dialect(parse_generate, SglangAnswer, REQUEST_PREFIX)

@@ -11,8 +11,8 @@ from rkserve.api.common import output
 from rkserve.api.common.answer import (
     AnswerOrigin,
     AnyCall,
-    BaseAnswer,
     Dialect,
+    DialectAnswer,
     FinishedBy,
     UsageAnswer,
     WeightSpans,
@@ -20,7 +20,6 @@ from rkserve.api.common.answer import (
 )
 from rkserve.api.common.calls import REQUEST_PREFIX, CompletionCall
 from rkserve.api.common.logprobs import ChatLogprobs, Chosen, chat_logprobs
-from rkserve.api.common.output import error_event
 from rkserve.api.common.parameters import (
     TOP_K_OFF,
     AnyObject,
@@ -33,12 +32,9 @@ from rkserve.api.common.parameters import (
     RunParameters,
     StopIds,
     Stops,
-    StreamOptions,
-    include_usage,
+    StreamParameters,
 )
-from rkserve.api.json.body import JsonObject, parse_object
-from rkserve.api.json.fields import Fields
-from rkserve.api.json.limits import MAX_CHOICES
+from rkserve.api.json.fields import MAX_CHOICES, Fields, JsonObject, parse_object
 from rkserve.api.json.schemas import Count
 from rkserve.api.parsing import sampling
 from rkserve.core.messages import Delta, Finished, Paused
@@ -62,8 +58,8 @@ _SILENT = (
 )
 _PARAMS = "sampling_params"
 _REFUSED: dict[str, sampling.Harmless] = {
-    "features": lambda value, _body: value == {},
-    "kv_transfer_params": lambda value, _body: value == {},
+    "features": sampling.only({}),
+    "kv_transfer_params": sampling.only({}),
 }
 _PARAMS_REFUSED: dict[str, sampling.Harmless] = {
     **{
@@ -71,7 +67,7 @@ _PARAMS_REFUSED: dict[str, sampling.Harmless] = {
         for name, harmless in sampling.UNSUPPORTED.items()
         if name != "prompt_logprobs"
     },
-    "extra_args": lambda value, _body: value == {},
+    "extra_args": sampling.only({}),
     "best_of": lambda value, body: value == (body.get("n") or 1),
 }
 
@@ -88,23 +84,17 @@ class VllmSampling(BaseSampling, LengthParameters):
     structured_outputs: SkipValidation[AnyObject | None] = None
 
 
-class VllmGenerateRequest(RunParameters):
+class VllmGenerateRequest(RunParameters, StreamParameters):
     """The body of POST /inference/v1/generate."""
 
     token_ids: NonemptyIds
     sampling_params: VllmSampling
     model: ModelName | None = Field(None, description="May be left out where only one generates.")
     request_id: RequestId | None = Field(None, description="Comes back in the answer.")
-    stream: bool = False
-    stream_options: StreamOptions | None = None
 
 
 def parse_generate(body: bytes) -> CompletionCall:
-    """Read the body of POST /inference/v1/generate.
-
-    Raises:
-        RequestError: with the ``param`` at fault.
-    """
+    """Read the body of POST /inference/v1/generate. Raises ``RequestError``."""
     values = parse_object(body)
     fields = Fields(values)
     sampling.refuse_unsupported(fields, _REFUSED)
@@ -129,8 +119,7 @@ def parse_generate(body: bytes) -> CompletionCall:
         sampling=NEUTRAL | params.sampling(),
         stop=params.stop,
         stop_ids=tuple(dict.fromkeys(params.stop_token_ids)),
-        stream=asked.stream,
-        include_usage=include_usage(asked.stream_options, asked.stream),
+        **asked.streaming(),
         **asked.own(),
     )
 
@@ -172,7 +161,7 @@ class GeneratedChunk(TypedDict):
     weight_version: NotRequired[str]
 
 
-class GenerateAnswer(BaseAnswer):
+class GenerateAnswer(DialectAnswer):
     """The answer to a call of /inference/v1/generate."""
 
     def __init__(self, call: AnyCall, answer_id: str, created: int, stamp: AnswerOrigin) -> None:
@@ -181,12 +170,7 @@ class GenerateAnswer(BaseAnswer):
         self._lexicon, self._call = stamp.lexicon, call
         self._request_id = call.request_id or answer_id
 
-    def opening(self, _index: int) -> bytes:
-        """Return nothing: there is no role."""
-        return b""
-
     def delta(self, index: int, delta: Delta) -> bytes:
-        """Return the chunk of the new tokens of a choice."""
         self.add(index, delta)
         found, void = self._tokens[index].news()
         if not found and not void:
@@ -195,7 +179,6 @@ class GenerateAnswer(BaseAnswer):
         return output.data({**self._chunk([self._choice(index, found, None)]), **more})
 
     def paused(self, index: int, paused: Paused) -> bytes:
-        """Return the events of a pause."""
         if not self._tells_of_pauses:
             return output.PAUSED
         return output.PAUSED + output.data(
@@ -203,7 +186,6 @@ class GenerateAnswer(BaseAnswer):
         )
 
     def finish(self, index: int, finished: Finished) -> bytes:
-        """Return the chunk that ends a choice."""
         self.end(index, finished)
         found, _ = self._tokens[index].news()
         last = self._choice(index, found, finished.reason.value) | self._spans(index)
@@ -214,12 +196,7 @@ class GenerateAnswer(BaseAnswer):
         usage = output.data({**self._chunk([]), "usage": self.usage()})
         return (usage if self._call.include_usage else b"") + output.DONE
 
-    def broken(self, exc: BaseException) -> bytes:
-        """Return the error event that ends a stream which breaks."""
-        return error_event(exc) + output.DONE
-
     def whole(self) -> JsonObject:
-        """Return the answer. Every choice must have ended."""
         choices = [
             self._choice(index, self._tokens[index].chosen, self._ends[index].reason.value)
             | self._spans(index)
@@ -275,12 +252,4 @@ def cut(scored: Scored, top: int) -> Scored:
     return Scored(scored.logprob, scored.top[:top])
 
 
-def _ping(_call: AnyCall) -> bytes:
-    return output.PING
-
-
-def _broken(exc: BaseException) -> bytes:
-    return error_event(exc) + output.DONE
-
-
-GENERATE = Dialect(parse_generate, GenerateAnswer, REQUEST_PREFIX, _ping, _broken)
+GENERATE = Dialect(parse_generate, GenerateAnswer, REQUEST_PREFIX)

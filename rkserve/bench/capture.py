@@ -53,11 +53,11 @@ class Pair:
 
 def with_answers(trace: Trace, outcomes: Sequence[RequestOutcome]) -> Trace:
     """Return a trace whose conversations go on with these answers."""
-    said = {_place(one): one.text or NO_ANSWER for one in outcomes}
+    answers = {_place(one): one.text or NO_ANSWER for one in outcomes}
 
     def answered(session: TraceSession) -> TraceSession:
         turns = (
-            replace(turn, answer=said.get((session.name, number), NO_ANSWER))
+            replace(turn, answer=answers.get((session.name, number), NO_ANSWER))
             for number, turn in enumerate(session.turns)
         )
         return replace(session, turns=tuple(turns))
@@ -163,13 +163,13 @@ def _first_difference(first: str, second: str) -> int | None:
 def _block(names: tuple[str, str], one: Pair, *, whole: bool) -> str:
     cut = not whole and len(one.prompt) > LONGEST_PROMPT
     prompt = f"{one.prompt[:LONGEST_PROMPT]} ..." if cut else one.prompt
-    told = [
+    lines = [
         f"{name}: {error or f'{tokens} tokens, {reason}'}"
         for name, error, tokens, reason in zip(
             names, one.errors, one.tokens, one.reasons, strict=True
         )
     ]
-    head = f"### {one.session}, turn {one.turn + 1}\n\n{'; '.join(told)}"
+    head = f"### {one.session}, turn {one.turn + 1}\n\n{'; '.join(lines)}"
     system = f"system:\n\n{fenced(one.system)}\n" if whole and one.system else ""
     return f"{head}\n\n{system}{fenced(prompt)}\n{fenced(marked(*one.answers))}"
 
@@ -188,9 +188,9 @@ def _json(names: tuple[str, str], one: Pair) -> Json:
             names, one.answers, one.errors, one.reasons, one.tokens, strict=True
         )
     }
-    told = {"session": one.session, "turn": one.turn, "prompt": one.prompt}
+    fields = {"session": one.session, "turn": one.turn, "prompt": one.prompt}
     measured = {"same": one.same, "first_at": one.first_at, "alike": one.alike}
-    return {**told, **measured, "answers": sides}
+    return {**fields, **measured, "answers": sides}
 
 
 def _prompts(trace: Trace) -> Iterator[tuple[Place, str, str]]:
@@ -255,12 +255,12 @@ def render_exchanges(title: str, runs: Sequence[RunResult]) -> str:
 
 def _render_run(run: RunResult) -> str:
     outcomes = _in_order(run)
-    told = [exchange(run, one) for one in outcomes]
-    models = ", ".join(dict.fromkeys(str(one["model"]) for one in told))
-    common = _common([one["settings"] for one in told])
+    exchanges = [exchange(run, one) for one in outcomes]
+    models = ", ".join(dict.fromkeys(str(one["model"]) for one in exchanges))
+    common = _common([one["settings"] for one in exchanges])
     rows = [
         [f"{one['session']}, turn {one['turn'] + 1}", *_row(one), one["error"] or "-"]
-        for one in told
+        for one in exchanges
     ]
     head = [
         *("", "TTFT, ms", "tokens/s", "prompt tokens", "cached", "tokens", "end-to-end, ms"),
@@ -274,46 +274,46 @@ def _render_run(run: RunResult) -> str:
             ""
             if run.boards
             else "The server lists no boards (`/v1/boards`), so their load is not known.\n",
-            *(_render_exchange(one, common) for one in told),
+            *(_render_exchange(one, common) for one in exchanges),
         ]
     )
 
 
-def _row(told: Json) -> list[str]:
-    usage, board = told["usage"], told["board_figures"] or {}
+def _row(fields: Json) -> list[str]:
+    usage, board = fields["usage"], fields["board_figures"] or {}
     details = usage.get("prompt_tokens_details") or {}
     load, peak = board.get("npu_load_mean"), board.get("npu_load_peak")
     return [
-        figure(told["ttft_ms"]),
-        figure(told["tokens_per_s"]),
+        figure(fields["ttft_ms"]),
+        figure(fields["tokens_per_s"]),
         figure(usage.get("prompt_tokens"), 0),
         figure(details.get("cached_tokens"), 0),
         figure(usage.get("completion_tokens"), 0),
-        figure(told["e2e_ms"]),
-        told["board"] or MISSING,
+        figure(fields["e2e_ms"]),
+        fields["board"] or MISSING,
         MISSING if load is None else f"{figure(load, 0)} %",
         MISSING if peak is None else f"{figure(peak, 0)} %",
         figure(board.get("memory_mb"), 0),
     ]
 
 
-def _render_exchange(told: Json, common: Json) -> str:
-    parts = [f"### {told['session']}, turn {told['turn'] + 1}\n"]
-    own = {name: value for name, value in told["settings"].items() if name not in common}
+def _render_exchange(fields: Json, common: Json) -> str:
+    parts = [f"### {fields['session']}, turn {fields['turn'] + 1}\n"]
+    own = {name: value for name, value in fields["settings"].items() if name not in common}
     if own:
         parts.append(f"settings: {_as_text(own)}\n")
-    if "messages" in told:
-        for message in told["messages"]:
+    if "messages" in fields:
+        for message in fields["messages"]:
             parts += [f"{message.get('role', '')}:\n", fenced(_content(message))]
-    elif "prompt" in told:
-        parts += ["prompt:\n", fenced(str(told["prompt"]))]
-    if told["thoughts"]:
-        parts += ["thoughts:\n", fenced(told["thoughts"])]
-    calls = [json.dumps(one, ensure_ascii=False) for one in told["tool_calls"]]
+    elif "prompt" in fields:
+        parts += ["prompt:\n", fenced(str(fields["prompt"]))]
+    if fields["thoughts"]:
+        parts += ["thoughts:\n", fenced(fields["thoughts"])]
+    calls = [json.dumps(one, ensure_ascii=False) for one in fields["tool_calls"]]
     if calls:
         parts += ["calls of tools:\n", fenced("\n".join(calls))]
-    ended = told["error"] or told["finish_reason"]
-    parts += [f"**answer** ({ended}):\n", fenced(told["answer"])]
+    ended = fields["error"] or fields["finish_reason"]
+    parts += [f"**answer** ({ended}):\n", fenced(fields["answer"])]
     return "\n".join(parts)
 
 
@@ -333,8 +333,8 @@ def _common(settings: Sequence[Json]) -> Json:
 
 
 def _as_text(settings: Json) -> str:
-    said = [f"{name} {json.dumps(value, ensure_ascii=False)}" for name, value in settings.items()]
-    return ", ".join(said) or "none"
+    lines = [f"{name} {json.dumps(value, ensure_ascii=False)}" for name, value in settings.items()]
+    return ", ".join(lines) or "none"
 
 
 def _settings(body: Json) -> Json:
@@ -347,9 +347,9 @@ def _in_order(run: RunResult) -> list[RequestOutcome]:
 
 def _tokens_per_s(one: RequestOutcome) -> float | None:
     """The board's own rate, where the server tells it, else that of the stream."""
-    told = None if one.captured is None else one.captured.timings.get("tokens_per_s")
-    if isinstance(told, int | float):
-        return told
+    rate = None if one.captured is None else one.captured.timings.get("tokens_per_s")
+    if isinstance(rate, int | float):
+        return rate
     return 1e3 / one.token_ms if one.token_ms else None
 
 

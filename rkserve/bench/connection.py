@@ -12,9 +12,11 @@ import asyncio
 import json
 import ssl
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
+
+from typing_extensions import Self
 
 from rkserve.bench.processes import BenchFailed, Json
 
@@ -138,9 +140,9 @@ class Incoming:
 
 
 class ConnectionLost(BenchFailed):
-    """The server closed the connection; ``heard`` is False if no byte of the answer had arrived."""
+    """The server closed the connection; ``began`` is False if no byte of the answer had arrived."""
 
-    heard = True
+    began = True
 
 
 class Connection(asyncio.Protocol):
@@ -150,12 +152,11 @@ class Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._incoming: Incoming | None = None
         self._ended: asyncio.Future[None] | None = None
-        self._arrived = asyncio.Event()
 
     @classmethod
     async def open(
         cls, host: str, port: int, tls: ssl.SSLContext | None = None, name: str | None = None
-    ) -> Connection:
+    ) -> Self:
         """Connect. With ``tls`` the server must prove that it is ``name``."""
         loop = asyncio.get_running_loop()
         _, connection = await loop.create_connection(
@@ -184,7 +185,6 @@ class Connection(asyncio.Protocol):
             self._settle(exc)
             self.close()
             return
-        self._arrived.set()
         if incoming.done:
             self._settle(None)
 
@@ -194,13 +194,8 @@ class Connection(asyncio.Protocol):
             return
         self._incoming.eof(time.monotonic())
         lost = ConnectionLost(f"the connection was lost in mid-answer: {exc or 'closed'}")
-        lost.heard = self._incoming.last_s is not None
+        lost.began = self._incoming.last_s is not None
         self._settle(None if self._incoming.done else lost)
-
-    async def ask(self, request: bytes, until_s: float) -> Incoming:
-        """Send a request and wait for its answer, or for ``until_s``; then it hangs up."""
-        self.send(request)
-        return await self.answer(until_s)
 
     def send(self, request: bytes) -> None:
         """Send a request."""
@@ -209,49 +204,11 @@ class Connection(asyncio.Protocol):
         self._incoming = Incoming(sent_s=time.monotonic())
         self._transport.write(request)
 
-    async def answer_at(self, until_s: float) -> tuple[Incoming, float]:
-        """Wait for the answer, and return it with the moment behind all that came before it.
-
-        Every socket that has something is read in one turn of the loop, in no particular order; the
-        moment is the one between that turn and the next. Raises ``BenchFailed`` at ``until_s``.
-        """
-        assert self._ended is not None
-        arrived_s = asyncio.get_running_loop().create_future()
-        self._ended.add_done_callback(lambda _: arrived_s.set_result(time.monotonic()))
-        incoming = await self.answer(until_s)
-        if not arrived_s.done():
-            raise BenchFailed("a control call was not answered in time")
-        return incoming, arrived_s.result()
-
-    async def reach(self, enough: Callable[[Incoming], bool], until_s: float) -> None:
-        """Wait until so much of the answer is there.
-
-        Raises ``BenchFailed`` at ``until_s``, or where the answer ends before.
-        """
-        assert self._incoming is not None
-        assert self._ended is not None
-        while not enough(self._incoming):
-            if self._ended.done():
-                self._ended.result()
-                raise BenchFailed("an answer ended before it got as far as it should")
-            self._arrived.clear()
-            try:
-                await asyncio.wait_for(self._arrived.wait(), until_s - time.monotonic())
-            except (TimeoutError, asyncio.TimeoutError):  # two classes before Python 3.11
-                raise BenchFailed("an answer did not get as far as it should") from None
-
     @property
     def so_far(self) -> Incoming:
         """The part of the answer that has arrived."""
         assert self._incoming is not None
         return self._incoming
-
-    async def answer(self, until_s: float) -> Incoming:
-        """Wait for the answer to what was sent, or for ``until_s``; then it hangs up."""
-        incoming = self.so_far
-        if not await self.ends_by(until_s):
-            self.close()
-        return incoming
 
     async def ends_by(self, until_s: float) -> bool:
         """Wait for the answer to what was sent; False where ``until_s`` comes first.
@@ -264,13 +221,6 @@ class Connection(asyncio.Protocol):
             self._incoming = None
             self._ended.result()
         return bool(done)
-
-    def leave(self) -> Incoming:
-        """Hang up in the middle of an answer. Returns what there was of it."""
-        assert self._incoming is not None
-        incoming = self._incoming
-        self.close()
-        return incoming
 
     def close(self) -> None:
         """Hang up; once more does no harm."""
@@ -285,7 +235,6 @@ class Connection(asyncio.Protocol):
             self._ended.set_result(None)
         else:
             self._ended.set_exception(failure)
-        self._arrived.set()
 
 
 def request_bytes(

@@ -52,8 +52,10 @@ class Slo:
         """Return the limits as text."""
         words = {"ttft_ms": "TTFT", "itl_ms": "per token", "gap_ms": "gap", "e2e_ms": "end-to-end"}
         limits = asdict(self).items()
-        said = [f"{words[name]} ≤ {limit:g} ms" for name, limit in limits if limit is not None]
-        return ", ".join(said) or "answered to the end"
+        limits_text = [
+            f"{words[name]} ≤ {limit:g} ms" for name, limit in limits if limit is not None
+        ]
+        return ", ".join(limits_text) or "answered to the end"
 
 
 def parse_slo(text: str) -> Slo:
@@ -140,10 +142,10 @@ class Distribution:
 class PrefixReuse:
     """The prefill that the servers' caches saved, in tokens.
 
-    ``told`` counts the answers that report it, ``reusable`` the tokens that previous turns left.
+    ``reporting`` is the number of answers with it, ``reusable`` the tokens of previous turns.
     """
 
-    told: int
+    reporting: int
     prompt: int
     cached: int
     reusable: int
@@ -269,7 +271,7 @@ def figures(played: PlayedRun, slo: Slo) -> TraceFigures:
 def prefix_hits(outcomes: Sequence[RequestOutcome], since_s: float = 0.0) -> PrefixReuse:
     """Count the prompt tokens that were not prefilled, over answers that report it."""
     last: dict[str, int] = {}
-    told = prompt = cached = reusable = hits = 0
+    reported = prompt = cached = reusable = hits = 0
     for one in sorted(outcomes, key=lambda one: (one.asked.session, one.asked.turn)):
         if not one.ok:
             continue
@@ -277,10 +279,10 @@ def prefix_hits(outcomes: Sequence[RequestOutcome], since_s: float = 0.0) -> Pre
         last[name] = one.prompt_tokens + one.completion_tokens
         if one.cached_tokens is None or one.asked.due_s < since_s:
             continue
-        told, hits = told + 1, hits + (one.cached_tokens > 0)
+        reported, hits = reported + 1, hits + (one.cached_tokens > 0)
         prompt, cached = prompt + one.prompt_tokens, cached + one.cached_tokens
         reusable += min(left, one.prompt_tokens)
-    return PrefixReuse(told, prompt, cached, reusable, hits)
+    return PrefixReuse(reported, prompt, cached, reusable, hits)
 
 
 def tokens_per_event(answered: Sequence[RequestOutcome]) -> float:

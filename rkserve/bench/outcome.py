@@ -253,9 +253,9 @@ class _Answer:
 
     def _take(self, at_s: float, value: dict[str, Any]) -> None:
         if error := value.get("error"):
-            told = error if isinstance(error, dict) else {"message": error}
-            self.error = str(told.get("message") or told)
-            self.error_code = str(told.get("code") or told.get("type") or "")
+            details = error if isinstance(error, dict) else {"message": error}
+            self.error = str(details.get("message") or details)
+            self.error_code = str(details.get("code") or details.get("type") or "")
         self.usage = _dict(value.get("usage")) or self.usage
         self.timings = _dict(value.get("timings")) or self.timings
         choices = value.get("choices")
@@ -263,22 +263,22 @@ class _Answer:
             self._take_choice(at_s, _dict(choice))
 
     def _take_choice(self, at_s: float, choice: dict[str, Any]) -> None:
-        said = _dict(choice.get("delta")) or _dict(choice.get("message"))
-        text = choice.get("text") or said.get("content")
+        message = _dict(choice.get("delta")) or _dict(choice.get("message"))
+        text = choice.get("text") or message.get("content")
         if isinstance(text, str) and text:
             self.texts.append(text)
             self.text_s.append(at_s)
-        elif any(said.get(name) for name in UNSPOKEN):
+        elif any(message.get(name) for name in UNSPOKEN):
             self.text_s.append(at_s)
-            self._take_unspoken(said)
+            self._take_unspoken(message)
         if reason := choice.get("finish_reason"):
             self.finish_reason, self.ended = str(reason), True
 
-    def _take_unspoken(self, said: dict[str, Any]) -> None:
-        thought = said.get("reasoning_content") or said.get("reasoning")
+    def _take_unspoken(self, message: dict[str, Any]) -> None:
+        thought = message.get("reasoning_content") or message.get("reasoning")
         if isinstance(thought, str):
             self.thoughts.append(thought)
-        calls = said.get("tool_calls")
+        calls = message.get("tool_calls")
         for call in calls if isinstance(calls, list) else ():
             function = _dict(_dict(call).get("function"))
             name, arguments = function.get("name"), function.get("arguments")

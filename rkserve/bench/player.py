@@ -130,13 +130,13 @@ class Player:
             return max(last_s, max(done)[0])
         return last_s
 
-    async def play(self, tell: OnRunProgress = lambda _: None) -> PlayedRun:
+    async def play(self, progress: OnRunProgress = lambda _: None) -> PlayedRun:
         """Play the trace to its end. Raises ``BenchFailed`` where the host has no address."""
         await self._pool.resolve()
         cpu_s = time.process_time()
         self._start_s = time.monotonic()
         whole = asyncio.ensure_future(self._closed() if self._plan.clients else self._open())
-        beside = [asyncio.ensure_future(one) for one in (self._probe(), self._report(tell))]
+        beside = [asyncio.ensure_future(one) for one in (self._probe(), self._report(progress))]
         stopped = asyncio.ensure_future(self._stopped.wait())
         try:
             await asyncio.wait({whole, stopped}, return_when=asyncio.FIRST_COMPLETED)
@@ -144,7 +144,7 @@ class Player:
             interrupted = not whole.done()
             await _end(whole, stopped, *beside)
             self._pool.close()
-        tell(self._told())
+        progress(self._progress())
         end_s = time.monotonic()
         first_s = self._start_s + self._plan.warmup_s
         return PlayedRun(
@@ -184,16 +184,16 @@ class Player:
             await self._session(session, time.monotonic())
 
     async def _session(self, session: TraceSession, due_s: float) -> None:
-        said = self._trace.opening(session, self._plan.salt)
+        messages = self._trace.opening(session, self._plan.salt)
         for number, turn in enumerate(session.turns):
             due_s += turn.think_s * self._plan.time_factor
             if self._is_over(due_s):
                 return
             await _sleep_until(due_s)
-            said.append({"role": "user", "content": turn.user})
-            outcome = await self._ask(session, number, due_s, said)
+            messages.append({"role": "user", "content": turn.user})
+            outcome = await self._ask(session, number, due_s, messages)
             answer = turn.answer if turn.answer is not None else outcome.text
-            said.append({"role": "assistant", "content": answer or NO_ANSWER})
+            messages.append({"role": "assistant", "content": answer or NO_ANSWER})
             due_s = time.monotonic()
 
     def _is_over(self, due_s: float) -> bool:
@@ -203,10 +203,10 @@ class Player:
     # -- one request --------------------------------------------------------------------------
 
     async def _ask(
-        self, session: TraceSession, number: int, due_s: float, said: list[Json]
+        self, session: TraceSession, number: int, due_s: float, messages: list[Json]
     ) -> RequestOutcome:
         turn = session.turns[number]
-        body = self._target.body_of(said, turn.max_tokens, session.more)
+        body = self._target.body_of(messages, turn.max_tokens, session.more)
         asked = SentRequest(session.name, number, due_s, time.monotonic())
         self._last_due_s = max(self._last_due_s, due_s)
         self._running += 1
@@ -273,12 +273,12 @@ class Player:
             await asyncio.sleep(PROBE_S)
             self._lag_ms.append((time.monotonic() - wanted_s) * 1e3)
 
-    async def _report(self, tell: OnRunProgress) -> None:
+    async def _report(self, progress: OnRunProgress) -> None:
         while True:
-            tell(self._told())
+            progress(self._progress())
             await asyncio.sleep(TELL_S)
 
-    def _told(self) -> RunProgress:
+    def _progress(self) -> RunProgress:
         failed = sum(not one.ok for one in self._outcomes)
         took_s = time.monotonic() - self._start_s
         return RunProgress(len(self._outcomes), self._trace.requests, self._running, failed, took_s)

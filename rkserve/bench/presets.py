@@ -81,7 +81,7 @@ class Bench:
 
     site: SystemUnderTest
     slo: Slo = field(default_factory=Slo)
-    show: Show = lambda _name, _told: None
+    show: Show = lambda _name, _progress: None
     runs: list[RunResult] = field(default_factory=list)
     interrupted: bool = False
 
@@ -94,7 +94,9 @@ class Bench:
         boards = BoardMonitor(target) if plan.capture else None
         if boards is not None:
             boards.start()
-        played = play(replace(target, name=name), trace, plan, lambda told: self.show(name, told))
+        played = play(
+            replace(target, name=name), trace, plan, lambda progress: self.show(name, progress)
+        )
         found = figures(played, self.slo)
         result = (
             RunResult(played, found) if watch is None else RunResult(played, found, *watch.stop())
@@ -118,7 +120,7 @@ class Bench:
             yield self.site.enter(name)
 
 
-def play(target: Target, trace: Trace, plan: PlayOptions, tell: OnRunProgress) -> PlayedRun:
+def play(target: Target, trace: Trace, plan: PlayOptions, progress: OnRunProgress) -> PlayedRun:
     """Play a trace; Ctrl-C or an ordinary kill ends it, and what there was is returned."""
 
     _allow_many_sockets()
@@ -126,7 +128,7 @@ def play(target: Target, trace: Trace, plan: PlayOptions, tell: OnRunProgress) -
     async def whole() -> PlayedRun:
         player = Player(target, trace, plan)
         with _stopped_by_signals(player):
-            return await player.play(tell)
+            return await player.play(progress)
 
     return asyncio.run(whole())
 
@@ -200,17 +202,17 @@ def spread_table(rounds: Mapping[str, Sequence[RunResult]]) -> str:
     rows = [
         [
             f"{what}: {name}",
-            figure(told["mean"], 2),
-            figure(told["least"], 2),
-            figure(told["most"], 2),
-            figure(told["deviation"], 2),
+            figure(spread["mean"], 2),
+            figure(spread["least"], 2),
+            figure(spread["most"], 2),
+            figure(spread["deviation"], 2),
             MISSING
-            if told["deviation"] is None or not told["mean"]
-            else percent(told["deviation"] / told["mean"]),
-            figure(told["runs"], 0),
+            if spread["deviation"] is None or not spread["mean"]
+            else percent(spread["deviation"] / spread["mean"]),
+            figure(spread["runs"], 0),
         ]
         for name, figures_of in spread_of(rounds).items()
-        for what, told in figures_of.items()
+        for what, spread in figures_of.items()
     ]
     head = ["", "mean", "least", "most", "standard deviation", "of the mean", "runs"]
     return f"## Spread over the runs\n\n{table(head, rows)}"

@@ -171,11 +171,6 @@ def snapshot(root: Path, pids: Iterable[int]) -> dict[ProcessIdentity, tuple[str
     }
 
 
-def memory(root: Path, pids: Iterable[int]) -> dict[str, list[ProcessMemory]]:
-    """Memory of the processes ``pids`` and all below them, by part."""
-    return memory_of(root, snapshot(root, pids))
-
-
 def memory_of(
     root: Path, processes: Mapping[ProcessIdentity, tuple[str, Stat]]
 ) -> dict[str, list[ProcessMemory]]:
@@ -332,10 +327,12 @@ class CommandProcess:
         """The pid of the child, the root of its process tree."""
         return self._process.pid
 
-    def ask(self, command: Json, timeout_s: float, heard: OnProgress = lambda _: None) -> Json:
+    def ask(
+        self, command: Json, timeout_s: float, on_progress: OnProgress = lambda _: None
+    ) -> Json:
         """Send a command and wait for its answer. Raises ``BenchFailed``."""
         self.send(command)
-        return self.receive(timeout_s, heard)
+        return self.receive(timeout_s, on_progress)
 
     def send(self, command: Json) -> None:
         """Send a command. Raises ``BenchFailed`` where the child has ended."""
@@ -345,14 +342,14 @@ class CommandProcess:
         except BrokenPipeError:
             raise self._failed("has ended") from None
 
-    def receive(self, timeout_s: float, heard: OnProgress = lambda _: None) -> Json:
+    def receive(self, timeout_s: float, on_progress: OnProgress = lambda _: None) -> Json:
         """Wait for the answer to the last command. Raises ``BenchFailed``.
 
-        ``heard`` gets what the child tells before it answers.
+        ``on_progress`` gets the child's progress messages before its answer.
         """
         deadline_s = time.monotonic() + timeout_s
-        while "told" in (answer := self._line(deadline_s)):
-            heard(answer["told"])
+        while "progress" in (answer := self._line(deadline_s)):
+            on_progress(answer["progress"])
         if "failed" in answer:
             raise self._failed(answer["failed"])
         return answer
@@ -376,8 +373,8 @@ class CommandProcess:
         while b"\n" not in parts[-1]:
             parts.append(self._read(deadline_s))
         line, _, self._pending = b"".join(parts).partition(b"\n")
-        said: Json = json.loads(line)
-        return said
+        message: Json = json.loads(line)
+        return message
 
     def _read(self, deadline_s: float) -> bytes:
         left_s = max(0.0, deadline_s - time.monotonic())
@@ -392,9 +389,9 @@ class CommandProcess:
         return chunk
 
     def _failed(self, how: str) -> BenchFailed:
-        said = self._log.read_text(encoding="utf-8", errors="replace").splitlines()
-        words = "\n".join(["", *said[-LAST_WORDS:]])
-        return BenchFailed(f"{self._name} {how}.{words if said else ''}")
+        lines = self._log.read_text(encoding="utf-8", errors="replace").splitlines()
+        words = "\n".join(["", *lines[-LAST_WORDS:]])
+        return BenchFailed(f"{self._name} {how}.{words if lines else ''}")
 
 
 def _end_orphans(family: list[ProcessIdentity]) -> None:
@@ -419,16 +416,16 @@ def serve_commands(carry_out: Callable[[Json, OnProgress], Json]) -> None:
     os.dup2(2, 1)
     with os.fdopen(answers, "wb") as out:
 
-        def say(words: Json) -> None:
+        def send(words: Json) -> None:
             out.write(json.dumps(words).encode() + b"\n")
             out.flush()
 
         for command in _commands():
             try:
-                answer = carry_out(command, lambda words: say({"told": words}))
+                answer = carry_out(command, lambda words: send({"progress": words}))
             except RkserveError as exc:
                 answer = {"failed": str(exc)}
-            say(answer)
+            send(answer)
 
 
 def _commands() -> Iterator[Json]:

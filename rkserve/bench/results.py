@@ -110,15 +110,6 @@ def cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def machine_line(machine: Machine) -> str:
-    """Return the machine as a paragraph of a report."""
-    versions = ", ".join(f"{name} {version}" for name, version in machine.versions.items())
-    return (
-        f"Machine: {machine.cores} cores ({machine.processor}), {machine.memory_gb:.0f} GB; "
-        f"{versions}. Boards, engines, cluster and clients share it.\n"
-    )
-
-
 def machine() -> Machine:
     """Read this machine's figures."""
     meminfo = Path("/proc/meminfo").read_text(encoding="ascii")
@@ -215,10 +206,10 @@ def outcome_lines(runs: Sequence[RunResult]) -> Iterator[str]:
 
 def _run(run: RunResult) -> Json:
     prefix, generator = run.figures.prefix, run.figures.generator
-    said: Json = _plain(asdict(run.figures))
-    said["prefix"] |= {"ratio": prefix.ratio, "of_reusable": prefix.of_reusable}
-    said["generator"]["doubt"] = generator.doubt
-    said["processes"] = {
+    fields: Json = _plain(asdict(run.figures))
+    fields["prefix"] |= {"ratio": prefix.ratio, "of_reusable": prefix.of_reusable}
+    fields["generator"]["doubt"] = generator.doubt
+    fields["processes"] = {
         name: {
             "cpu_ms": None if run.cpu is None else run.cpu.by_part_ms.get(name),
             "processes": len(run.memories.get(name, ())),
@@ -227,14 +218,14 @@ def _run(run: RunResult) -> Json:
         }
         for name in {**(run.cpu.by_part_ms if run.cpu else {}), **run.memories}
     }
-    return said
+    return fields
 
 
 def _outcome(one: RequestOutcome, played: PlayedRun) -> Json:
     since_s = played.start_s
-    said: Json = _plain(asdict(replace(one, captured=None)))
-    asked = said.pop("asked")
-    del said["captured"]  # it has a file of its own
+    fields: Json = _plain(asdict(replace(one, captured=None)))
+    asked = fields.pop("asked")
+    del fields["captured"]  # it has a file of its own
     times = {
         name: None if value is None else round(value - since_s, 6)
         for name, value in (
@@ -247,7 +238,7 @@ def _outcome(one: RequestOutcome, played: PlayedRun) -> Json:
     }
     texts = [round(at_s - since_s, 6) for at_s in one.text_s]
     who = {"run": played.target, "session": asked["session"], "turn": asked["turn"]}
-    return {**who, **said, **times, "text_s": texts}
+    return {**who, **fields, **times, "text_s": texts}
 
 
 def _plain(value: Any) -> Any:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from rkserve.bench.processes import (
     PROC,
@@ -34,7 +35,7 @@ RAY_ENVIRON = {
     "RAY_AUTH_MODE": "disabled",
     **PATIENCE,
 }
-Say = Callable[[str], None]
+Note = Callable[[str], None]
 DEFAULT_POLICY = "as configured"
 
 
@@ -65,9 +66,9 @@ class BenchProcesses:
     """
 
     def __init__(
-        self, folder: Path, say: Say, model: Path = MODEL, *, front: bool | None = None
+        self, folder: Path, note: Note, model: Path = MODEL, *, front: bool | None = None
     ) -> None:
-        self.say = say
+        self.note = note
         self.model = open_model_folder(resolve_folder(model))
         self._folder = folder
         self._front = available() if front is None else front
@@ -101,10 +102,10 @@ class BenchProcesses:
         if self._deployed == wanted:
             return
         if CLUSTER not in self._children:
-            self.say("starting Ray")
+            self.note("starting Ray")
             place = {"folder": str(self._folder), "port": self._port}
             self._child(CLUSTER, self._cluster_environ()).ask({"do": "start", **place}, START_S)
-        self.say(f"deploying {wanted.boards} board{'s' if wanted.boards > 1 else ''}")
+        self.note(f"deploying {wanted.boards} board{'s' if wanted.boards > 1 else ''}")
         self._deployed = None
         command = {"do": "deploy", "release": RELEASE, "model": str(self.model.path)}
         place = {"folder": str(self._folder), "port": self._port}
@@ -136,31 +137,27 @@ class BenchProcesses:
         return {**RAY_ENVIRON, **environ(place, free_ports())}
 
 
-class SystemUnderTest(Protocol):
-    """Targets that are loaded one after the other, by name."""
+class SystemUnderTest(ABC):
+    """Targets that are loaded one after the other, by name.
 
-    @property
-    def names(self) -> Sequence[str]:
-        """The names of the targets in the report."""
+    ``about`` describes them for the report. ``time_factor`` stretches all times of traces, and so
+    many ``clients`` keep a target busy.
+    """
 
-    @property
-    def about(self) -> Mapping[str, str]:
-        """Descriptions for the report."""
+    names: Sequence[str]
+    about: Mapping[str, str]
+    time_factor = 1.0
+    clients: int
 
-    @property
-    def time_factor(self) -> float:
-        """The factor on all times of traces."""
-
-    @property
-    def clients(self) -> int:
-        """The number of concurrent requests that keeps a target busy."""
-
+    @abstractmethod
     def enter(self, name: str) -> Target:
         """Prepare a target and return its address. Raises ``BenchFailed``."""
 
+    @abstractmethod
     def watch(self) -> ProcessMonitor | None:
         """Return a monitor of its processes."""
 
+    @abstractmethod
     def close(self) -> None:
         """Stop everything that was started."""
 
@@ -199,27 +196,17 @@ def _roots(root: Path, one: NamedProcesses) -> list[int]:
     return pids_with(root, one.text)
 
 
-class RunningServers:
-    """Servers that run already, somewhere."""
-
-    time_factor = 1.0
+class RunningServers(SystemUnderTest):
+    """Servers that run already, somewhere. Their addresses stay out of reports."""
 
     def __init__(
         self, targets: Sequence[Target], watched: Sequence[NamedProcesses] = (), clients: int = 4
     ) -> None:
         self._targets = {one.name: one for one in targets}
         self._watched = watched
+        self.names = list(self._targets)
+        self.about = {one.name: f"{one.model}, {one.api}" for one in targets}
         self.clients = clients
-
-    @property
-    def names(self) -> Sequence[str]:
-        """The names of the servers."""
-        return list(self._targets)
-
-    @property
-    def about(self) -> Mapping[str, str]:
-        """Models and APIs; addresses stay out of reports."""
-        return {name: f"{one.model}, {one.api}" for name, one in self._targets.items()}
 
     def enter(self, name: str) -> Target:
         """Return the target."""
@@ -233,52 +220,24 @@ class RunningServers:
         """Do nothing: the servers were not started here."""
 
 
-@dataclass(frozen=True, slots=True)
-class SimulatedClusterConfig:
-    """Boards to start, once for each routing policy."""
+class SimulatedCluster(SystemUnderTest):
+    """A cluster of simulated boards of our own, deployed once for each routing policy."""
 
-    boards: int
-    profile: str
-    time_scale: float
-    policies: Sequence[str] = (DEFAULT_POLICY,)
-
-
-class SimulatedCluster:
-    """A cluster of simulated boards of our own, once for each policy."""
-
-    def __init__(self, wanted: SimulatedClusterConfig, folder: Path, say: Say) -> None:
+    def __init__(
+        self, wanted: SimulatedDeployment, policies: Sequence[str], folder: Path, note: Note
+    ) -> None:
         self._wanted = wanted
-        self._crew = BenchProcesses(folder, say)
-
-    @property
-    def names(self) -> Sequence[str]:
-        """The policies."""
-        return self._wanted.policies
-
-    @property
-    def about(self) -> Mapping[str, str]:
-        """The number and speed of the boards."""
-        one = self._wanted
-        speed = f"{one.boards} simulated boards, {one.profile}, time scale {one.time_scale:g}"
-        return {"boards": speed}
-
-    @property
-    def time_factor(self) -> float:
-        """The time scale of the boards."""
-        return self._wanted.time_scale or 1.0
-
-    @property
-    def clients(self) -> int:
-        """One request for each board."""
-        return self._wanted.boards
+        self._crew = BenchProcesses(folder, note)
+        self.names = policies
+        speed = f"{wanted.profile}, time scale {wanted.time_scale:g}"
+        self.about = {"boards": f"{wanted.boards} simulated boards, {speed}"}
+        self.time_factor = wanted.time_scale or 1.0
+        self.clients = wanted.boards
 
     def enter(self, name: str) -> Target:
         """Deploy the boards under this policy."""
         args = {} if name == DEFAULT_POLICY else {"router": {"policy": name}}
-        one = self._wanted
-        self._crew.deploy(
-            SimulatedDeployment(one.profile, one.boards, time_scale=one.time_scale, args=args)
-        )
+        self._crew.deploy(replace(self._wanted, args=args))
         host, port = self._crew.address
         return Target(name, f"http://{host}:{port}", self._crew.model.id)
 

@@ -195,22 +195,22 @@ class BoardMonitor:
     def _read(self) -> None:
         at_s = time.monotonic()
         try:
-            told = get_json(self._target.url, "/boards", self._target.key, BOARDS_LIMIT_S)
-            self._samples += [_sample(at_s, one) for one in told["data"]]
+            boards = get_json(self._target.url, "/boards", self._target.key, BOARDS_LIMIT_S)
+            self._samples += [_sample(at_s, one) for one in boards["data"]]
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             # Other servers have no boards, and one that is overloaded tells of them next time.
             return
 
 
-def _sample(at_s: float, told: dict[str, Any]) -> BoardSample:
-    hardware = told.get("hardware") or {}
+def _sample(at_s: float, board: dict[str, Any]) -> BoardSample:
+    hardware = board.get("hardware") or {}
     loads, available = hardware.get("npu_load") or (), hardware.get("memory_available_bytes")
     return BoardSample(
         at_s,
-        str(told["id"]),
+        str(board["id"]),
         sum(loads) / len(loads) if loads else None,
         None if hardware.get("npu_hz") is None else hardware["npu_hz"] / 1e6,
-        told.get("memory_mb"),
+        board.get("memory_mb"),
         None if available is None else available / 1e6,
         hardware.get("temperature_c"),
     )

@@ -19,7 +19,9 @@ from enum import Enum
 from pathlib import Path
 from random import Random
 from statistics import NormalDist
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
+
+from pydantic import Field, TypeAdapter, ValidationError
 
 from rkserve.bench.processes import BenchFailed, Json
 
@@ -48,8 +50,8 @@ class Turn:
     """
 
     user: str
-    max_tokens: int
-    think_s: float = 0.0
+    max_tokens: Annotated[int, Field(ge=1)]
+    think_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     answer: str | None = None
 
 
@@ -62,10 +64,13 @@ class TraceSession:
     """
 
     name: str
-    at_s: float
-    turns: tuple[Turn, ...]
-    system: int | None = None
-    more: Mapping[str, Any] = field(default_factory=dict)
+    at_s: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+    turns: Annotated[tuple[Turn, ...], Field(min_length=1)]
+    system: Annotated[int, Field(ge=0)] | None = None
+    more: dict[str, Any] = field(default_factory=dict)
+
+
+_SESSION = TypeAdapter(TraceSession)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,11 +85,6 @@ class Trace:
     def requests(self) -> int:
         """The number of requests."""
         return sum(len(one.turns) for one in self.sessions)
-
-    @property
-    def span_s(self) -> float:
-        """The start of the last session."""
-        return self.sessions[-1].at_s if self.sessions else 0.0
 
     def first(self, sessions: int) -> Trace:
         """Return its beginning."""
@@ -133,9 +133,13 @@ def read_trace(path: Path) -> Trace:
 def _parsed(path: Path, number: int, line: str, read: Callable[[Json], _T]) -> _T:
     try:
         return read(json.loads(line))
+    except ValidationError as exc:
+        first = exc.errors(include_url=False)[0]
+        problem = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+        raise BenchFailed(f"{path}, line {number}: not a trace ({problem})") from exc
     except (ValueError, KeyError, TypeError, AttributeError) as exc:
-        said = f"{type(exc).__name__}: {exc}"
-        raise BenchFailed(f"{path}, line {number}: not a trace ({said})") from exc
+        problem = f"{type(exc).__name__}: {exc}"
+        raise BenchFailed(f"{path}, line {number}: not a trace ({problem})") from exc
 
 
 def _head(value: Json) -> tuple[dict[str, Any], tuple[str, ...]]:
@@ -145,46 +149,17 @@ def _head(value: Json) -> tuple[dict[str, Any], tuple[str, ...]]:
 
 
 def _session(value: Json, systems: int) -> TraceSession:
-    turns = tuple(_turn(one) for one in value["turns"])
-    system = value.get("system")
-    if system is not None and not 0 <= int(system) < systems:
-        raise ValueError(f"there is no system prompt {system}")
-    if not turns:
-        raise ValueError("a session without turns")
-    at_s = float(value["at_s"])
-    if not 0 <= at_s < float("inf"):
-        raise ValueError(f"at_s is {at_s}")
-    more = dict(value.get("more", {}))
-    return TraceSession(
-        str(value["name"]), at_s, turns, None if system is None else int(system), more
-    )
-
-
-def _turn(value: Json) -> Turn:
-    answer = value.get("answer")
-    turn = Turn(
-        user=str(value["user"]),
-        max_tokens=int(value["max_tokens"]),
-        think_s=float(value.get("think_s", 0.0)),
-        answer=None if answer is None else str(answer),
-    )
-    if turn.max_tokens < 1 or not 0 <= turn.think_s < float("inf"):
-        raise ValueError(
-            "a turn needs max_tokens of 1 or more, and a think_s that is no less than 0"
-        )
-    return turn
+    found = _SESSION.validate_python(value)
+    if found.system is not None and found.system >= systems:
+        raise ValueError(f"there is no system prompt {found.system}")
+    return found
 
 
 def _session_json(one: TraceSession) -> Json:
-    turns = [
-        {"user": turn.user, "max_tokens": turn.max_tokens, "think_s": turn.think_s}
-        | ({} if turn.answer is None else {"answer": turn.answer})
-        for turn in one.turns
-    ]
-    said: Json = {"name": one.name, "at_s": one.at_s, "turns": turns}
-    if one.system is not None:
-        said["system"] = one.system
-    return said | ({"more": dict(one.more)} if one.more else {})
+    fields: Json = _SESSION.dump_python(
+        one, exclude_none=True, exclude=None if one.more else {"more"}
+    )
+    return fields
 
 
 def _line(value: Json) -> str:

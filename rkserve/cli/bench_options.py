@@ -1,7 +1,4 @@
-"""The options of ``rkserve bench``: the system to load, its limits, and the shape of made traces.
-
-Most modules of ``rkserve.bench`` are imported only when a command runs.
-"""
+"""The options of ``rkserve bench``: the system to load, its limits, the shape of made traces."""
 
 from __future__ import annotations
 
@@ -11,17 +8,17 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import typer
 
+from rkserve.bench.figures import Slo, parse_slo
+from rkserve.bench.player import ClientTimeouts as ClientLimits
+from rkserve.bench.player import PlayOptions
+from rkserve.bench.target import CHAT, COMPLETIONS, Target, base_path, models_of
 from rkserve.bench.trace import Arrivals, TraceShape
 from rkserve.cli.context import OptionGroup, first_line
-
-if TYPE_CHECKING:
-    from rkserve.bench.figures import Slo
-    from rkserve.bench.player import PlayOptions
-    from rkserve.bench.target import Target
+from rkserve.native.sim.profiles import load
 
 NAMED = re.compile(r"([\w .-]+)=(https?://.*)")
 _A = TypeVar("_A")
@@ -153,23 +150,16 @@ class LoadOptions:
 
     def plan(self) -> PlayOptions:
         """Return the settings for playing traces that these options hold."""
-        from rkserve.bench.player import ClientTimeouts as ClientLimits
-        from rkserve.bench.player import PlayOptions
-
         limits = ClientLimits(stall_s=self.stall, total_s=self.timeout)
         return PlayOptions(salt=self.salt or "", limits=limits)
 
     def limits(self) -> Slo | None:
         """Return the service-level limits of answers, if any."""
-        from rkserve.bench.figures import parse_slo
-
         return None if self.slo is None else usage(parse_slo, self.slo)
 
 
 def targets(given: LoadOptions) -> list[Target]:
     """Return the servers of the command line. Raises ``BadParameter``, ``BenchFailed``."""
-    from rkserve.bench.target import CHAT, COMPLETIONS, Target
-
     if given.api not in (CHAT, COMPLETIONS):
         raise typer.BadParameter(f"--api is {CHAT} or {COMPLETIONS}")
     key, headers, body = _key(given), dict(map(_header, given.header or ())), _body(given.body)
@@ -183,8 +173,6 @@ def targets(given: LoadOptions) -> list[Target]:
 
 def _asked(given: LoadOptions, key: str | None) -> list[tuple[str, str, str]]:
     """Return name, URL and model of each target; the server lists models that were not given."""
-    from rkserve.bench.target import base_path, models_of
-
     paired = _paired(given.url or [], given.model or [])
     for _, url, _ in paired:
         usage(base_path, url)
@@ -246,8 +234,6 @@ def _body(text: str | None) -> dict[str, Any]:
 
 
 def known_profile(name: str) -> None:
-    from rkserve.native.sim.profiles import load
-
     names = [one.name for one in load()]
     if name not in names:
         close = ", ".join(one for one in names if one.startswith(name[:6]))

@@ -49,14 +49,14 @@ def chat(
         "model": model or _first(context),
         **{name: value for name, value in settings.items() if value is not None},
     }
-    said: list[dict[str, str]] = []
+    messages: list[dict[str, str]] = []
     begin = [] if system is None else [{"role": "system", "content": system}]
     if prompt or not sys.stdin.isatty():
         question = " ".join(prompt) if prompt else sys.stdin.read()
         if not question.strip():
             raise typer.BadParameter("there is nothing to ask: name a TEXT, or pipe one in")
-        said = [*begin, {"role": "user", "content": question}]
-        _answer(context, {**body, "messages": said}, key)
+        messages = [*begin, {"role": "user", "content": question}]
+        _answer(context, {**body, "messages": messages}, key)
         return
     context.err.print(f"{body['model']}. {HELP}", highlight=False)
     _converse(context, body, begin, key)
@@ -65,7 +65,7 @@ def chat(
 def _converse(
     context: CommandContext, body: dict[str, Any], begin: list[dict[str, str]], key: str | None
 ) -> None:
-    said = list(begin)
+    messages = list(begin)
     while True:
         try:
             question = input("> ").strip()
@@ -75,9 +75,9 @@ def _converse(
         if question == "/exit":
             return
         if question == "/new":
-            said = list(begin)
+            messages = list(begin)
         elif question:
-            asked = [*said, {"role": "user", "content": question}]
+            asked = [*messages, {"role": "user", "content": question}]
             try:
                 answer = _answer(context, {**body, "messages": asked}, key)
             except KeyboardInterrupt:
@@ -86,7 +86,7 @@ def _converse(
             except ClientError as exc:  # the conversation goes on without that question
                 context.failed(exc)
                 continue
-            said = [*asked, {"role": "assistant", "content": answer}]
+            messages = [*asked, {"role": "assistant", "content": answer}]
 
 
 def _answer(context: CommandContext, body: dict[str, Any], key: str | None) -> str:

@@ -11,6 +11,7 @@ import typer
 from rkserve import __version__
 from rkserve.cli import show
 from rkserve.cli.bench import bench
+from rkserve.cli.bringup import down, join, leave, token, up
 from rkserve.cli.chat import chat
 from rkserve.cli.context import (
     EXIT_CODES,
@@ -19,14 +20,18 @@ from rkserve.cli.context import (
     CommandContext,
     Exit,
     Models,
-    ModeOption,
     Modes,
     Timeout,
+    progress,
 )
+from rkserve.cli.doctor import doctor
 from rkserve.cli.generations import boards, caches, generations, kv
 from rkserve.cli.lora import lora
-from rkserve.cli.models import models, sleep, wake, weights
-from rkserve.cli.progress import progress
+from rkserve.cli.model import model
+from rkserve.cli.models import commands as model_commands
+from rkserve.cli.models import models, weights
+from rkserve.cli.probe import EXIT_CODES as PROBE_EXIT_CODES
+from rkserve.cli.probe import probe
 from rkserve.client.answers import PARTIAL, SUCCEEDED
 from rkserve.core.errors import ConfigError
 from rkserve.deployments.haproxy import default_folder, prepare
@@ -46,6 +51,7 @@ app.add_typer(caches, name="caches", short_help="Show, build and delete prompt c
 app.add_typer(generations, name="generations", short_help="Control single answers.")
 app.add_typer(kv, name="kv", short_help="Show and clear KV caches.")
 app.add_typer(lora, name="lora", short_help="Bring LoRA adapters to the boards.")
+app.add_typer(model, name="model", short_help="Add, list and remove models of this machine.")
 app.add_typer(models, name="models", short_help="Show the models, load and unload them.")
 app.add_typer(sim, name="sim", short_help="Make files for simulated boards.")
 app.add_typer(weights, name="weights", short_help="Show base weights, and change them.")
@@ -82,7 +88,7 @@ def status(context: CommandContext) -> None:
 def pause(
     context: CommandContext,
     *,
-    mode: Modes = ModeOption.KEEP,
+    mode: Modes = "keep",
     model: Models = None,
     board: Boards = None,
     adapter: Adapter = None,
@@ -92,7 +98,7 @@ def pause(
 ) -> None:
     """Stop generating; done when no board that is meant emits tokens any more."""
     one = context.client.pause(
-        mode.value,
+        mode,
         models=model or None,
         boards=board or None,
         adapter=adapter,
@@ -122,8 +128,11 @@ def resume(
 
 
 app.command(cls=ClusterCommand)(chat)
-app.command(cls=ClusterCommand)(sleep)
-app.command(cls=ClusterCommand)(wake)
+app.command(cls=ClusterCommand)(doctor)
+app.command(epilog=PROBE_EXIT_CODES)(probe)
+for bring_up in (up, down, token, join, leave):
+    app.command()(bring_up)
+app.add_typer(model_commands)
 
 
 @app.command()
@@ -163,8 +172,8 @@ def operation(
 ) -> None:
     """Show one operation, board by board."""
     if wait:
-        with progress(context) as tell:
-            one = context.client.wait(operation_id, on_progress=tell)
+        with progress(context) as update:
+            one = context.client.wait(operation_id, on_progress=update)
     else:
         one = context.client.operation(operation_id)
     context.show(dict(one.body), lambda: show.operation(one))
@@ -182,6 +191,25 @@ def audit(context: CommandContext, limit: Limit = 50) -> None:
 @sim.callback()
 def files() -> None:
     """Make files for simulated boards."""
+
+
+@sim.command("model")
+def model_(
+    folder: Annotated[Path, typer.Argument(help="The folder of a model with tokenizer.json.")],
+    *,
+    into: Annotated[Path, typer.Option(help="The folder of the new model folder.")] = Path("sim"),
+) -> None:
+    """Make a simulated stand-in for a model, with its tokenizer, chat template and settings."""
+    # Late: every command would wait for tokenizers to be imported.
+    from rkserve.catalog.simulate import simulate
+    from rkserve.models.folder import open_model_folder
+
+    try:
+        made = simulate(open_model_folder(folder.expanduser().absolute()), into.expanduser())
+    except ConfigError as exc:
+        typer.echo(f"rkserve: {exc}", err=True)
+        raise typer.Exit(Exit.FAILED) from None
+    typer.echo(f"made {made}: the model of a group with simulated boards")
 
 
 @sim.command()

@@ -1,16 +1,24 @@
-"""Commands that call a cluster: shared options, client, consoles, output, errors and exit codes."""
+"""Commands that call a cluster: shared options, client, output, errors, exit codes and progress.
+
+Progress is that of uploads (bytes) and operations (boards), on a terminal. The states of boards are
+read from the cluster, because an operation lists boards only when they are done. If the cluster
+does not answer, its rows are left out.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from enum import Enum, IntEnum
+from enum import IntEnum
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Generic, TypeAlias, TypeVar
 
 import typer
 from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from typer.core import TyperCommand, TyperGroup
 
 from rkserve.client import (
@@ -23,29 +31,15 @@ from rkserve.client import (
     UnexpectedAnswer,
     Unreachable,
 )
-from rkserve.client.requests import DEFAULT_URL
+from rkserve.client import Progress as ClientProgress
+from rkserve.client.flows import OnProgress
+from rkserve.client.requests import DEFAULT_URL, InFlight, Mode
 
 T = TypeVar("T")
 
 
-class ModeOption(str, Enum):
-    """The effect of a pause or a sleep on requests."""
-
-    KEEP = "keep"
-    WAIT = "wait"
-    ABORT = "abort"
-
-
-class InFlightOption(str, Enum):
-    """The effect of a change of weights on running requests."""
-
-    PIN = "pin"
-    SWITCH = "switch"
-    ABORT = "abort"
-
-
 Modes = Annotated[
-    ModeOption, typer.Option(help="keep: requests wait; wait: they end first; abort: they end now.")
+    Mode, typer.Option(help="keep: requests wait; wait: they end first; abort: they end now.")
 ]
 Models = Annotated[
     list[str] | None, typer.Option("--model", help="Only this model; may be repeated.")
@@ -61,7 +55,7 @@ LoadTimeout = Annotated[
     float | None, typer.Option(help="Seconds; boards that need longer follow when they can.")
 ]
 Running = Annotated[
-    InFlightOption, typer.Option(help="Running requests keep their version, change it, or end.")
+    InFlight, typer.Option(help="Running requests keep their version, change it, or end.")
 ]
 
 
@@ -165,14 +159,15 @@ class CommandContext(typer.Context):
         else:
             self.out.print(shown)
 
-    def done(self, operation: Operation, said: str) -> None:
+    def done(self, operation: Operation, outcome: str) -> None:
         """Print that an operation has succeeded."""
         again = "" if operation.applied else ", as it was already"
         # Where nothing was to be done, it may have asked no board and made no epoch.
         where = f"{operation.succeeded} of {operation.total} boards, " if operation.total else ""
         epoch = f"epoch {operation.epoch}, " if operation.epoch else ""
         self.show(
-            dict(operation.body), lambda: f"{said}{again}: {where}{epoch}operation {operation.id}"
+            dict(operation.body),
+            lambda: f"{outcome}{again}: {where}{epoch}operation {operation.id}",
         )
 
     def note(self, lines: Callable[[], Sequence[str]]) -> None:
@@ -212,13 +207,13 @@ def _sentence(exc: ClientError, url: str) -> str:
 
 
 def _error(exc: ClientError, url: str) -> dict[str, Any]:
-    said: dict[str, Any] = {"type": type(exc).__name__, "message": str(exc), "url": url}
+    fields: dict[str, Any] = {"type": type(exc).__name__, "message": str(exc), "url": url}
     if isinstance(exc, CallError):
-        said |= {"status": exc.status, "code": exc.code, "retry_after_s": exc.retry_after_s}
+        fields |= {"status": exc.status, "code": exc.code, "retry_after_s": exc.retry_after_s}
     if isinstance(exc, OperationError):
         failed = [{"board": f.board, "error": f.error, "message": f.message} for f in exc.failed]
-        said |= {"operation_id": exc.operation.id, "failed": failed}
-    return {"error": said}
+        fields |= {"operation_id": exc.operation.id, "failed": failed}
+    return {"error": fields}
 
 
 @dataclass(frozen=True)
@@ -295,3 +290,122 @@ def first_line(path: Path) -> str:
     if not found:
         raise ValueError(f"there is no key in {path}")
     return found[0]
+
+
+# -- progress -------------------------------------------------------------------------------------
+
+# These change boards as a whole: the state that one comes to.
+ENDS = {"sleep": "asleep", "wake": "ready", "rebase": "ready", "weight_update": "ready"}
+LOADS = ("rebase", "weight_update")
+MOST_ROWS = 16
+Look = Callable[[], Mapping[str, Any]]
+
+
+@contextmanager
+def progress(context: CommandContext) -> Iterator[OnProgress]:
+    """Return a progress callback that draws on stderr, on a terminal only."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.fields[count]}"),
+        TimeElapsedColumn(),
+    )
+    hidden = context.as_json or not context.err.is_terminal
+    with Progress(*columns, console=context.err, disable=hidden) as shown:
+        yield (
+            (lambda _progress: None)
+            if hidden
+            else OperationProgress(shown, context.client.cluster).update
+        )
+
+
+class OperationProgress:
+    """A bar for each step, and below it one for each board in scope."""
+
+    def __init__(self, shown: Progress, look: Look) -> None:
+        self._shown = shown
+        self._look = look
+        self._tasks: dict[str, TaskID] = {}
+
+    def update(self, report: ClientProgress) -> None:
+        """Show the progress."""
+        rows = {} if report.operation is None else self._rows(report.operation)
+        done, total = report.done, report.total
+        if report.operation is not None and not report.operation.over and done >= total:
+            # The operation lists no board yet, or those of the previous phase.
+            done, total = sum(row.done for row in rows.values()), len(rows)
+        step = report.operation.id if report.operation else report.step
+        self._show(step, describe(report), done, total, count(report.step, done, total))
+        if len(rows) <= MOST_ROWS:
+            for name, row in rows.items():
+                end = int(row.done)
+                self._show(f"{step} {name}", f"  {escape(name)}", end, end, row.text)
+
+    def _show(self, name: str, text: str, done: int, total: int, count: str) -> None:
+        if name not in self._tasks:
+            self._tasks[name] = self._shown.add_task(text, count="", total=None)
+        # A bar without a total shows activity.
+        of = total or None
+        self._shown.update(
+            self._tasks[name], description=text, completed=done, total=of, count=escape(count)
+        )
+
+    def _rows(self, one: Operation) -> dict[str, BoardRow]:
+        params = one.body.get("params") or {}
+        if one.kind not in ENDS or "name" in params:  # an adapter's name: no board loads a model
+            return {}
+        if one.over:
+            bad = {failure.board: BoardRow(failure.error, done=False) for failure in one.failed}
+            return bad | {
+                name: BoardRow(did.status, done=True) for name, did in one.results.items()
+            }
+        try:
+            boards = self._look()["boards"]
+        except ClientError:  # progress is optional; the operation goes on
+            return {}
+        return {
+            str(row["id"]): BoardRow(str(row["state"]), done=_is_there(row, one.kind, params))
+            for row in boards
+            if meant(row, params)
+        }
+
+
+@dataclass(frozen=True)
+class BoardRow:
+    """The state of a board in an operation."""
+
+    text: str
+    done: bool
+
+
+def meant(row: Mapping[str, Any], params: Mapping[str, Any]) -> bool:
+    """Return True if an operation with these parameters includes a board."""
+    models, boards = params.get("models") or (), params.get("boards") or ()
+    model = params.get("model") or row["model"]
+    return (
+        row["model"] == model
+        and (not models or row["model"] in models)
+        and (not boards or row["id"] in boards)
+    )
+
+
+def _is_there(row: Mapping[str, Any], kind: str, params: Mapping[str, Any]) -> bool:
+    loaded = kind not in LOADS or bool(_base_of(row) == params.get("digest"))
+    return loaded and row["state"] == ENDS[kind]
+
+
+def _base_of(row: Mapping[str, Any]) -> Any:
+    """Return the sha256 of other base weights than the model folder's, as operations name them."""
+    return None if row.get("own_base") else row.get("base")
+
+
+def describe(report: ClientProgress) -> str:
+    """Return the description of a step."""
+    return f"{report.step.replace('_', ' ')} {report.phase}".strip()
+
+
+def count(step: str, done: int, total: int) -> str:
+    """Return the count of a step as text."""
+    if step == "upload":
+        return f"{done / 2**20:.1f} of {total / 2**20:.1f} MiB"
+    return f"{done} of {total} boards" if total else ""

@@ -38,9 +38,9 @@ CacheModel = Annotated[str, typer.Argument(metavar="MODEL", help="A model or an 
 CacheName = Annotated[str, typer.Argument(metavar="NAME", help="What the cache is called.")]
 
 
-def _told(context: CommandContext, body: dict[str, Any], said: str) -> None:
+def _report(context: CommandContext, body: dict[str, Any], sentence: str) -> None:
     """Print an answer, and exit with 3 if some boards have failed."""
-    context.show(body, lambda: said)
+    context.show(body, lambda: sentence)
     if failed := body.get("failed"):
         for one in failed:
             line = f"{one.get('board')}: {one.get('message') or one.get('error')}"
@@ -70,7 +70,7 @@ def pause_generation(context: CommandContext, generation: Id, choice: Choice = N
     """Pause one; done when nothing more of it comes."""
     one = context.client.pause_generation(generation, choice)
     text = f" after {one.get('partial_output')!r}" if "partial_output" in one else ""
-    _told(context, one, f"paused {generation}{text}")
+    _report(context, one, f"paused {generation}{text}")
 
 
 @generations.command("edit", cls=ClusterCommand)
@@ -90,7 +90,7 @@ def edit_generation(
 ) -> None:
     """Change one that is paused."""
     if text is None and replace_last is None and not clear:
-        raise typer.BadParameter("say --text, --replace-last or --clear")
+        raise typer.BadParameter("give --text, --replace-last or --clear")
     one = context.client.edit_generation(
         generation,
         choice=choice,
@@ -99,19 +99,19 @@ def edit_generation(
         role=role,
         clear=_ranges(clear),
     )
-    _told(context, one, f"edited {generation}: rkserve generations resume {generation}")
+    _report(context, one, f"edited {generation}: rkserve generations resume {generation}")
 
 
 @generations.command("resume", cls=ClusterCommand)
 def resume_generation(context: CommandContext, generation: Id, choice: Choice = None) -> None:
     """Let one that is paused go on."""
-    _told(context, context.client.resume_generation(generation, choice), f"resumed {generation}")
+    _report(context, context.client.resume_generation(generation, choice), f"resumed {generation}")
 
 
 @generations.command("abort", cls=ClusterCommand)
 def abort_generation(context: CommandContext, generation: Id, choice: Choice = None) -> None:
     """End one, whatever it does."""
-    _told(context, context.client.abort_generation(generation, choice), f"aborted {generation}")
+    _report(context, context.client.abort_generation(generation, choice), f"aborted {generation}")
 
 
 def _ranges(given: list[str] | None) -> list[tuple[int, int]] | None:
@@ -150,7 +150,7 @@ def kv_clear(
 ) -> None:
     """Clear KV caches; the next requests prefill their whole prompts."""
     if not (model or board or generation or every):
-        raise typer.BadParameter("say --model, --board, --generation or --all")
+        raise typer.BadParameter("give --model, --board, --generation or --all")
     if (generation is None) != (clear is None):
         raise typer.BadParameter("--generation and --clear FROM-TO belong together")
     found = context.client.clear_kv(
@@ -162,7 +162,7 @@ def kv_clear(
         keep_system_prompt=None if generation else keep_system_prompt,
     )
     names = ", ".join(str(one["board"]) for one in found.get("data", ()))
-    _told(context, found, f"cleared {generation or names or 'nothing'}")
+    _report(context, found, f"cleared {generation or names or 'nothing'}")
 
 
 # -- prompt caches --------------------------------------------------------------------------------
@@ -196,7 +196,7 @@ def build_cache(
 ) -> None:
     """Build a prompt cache on every board of a model."""
     if sum(one is not None for one in (prompt, system, file)) != 1:
-        raise typer.BadParameter("say one of --prompt, --system and --file")
+        raise typer.BadParameter("give one of --prompt, --system and --file")
     if file is not None:
         try:
             system = file.read_text(encoding="utf-8")
@@ -207,14 +207,14 @@ def build_cache(
     wrong = [one for one in made["boards"] if "error" in one]
     done = len(made["boards"]) - len(wrong)
     total = len(made["boards"])
-    said = f"built {name} of {made['tokens']} tokens on {done} of {total} boards"
-    _told(context, {**made, **({"failed": wrong} if wrong else {})}, said)
+    sentence = f"built {name} of {made['tokens']} tokens on {done} of {total} boards"
+    _report(context, {**made, **({"failed": wrong} if wrong else {})}, sentence)
 
 
 @caches.command("rm", cls=ClusterCommand)
 def delete_cache(context: CommandContext, model: CacheModel, name: CacheName) -> None:
     """Delete a prompt cache wherever it is."""
-    _told(context, context.client.delete_cache(model, name), f"deleted {name}")
+    _report(context, context.client.delete_cache(model, name), f"deleted {name}")
 
 
 # -- boards ---------------------------------------------------------------------------------------

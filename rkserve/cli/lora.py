@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,30 +12,21 @@ from rkserve.cli.context import (
     EXIT_CODES,
     ClusterCommand,
     CommandContext,
-    InFlightOption,
     Model,
     Running,
     Timeout,
+    progress,
 )
-from rkserve.cli.progress import progress
-from rkserve.client.requests import ADAPTER_FILE
+from rkserve.client.requests import ADAPTER_FILE, Strategy
 from rkserve.models.files import SIM_MAGIC
 from rkserve.native.sim import models as sim_models
 
 lora = typer.Typer(help=f"Bring LoRA adapters to the boards. {EXIT_CODES}", no_args_is_help=True)
 
 
-class StrategyOption(str, Enum):
-    """The strategies of a rollout."""
-
-    ATOMIC = "atomic"
-    ROLLING = "rolling"
-    CANARY = "canary"
-
-
 Name = Annotated[str, typer.Argument(metavar="NAME", help="What the adapter is called.")]
 How = Annotated[
-    StrategyOption,
+    Strategy,
     typer.Option(help="All boards at once, some after others, or some of the sessions first."),
 ]
 Unavailable = Annotated[int, typer.Option(min=1, help="rolling: boards that change at a time.")]
@@ -62,17 +52,17 @@ def push(
     model: Model = None,
     scale: Annotated[float | None, typer.Option(help="The strength of the adapter.")] = None,
     activate: Annotated[bool, typer.Option(help="Serve it once every board has it.")] = True,
-    strategy: How = StrategyOption.ATOMIC,
+    strategy: How = "atomic",
     max_unavailable: Unavailable = 1,
     weight: Weight = 0.1,
-    in_flight: Running = InFlightOption.PIN,
+    in_flight: Running = "pin",
     observe: Observe = 60.0,
     auto: Auto = True,
     timeout: Timeout = None,
 ) -> None:
     """Upload an adapter, bring it to every board, and into use."""
     _look_at(path)
-    with progress(context) as tell:
+    with progress(context) as update:
         pushed = context.client.push_adapter(
             path,
             name,
@@ -81,12 +71,12 @@ def push(
             scale=scale,
             activate=activate,
             **_how(strategy, max_unavailable, weight, observe, auto),
-            in_flight=in_flight.value,
+            in_flight=in_flight,
             timeout_s=timeout,
-            on_progress=tell,
+            on_progress=update,
         )
-    said = "staged" if pushed.rollout is None else "serving"
-    context.done(pushed.rollout or pushed.staging, f"{said} {pushed.label}")
+    outcome = "staged" if pushed.rollout is None else "serving"
+    context.done(pushed.rollout or pushed.staging, f"{outcome} {pushed.label}")
 
 
 @lora.command(cls=ClusterCommand)
@@ -96,24 +86,24 @@ def rollout(
     name: Name,
     version: Annotated[str, typer.Argument(help="One that is staged.")],
     model: Model = None,
-    strategy: How = StrategyOption.ATOMIC,
+    strategy: How = "atomic",
     max_unavailable: Unavailable = 1,
     weight: Weight = 0.1,
-    in_flight: Running = InFlightOption.PIN,
+    in_flight: Running = "pin",
     observe: Observe = 60.0,
     auto: Auto = True,
     timeout: Timeout = None,
 ) -> None:
     """Bring a version that is staged into use."""
-    with progress(context) as tell:
+    with progress(context) as update:
         one = context.client.rollout(
             name,
             version,
             model=model,
             **_how(strategy, max_unavailable, weight, observe, auto),
-            in_flight=in_flight.value,
+            in_flight=in_flight,
             timeout_s=timeout,
-            on_progress=tell,
+            on_progress=update,
         )
     context.done(one, f"serving {name}@{version}")
 
@@ -123,8 +113,8 @@ def rollback(
     context: CommandContext, name: Name, model: Model = None, timeout: Timeout = None
 ) -> None:
     """Return to the version before, or end a canary."""
-    with progress(context) as tell:
-        one = context.client.rollback(name, model=model, timeout_s=timeout, on_progress=tell)
+    with progress(context) as update:
+        one = context.client.rollback(name, model=model, timeout_s=timeout, on_progress=update)
     context.done(one, f"rolled back {name}")
 
 
@@ -133,8 +123,8 @@ def promote(
     context: CommandContext, name: Name, model: Model = None, timeout: Timeout = None
 ) -> None:
     """Let everybody have what a canary tries."""
-    with progress(context) as tell:
-        one = context.client.promote(name, model=model, timeout_s=timeout, on_progress=tell)
+    with progress(context) as update:
+        one = context.client.promote(name, model=model, timeout_s=timeout, on_progress=update)
     context.done(one, f"promoted {name}")
 
 
@@ -149,10 +139,10 @@ def rm(
     """Retire a version: nothing is served from it any more, and boards get their memory back."""
     title, _, version = name.partition("@")
     if bool(version) == every:
-        raise typer.BadParameter("say either NAME@VERSION, or NAME with --all")
-    with progress(context) as tell:
+        raise typer.BadParameter("give either NAME@VERSION, or NAME with --all")
+    with progress(context) as update:
         one = context.client.remove_adapter(
-            title, version or None, model=model, timeout_s=timeout, on_progress=tell
+            title, version or None, model=model, timeout_s=timeout, on_progress=update
         )
     context.done(one, f"retired {name}")
 
@@ -200,12 +190,12 @@ def _wrong(file: Path, begin: bytes) -> str:
 
 
 def _how(
-    strategy: StrategyOption, max_unavailable: int, weight: float, observe: float, auto: bool
+    strategy: Strategy, max_unavailable: int, weight: float, observe: float, auto: bool
 ) -> dict[str, Any]:
     """Return the parameters of a strategy; those of others are left out."""
-    own: dict[StrategyOption, dict[str, Any]] = {
-        StrategyOption.ATOMIC: {},
-        StrategyOption.ROLLING: {"max_unavailable": max_unavailable},
-        StrategyOption.CANARY: {"weight": weight, "observe_s": observe, "auto": auto},
+    own: dict[str, dict[str, Any]] = {
+        "atomic": {},
+        "rolling": {"max_unavailable": max_unavailable},
+        "canary": {"weight": weight, "observe_s": observe, "auto": auto},
     }
-    return {"strategy": strategy.value, **own[strategy]}
+    return {"strategy": strategy, **own[strategy]}

@@ -14,19 +14,18 @@ from rkserve.cli.context import (
     Boards,
     ClusterCommand,
     CommandContext,
-    InFlightOption,
     InfoFirst,
     ListFirst,
     LoadTimeout,
     Model,
     Models,
-    ModeOption,
     Modes,
     Running,
     Timeout,
+    progress,
 )
-from rkserve.cli.progress import progress
 
+commands = typer.Typer()
 models = typer.Typer(
     cls=ListFirst, help=f"Show the models, load and unload them. {EXIT_CODES}", add_completion=False
 )
@@ -66,11 +65,12 @@ Tags = Annotated[
 ModelName = Annotated[str, typer.Argument(metavar="MODEL", help="As `rkserve models` names it.")]
 
 
+@commands.command(cls=ClusterCommand)
 def sleep(
     context: CommandContext,
     *,
     level: Level = 1,
-    mode: Modes = ModeOption.KEEP,
+    mode: Modes = "keep",
     model: Models = None,
     board: Boards = None,
     wake_on_request: Annotated[
@@ -80,20 +80,21 @@ def sleep(
     timeout: Timeout = None,
 ) -> None:
     """Unload models until they are woken; done when every board that is meant sleeps."""
-    with progress(context) as tell:
+    with progress(context) as update:
         one = context.client.sleep(
             _level(level),
-            mode.value,
+            mode,
             models=model or None,
             boards=board or None,
             wake_on_request=wake_on_request,
             lease_s=lease,
             timeout_s=timeout,
-            on_progress=tell,
+            on_progress=update,
         )
     context.done(one, show.slept(one, f"asleep at level {level}"))
 
 
+@commands.command(cls=ClusterCommand)
 def wake(
     context: CommandContext,
     *,
@@ -103,13 +104,13 @@ def wake(
     timeout: LoadTimeout = None,
 ) -> None:
     """Load what sleeps, and go on; without a scope everything."""
-    with progress(context) as tell:
+    with progress(context) as update:
         one = context.client.wake(
             [one.value for one in tag] if tag else None,
             models=model or None,
             boards=board or None,
             timeout_s=timeout,
-            on_progress=tell,
+            on_progress=update,
         )
     held = tag is not None and set(tag) == {TagOption.WEIGHTS}
     context.done(one, "loaded, and held until `rkserve wake`" if held else "awake")
@@ -127,8 +128,8 @@ def list_(context: CommandContext) -> None:
 @models.command(cls=ClusterCommand)
 def load(context: CommandContext, model: ModelName, timeout: LoadTimeout = None) -> None:
     """Wake a model on all its boards."""
-    with progress(context) as tell:
-        one = context.client.load_model(model, timeout_s=timeout, on_progress=tell)
+    with progress(context) as update:
+        one = context.client.load_model(model, timeout_s=timeout, on_progress=update)
     context.done(one, f"loaded {model}")
 
 
@@ -138,21 +139,21 @@ def unload(
     *,
     model: ModelName,
     level: Depth = 1,
-    mode: Modes = ModeOption.WAIT,
+    mode: Modes = "wait",
     wake_on_request: Annotated[
         bool | None, typer.Option(help="Whether the next request loads it; else as configured.")
     ] = None,
     timeout: Timeout = None,
 ) -> None:
     """Put a model to sleep on all its boards, once what runs has ended."""
-    with progress(context) as tell:
+    with progress(context) as update:
         one = context.client.unload_model(
             model,
             _level(level),
-            mode.value,
+            mode,
             wake_on_request=wake_on_request,
             timeout_s=timeout,
-            on_progress=tell,
+            on_progress=update,
         )
     context.done(one, show.slept(one, f"unloaded {model}"))
 
@@ -177,8 +178,8 @@ def push(
     model: Model = None,
 ) -> None:
     """Upload a base model file to the head; no board loads it yet."""
-    with progress(context) as tell:
-        pushed = context.client.push_weights(path, version, model=model, on_progress=tell)
+    with progress(context) as update:
+        pushed = context.client.push_weights(path, version, model=model, on_progress=update)
     context.show(
         dict(pushed.body),
         lambda: f"{pushed.label} is on the head: rkserve weights update {pushed.label}",
@@ -201,20 +202,20 @@ def update(
         str | None, typer.Option(help="The label that answers bear; else made from the file.")
     ] = None,
     model: Model = None,
-    in_flight: Running = InFlightOption.PIN,
+    in_flight: Running = "pin",
     max_unavailable: Annotated[int, typer.Option(min=1, help="Boards that change at a time.")] = 1,
     timeout: Timeout = None,
 ) -> None:
     """Load another base model file on the boards, one after another."""
-    with progress(context) as tell:
+    with progress(context) as update:
         one = context.client.update_weights(
             path,
             version,
             model=model,
-            in_flight=in_flight.value,
+            in_flight=in_flight,
             max_unavailable=max_unavailable,
             timeout_s=timeout,
-            on_progress=tell,
+            on_progress=update,
         )
     context.done(one, f"serving {path}")
 

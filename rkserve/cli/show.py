@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime, timezone
-from typing import Any
+from functools import partial
+from typing import Any, TypeAlias, TypeVar
 
 from rich.console import Group, RenderableType
 from rich.markup import escape
@@ -13,6 +14,8 @@ from rich.table import Table
 from rkserve.client import Operation
 
 SHORT_DIGEST = 12
+Row: TypeAlias = Mapping[str, Any]
+T = TypeVar("T")
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
@@ -24,6 +27,20 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
     for row in rows:
         made.add_row(*(_cell(value) for value in row))
     return made
+
+
+def _listed(rows: Iterable[T], columns: Mapping[str, Callable[[T], object]]) -> Table:
+    """Return a table of rows, by the titles of its columns."""
+    return table(list(columns), ([of(row) for of in columns.values()] for row in rows))
+
+
+def _by_key(*keys: str) -> dict[str, Callable[[Row], object]]:
+    """Return columns that are titled like the keys that they show."""
+    return {key: partial(_value, key) for key in keys}
+
+
+def _value(key: str, row: Row) -> object:
+    return row.get(key)
 
 
 def status(cluster: Mapping[str, Any]) -> RenderableType:
@@ -39,29 +56,22 @@ def status(cluster: Mapping[str, Any]) -> RenderableType:
     return Group(*lines, *_pauses(cluster["pauses"]), _boards(cluster["boards"]))
 
 
-def _boards(rows: Sequence[Mapping[str, Any]]) -> Table:
+def _boards(rows: Sequence[Row]) -> Table:
     """Return the boards; that of their base weights is a column where it says something."""
-    columns = ["board", "model", "state", "hold", "runs", "waits", "held", "tokens/s", "epoch"]
     based = any(one.get("base") and not one.get("own_base") for one in rows)
-    return table(
-        [*columns, *(["weights"] if based else []), "reason"],
-        (
-            (
-                one["id"],
-                one["model"],
-                one["state"],
-                _hold(one),
-                one["running"],
-                one["queued"],
-                one["paused"],
-                one["decode_tokens_per_s"],
-                one["epoch"],
-                *([_digest(one.get("base"))] if based else []),
-                one["reason"],
-            )
-            for one in rows
-        ),
-    )
+    columns = {
+        "board": lambda one: one["id"],
+        **_by_key("model", "state"),
+        "hold": _hold,
+        "runs": lambda one: one["running"],
+        "waits": lambda one: one["queued"],
+        "held": lambda one: one["paused"],
+        "tokens/s": lambda one: one["decode_tokens_per_s"],
+        **_by_key("epoch"),
+        **({"weights": lambda one: _digest(one.get("base"))} if based else {}),
+        **_by_key("reason"),
+    }
+    return _listed(rows, columns)
 
 
 def _hold(board: Mapping[str, Any]) -> str | None:
@@ -73,7 +83,7 @@ def still_held(pauses: Iterable[Mapping[str, Any]], *, asleep: bool) -> list[str
     """Say what sleeps although all was resumed, or is paused although all was woken."""
     command = "rkserve wake" if asleep else "rkserve resume"
     left = (one for one in pauses if (one.get("level") is not None) is asleep)
-    return [f"still {said}: {command}" for said in _pauses(left)]
+    return [f"still {pause}: {command}" for pause in _pauses(left)]
 
 
 def _pauses(pauses: Iterable[Mapping[str, Any]]) -> Iterable[str]:
@@ -111,21 +121,18 @@ def _share(boards: Mapping[str, Mapping[str, Any]], what: str) -> str:
     return f"{sum(bool(one[what]) for one in boards.values())}/{len(boards)}"
 
 
-def models(rows: Iterable[Mapping[str, Any]]) -> RenderableType:
+def models(rows: Iterable[Row]) -> RenderableType:
     """Return what can be asked for, with the boards of each model."""
-    return table(
-        ("model", "state", "boards"),
-        (
-            (
-                one["id"],
-                (one.get("rkserve") or {}).get("state"),
-                ", ".join(
-                    f"{board.get('id')}: {board.get('state')}"
-                    for board in (one.get("rkserve") or {}).get("boards", ())
-                ),
-            )
-            for one in rows
-        ),
+    return _listed(
+        rows,
+        {
+            "model": lambda one: one["id"],
+            "state": lambda one: (one.get("rkserve") or {}).get("state"),
+            "boards": lambda one: ", ".join(
+                f"{board.get('id')}: {board.get('state')}"
+                for board in (one.get("rkserve") or {}).get("boards", ())
+            ),
+        },
     )
 
 
@@ -149,9 +156,9 @@ def weights(info: Mapping[str, Any]) -> RenderableType:
     boards = table(
         ("board", "model", "weights", "file"),
         (
-            (board, name, said.get("weight_version"), _digest(said.get("base")))
+            (board, name, entry.get("weight_version"), _digest(entry.get("base")))
             for name, one in models.items()
-            for board, said in (one.get("boards") or {}).items()
+            for board, entry in (one.get("boards") or {}).items()
         ),
     )
     coming = [
@@ -173,33 +180,30 @@ def _digest(digest: str | None) -> str:
     return "of the model folder" if digest is None else digest[:SHORT_DIGEST]
 
 
-def slept(one: Operation, said: str) -> str:
+def slept(one: Operation, outcome: str) -> str:
     """Say that boards sleep, and what of their KV caches is left."""
     kept, dropped = (
         sum(int(did.details.get(name) or 0) for did in one.results.values())
         for name in ("kept_tokens", "dropped_tokens")
     )
     kv = f", KV cache: {kept} tokens kept, {dropped} dropped" if kept + dropped else ""
-    return f"{said}{kv}"
+    return f"{outcome}{kv}"
 
 
 def operations(rows: Iterable[Operation]) -> RenderableType:
     """Return operations, one on each line."""
-    return table(
-        ("operation", "kind", "state", "phase", "boards", "epoch", "began", "error"),
-        (
-            (
-                one.id,
-                one.kind,
-                one.state,
-                one.phase,
-                f"{one.succeeded}/{one.total}",
-                one.epoch,
-                _time(one.created_s),
-                one.error_message,
-            )
-            for one in rows
-        ),
+    return _listed(
+        rows,
+        {
+            "operation": lambda one: one.id,
+            "kind": lambda one: one.kind,
+            "state": lambda one: one.state,
+            "phase": lambda one: one.phase,
+            "boards": lambda one: f"{one.succeeded}/{one.total}",
+            "epoch": lambda one: one.epoch,
+            "began": lambda one: _time(one.created_s),
+            "error": lambda one: one.error_message,
+        },
     )
 
 
@@ -248,74 +252,47 @@ def _cell(value: object) -> str:
     return f"{value:.1f}" if isinstance(value, float) else escape(str(value))
 
 
-def generations(rows: Iterable[Mapping[str, Any]]) -> RenderableType:
+def generations(rows: Iterable[Row]) -> RenderableType:
     """Return what runs, waits or is paused."""
-    return table(
-        ("generation", "choice", "state", "board", "model", "adapter", "tokens", "kv", "age"),
-        (
-            (
-                one["id"],
-                one["choice"],
-                one["state"],
-                one["board"],
-                one["model"],
-                one["adapter"],
-                one["tokens"],
-                one["kv_positions"],
-                f"{one['age_s']:.1f} s",
-            )
-            for one in rows
-        ),
+    return _listed(
+        rows,
+        {
+            "generation": lambda one: one["id"],
+            **_by_key("choice", "state", "board", "model", "adapter", "tokens"),
+            "kv": lambda one: one["kv_positions"],
+            "age": lambda one: f"{one['age_s']:.1f} s",
+        },
     )
 
 
-def kv(found: Mapping[str, Any]) -> RenderableType:
+def kv(found: Row) -> RenderableType:
     """Return what KV caches hold, by board and together."""
-    rows = [
-        (one["board"], one["model"], one["positions"], one["capacity"], one["bytes"], one["status"])
-        for one in found["data"]
-    ]
-    total = found["total"]
-    rows.append(("total", None, total["positions"], total["capacity"], total["bytes"], None))
-    return table(("board", "model", "positions", "capacity", "bytes", "status"), rows)
+    rows = [*found["data"], {"board": "total", **found["total"]}]
+    return _listed(rows, _by_key("board", "model", "positions", "capacity", "bytes", "status"))
 
 
-def caches(rows: Iterable[Mapping[str, Any]]) -> RenderableType:
+def caches(rows: Iterable[Row]) -> RenderableType:
     """Return prompt caches by board."""
-    return table(
-        ("cache", "board", "model", "adapter", "tokens", "bytes", "idle"),
-        (
-            (
-                one["cache_name"] or "(parked)",
-                one["board"],
-                one["model"],
-                one["adapter"],
-                one["tokens"],
-                one["bytes"],
-                f"{one['idle_s']:.0f} s",
-            )
-            for one in rows
-        ),
+    return _listed(
+        rows,
+        {
+            "cache": lambda one: one["cache_name"] or "(parked)",
+            **_by_key("board", "model", "adapter", "tokens", "bytes"),
+            "idle": lambda one: f"{one['idle_s']:.0f} s",
+        },
     )
 
 
-def hardware(rows: Iterable[Mapping[str, Any]]) -> RenderableType:
+def hardware(rows: Iterable[Row]) -> RenderableType:
     """Return the boards with their states and what their kernels report."""
-    return table(
-        ("board", "model", "state", "platform", "release", "node", "hardware", "reason"),
-        (
-            (
-                one["id"],
-                one["model"],
-                one["state"],
-                one.get("platform"),
-                one.get("release"),
-                one.get("node"),
-                _figures(one.get("hardware")),
-                one.get("reason"),
-            )
-            for one in rows
-        ),
+    return _listed(
+        rows,
+        {
+            "board": lambda one: one["id"],
+            **_by_key("model", "state", "platform", "release", "node"),
+            "hardware": lambda one: _figures(one.get("hardware")),
+            **_by_key("reason"),
+        },
     )
 
 

@@ -9,25 +9,31 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from types import TracebackType
 from typing import Any, TypeVar
 
 import httpx
+from typing_extensions import Unpack
 
 from rkserve.client import answers, flows
-from rkserve.client.answers import IsPaused, Operation, Pushed
-from rkserve.client.async_calls import AsyncGenerationCalls, AsyncModelCalls, AsyncWeightCalls
+from rkserve.client.answers import Operation
+from rkserve.client.calls import (
+    AsyncRunner,
+    ClusterCalls,
+    GenerationCalls,
+    ModelCalls,
+    WeightCalls,
+)
 from rkserve.client.errors import Unreachable
 from rkserve.client.flows import (
-    ADAPTERS,
-    OPERATIONS,
     BlockingCall,
     Delay,
     Flow,
     OnProgress,
     RetryPolicy,
+    Where,
+    WhereOrAdapter,
 )
 from rkserve.client.lease import Lease, leased_async
 from rkserve.client.requests import (
@@ -35,24 +41,18 @@ from rkserve.client.requests import (
     DEFAULT_URL,
     PATIENCE_S,
     READ_S,
-    InFlight,
+    Level,
     Mode,
-    Names,
     Request,
-    Strategy,
     arguments,
-    change,
     check_url,
-    given,
     headers,
-    path_of,
-    scope,
 )
 
 T = TypeVar("T")
 
 
-class AsyncClient(AsyncGenerationCalls, AsyncModelCalls, AsyncWeightCalls):
+class AsyncClient(ClusterCalls, ModelCalls, WeightCalls, GenerationCalls, AsyncRunner):
     """The control API of a cluster. Calls raise ``ClientError``; see docs/how-to/client.md.
 
     ``admin_key`` is never logged or shown. A call is retried for ``patience_s`` seconds after
@@ -104,69 +104,17 @@ class AsyncClient(AsyncGenerationCalls, AsyncModelCalls, AsyncWeightCalls):
         """Close its connections."""
         await self._http.aclose()
 
-    # Pausing
-
-    async def pause(
-        self,
-        mode: Mode = "keep",
-        *,
-        models: Names | None = None,
-        boards: Names | None = None,
-        adapter: str | None = None,
-        clear_cache: bool = False,
-        lease_s: float | None = None,
-        timeout_s: float | None = None,
-        epoch: int | None = None,
-        key: str | None = None,
-    ) -> Operation:
-        """Stop generating; return when no board in scope emits tokens.
-
-        With ``lease_s`` the pause ends after that time. ``epoch`` refuses the call if the cluster
-        has changed since. Unlike the defaults of ``POST /pause`` itself, which are vLLM's, these
-        lose nothing.
-
-        Raises:
-            OperationUndone: not every board stopped in time; none is paused now.
-        """
-        meant = scope(models, boards, adapter)
-        params = {**meant, "mode": mode, "clear_cache": clear_cache, "lease_s": lease_s}
-        request = change("POST", "/pause", params, key=key, timeout_s=timeout_s, epoch=epoch)
-        return await self._run(flows.perform(request, self._retry))
-
-    async def resume(
-        self,
-        *,
-        models: Names | None = None,
-        boards: Names | None = None,
-        adapter: str | None = None,
-        timeout_s: float | None = None,
-        epoch: int | None = None,
-        key: str | None = None,
-    ) -> Operation:
-        """Resume. Without a scope every pause ends.
-
-        Raises:
-            PartlyDone: some boards did not answer; they resume once they reconnect.
-        """
-        meant = scope(models, boards, adapter)
-        request = change("POST", "/resume", meant, key=key, timeout_s=timeout_s, epoch=epoch)
-        return await self._run(flows.perform(request, self._retry))
-
-    async def is_paused(self, model: str | None = None) -> IsPaused:
-        """Return which boards and adapters are paused."""
-        return await self._ask("/is_paused", answers.is_paused, model=model)
+    # Blocks
 
     @contextlib.asynccontextmanager
     async def paused(
         self,
         mode: Mode = "keep",
         *,
-        models: Names | None = None,
-        boards: Names | None = None,
-        adapter: str | None = None,
         clear_cache: bool = False,
         lease_s: float = 60.0,
         timeout_s: float | None = None,
+        **where: Unpack[WhereOrAdapter],
     ) -> AsyncIterator[Lease]:
         """Pause for the length of a block, and resume at its end, also after an error.
 
@@ -178,222 +126,52 @@ class AsyncClient(AsyncGenerationCalls, AsyncModelCalls, AsyncWeightCalls):
 
         async def pause(within_s: float | None) -> Operation:
             return await self.pause(
-                mode,
-                models=models,
-                boards=boards,
-                adapter=adapter,
-                clear_cache=clear_cache,
-                lease_s=lease_s,
-                timeout_s=within_s,
+                mode, clear_cache=clear_cache, lease_s=lease_s, timeout_s=within_s, **where
             )
 
         async def resume() -> Operation:
-            return await self.resume(models=models, boards=boards, adapter=adapter)
+            return await self.resume(**where)
 
         clock = self._retry.clock
         async with leased_async(pause, resume, lease_s, timeout_s, clock) as lease:
             yield lease
 
-    async def reset_cache(
+    @contextlib.asynccontextmanager
+    async def asleep(
         self,
+        level: Level = 1,
+        mode: Mode = "keep",
         *,
-        models: Names | None = None,
-        boards: Names | None = None,
-        running: bool = False,
+        lease_s: float = 300.0,
         timeout_s: float | None = None,
-        key: str | None = None,
-    ) -> Operation:
-        """Drop the KV caches; with ``running`` also those of running requests."""
-        params = {**scope(models, boards), "reset_running_requests": running}
-        request = change("POST", "/reset_prefix_cache", params, key=key, timeout_s=timeout_s)
-        return await self._run(flows.perform(request, self._retry))
-
-    # Adapters
-
-    async def push_adapter(
-        self,
-        source: Path | str | bytes,
-        name: str,
-        version: str | None = None,
-        *,
-        model: str | None = None,
-        scale: float | None = None,
-        parameters: Sequence[Mapping[str, Any]] | None = None,
-        base_digest: str | None = None,
-        activate: bool = True,
-        strategy: Strategy | None = None,
-        max_unavailable: int | None = None,
-        weight: float | None = None,
-        in_flight: InFlight | None = None,
-        observe_s: float | None = None,
-        auto: bool | None = None,
-        timeout_s: float | None = None,
-        key: str | None = None,
         on_progress: OnProgress | None = None,
-    ) -> Pushed:
-        """Stage an adapter on every board, and serve it unless ``activate`` is False.
+        **where: Unpack[Where],
+    ) -> AsyncIterator[Lease]:
+        """Have models sleep for the length of a block, and wake them however it ends.
 
-        ``source`` is a file, a folder with an ``adapter.rkllm``, or the bytes; files are never
-        held in memory as a whole. The default ``version`` is the first 12 digits of its sha256.
-        Return when every board serves it; no board does unless it can be staged on all.
-        ``parameters`` are its tensors (``{name, shape, dtype}``), which a weight update must then
-        name, and ``base_digest`` is the sha256 of the base weights that it was trained on.
+        The lease is renewed as long as this process lives, and wakes them soon after it died.
 
         Raises:
-            SourceFailed: the file cannot be read.
-            OperationFailed: it was not staged, or its rollout was undone.
-            PartlyDone: it has taken effect, and some boards have not followed yet.
+            LeaseLost: at the end of a block that went well, if they had woken before it.
+            PartlyDone: at its end, if some boards have not loaded yet.
         """
-        rollout = given(
-            strategy=strategy,
-            max_unavailable=max_unavailable,
-            weight=weight,
-            in_flight=in_flight,
-            observe_s=observe_s,
-            auto=auto,
-        )
-        params = {
-            "name": name,
-            "version": version,
-            "model": model,
-            "scale": scale,
-            "parameters": parameters,
-            "base_digest": base_digest,
-        }
-        flow = flows.push_adapter(
-            source,
-            params,
-            rollout if activate else None,
-            key,
-            timeout_s=timeout_s,
-            retry=self._retry,
-            on_progress=on_progress,
-        )
-        return await self._run(flow)
 
-    async def adapters(self, model: str | None = None) -> list[dict[str, Any]]:
-        """Return the adapters with their versions, by board."""
-        return await self._ask(ADAPTERS, answers.rows, model=model)
+        async def sleep(within_s: float | None) -> Operation:
+            return await self.sleep(
+                level,
+                mode,
+                lease_s=lease_s,
+                timeout_s=within_s,
+                on_progress=on_progress,
+                **where,
+            )
 
-    async def rollout(
-        self,
-        name: str,
-        version: str,
-        *,
-        model: str | None = None,
-        strategy: Strategy | None = None,
-        max_unavailable: int | None = None,
-        weight: float | None = None,
-        in_flight: InFlight | None = None,
-        observe_s: float | None = None,
-        auto: bool | None = None,
-        timeout_s: float | None = None,
-        wait: bool = True,
-        key: str | None = None,
-        on_progress: OnProgress | None = None,
-    ) -> Operation:
-        """Roll out a staged version; without ``wait`` return while the operation still runs.
+        async def wake() -> Operation:
+            return await self.wake(timeout_s=timeout_s, on_progress=on_progress, **where)
 
-        Raises:
-            OperationFailed: it was undone; the previous version is served.
-            PartlyDone: it has taken effect, and some boards have not followed yet.
-        """
-        params = {
-            "version": version,
-            "model": model,
-            "strategy": strategy,
-            "max_unavailable": max_unavailable,
-            "weight": weight,
-            "in_flight": in_flight,
-            "observe_s": observe_s,
-            "auto": auto,
-        }
-        path = path_of(ADAPTERS, name, "rollout")
-        return await self._complete(path, params, key, timeout_s, wait, on_progress)
-
-    async def rollback(
-        self,
-        name: str,
-        *,
-        model: str | None = None,
-        timeout_s: float | None = None,
-        wait: bool = True,
-        key: str | None = None,
-        on_progress: OnProgress | None = None,
-    ) -> Operation:
-        """Return to the previous version, or end a canary. Raises the same as ``rollout``."""
-        path = path_of(ADAPTERS, name, "rollback")
-        return await self._complete(path, {"model": model}, key, timeout_s, wait, on_progress)
-
-    async def promote(
-        self,
-        name: str,
-        *,
-        model: str | None = None,
-        timeout_s: float | None = None,
-        wait: bool = True,
-        key: str | None = None,
-        on_progress: OnProgress | None = None,
-    ) -> Operation:
-        """Serve the canary's version to all sessions. Raises the same as ``rollout``."""
-        path = path_of(ADAPTERS, name, "promote")
-        return await self._complete(path, {"model": model}, key, timeout_s, wait, on_progress)
-
-    async def remove_adapter(
-        self,
-        name: str,
-        version: str | None = None,
-        *,
-        model: str | None = None,
-        timeout_s: float | None = None,
-        wait: bool = True,
-        key: str | None = None,
-        on_progress: OnProgress | None = None,
-    ) -> Operation:
-        """Remove a version, or all versions of an adapter. Raises the same as ``rollout``."""
-        path = path_of(ADAPTERS, name, *([] if version is None else [version]))
-        request = change(
-            "DELETE", path, {"model": model}, key=key, timeout_s=timeout_s, background=True
-        )
-        flow = flows.complete(request, self._retry, wait=wait, on_progress=on_progress)
-        return await self._run(flow)
-
-    # Operations and state
-
-    async def operations(self, limit: int | None = None) -> list[Operation]:
-        """Return the last operations, the newest first."""
-        return await self._ask(OPERATIONS, answers.operations, limit=limit)
-
-    async def operation(self, operation_id: str) -> Operation:
-        """Return one operation in its current state."""
-        return await self._ask(path_of(OPERATIONS, operation_id), answers.operation)
-
-    async def wait(
-        self,
-        operation_id: str,
-        *,
-        timeout_s: float | None = None,
-        on_progress: OnProgress | None = None,
-    ) -> Operation:
-        """Return an operation once it has ended; ``state`` tells how.
-
-        Raises:
-            WaitTimeout: it still runs after ``timeout_s`` seconds.
-        """
-        flow = flows.follow(operation_id, self._retry, timeout_s=timeout_s, on_progress=on_progress)
-        return await self._run(flow)
-
-    async def audit(self, limit: int | None = None) -> list[dict[str, Any]]:
-        """Return the audit log, the newest entry first."""
-        return await self._ask("/v1/audit", answers.rows, limit=limit)
-
-    async def cluster(self) -> dict[str, Any]:
-        """Return the totals of the cluster, its models, boards and pauses."""
-        return await self._ask("/v1/cluster", dict)
-
-    async def boards(self) -> list[dict[str, Any]]:
-        """Return the reports of all boards."""
-        return await self._ask("/v1/boards", answers.rows)
+        clock = self._retry.clock
+        async with leased_async(sleep, wake, lease_s, timeout_s, clock) as lease:
+            yield lease
 
     # Streams
 

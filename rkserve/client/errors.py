@@ -30,27 +30,6 @@ if TYPE_CHECKING:
     from rkserve.client.answers import BoardFailure, BoardResult, Operation
 
 
-__all__ = [
-    "CallError",
-    "ClientError",
-    "Conflict",
-    "LeaseLost",
-    "NotAllowed",
-    "NotFound",
-    "OperationError",
-    "OperationFailed",
-    "OperationUndone",
-    "PartlyDone",
-    "Refused",
-    "ServerFailed",
-    "SourceFailed",
-    "Unavailable",
-    "UnexpectedAnswer",
-    "Unreachable",
-    "WaitTimeout",
-]
-
-
 class ClientError(Exception):
     """The root of the tree."""
 

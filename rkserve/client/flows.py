@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
 import httpx
+from typing_extensions import TypedDict
 
 from rkserve.client import answers, requests
 from rkserve.client.answers import Operation, Pushed, PushedWeights
 from rkserve.client.errors import UnexpectedAnswer, Unreachable, WaitTimeout
-from rkserve.client.requests import Request, Upload
+from rkserve.client.requests import InFlight, Names, Request, Strategy, Upload
 
 T = TypeVar("T")
 ADAPTERS, OPERATIONS = "/v1/lora_adapters", "/v1/operations"
@@ -74,6 +75,54 @@ class Progress:
 
 
 OnProgress: TypeAlias = Callable[[Progress], None]
+
+
+class Where(TypedDict, total=False):
+    """A part of the cluster. ``boards`` are ids or shell patterns such as ``sim-*``."""
+
+    models: Names | None
+    boards: Names | None
+
+
+class WhereOrAdapter(Where, total=False):
+    """A part of the cluster, or the requests for one ``adapter`` in it."""
+
+    adapter: str | None
+
+
+class ChangeOptions(TypedDict, total=False):
+    """Options of every change: its time limit, and the idempotency ``key`` of a repeated call."""
+
+    timeout_s: float | None
+    key: str | None
+
+
+class EpochOptions(ChangeOptions, total=False):
+    """Options of a change that ``epoch`` refuses if the cluster has changed since."""
+
+    epoch: int | None
+
+
+class WaitOptions(ChangeOptions, total=False):
+    """Options of a change that without ``wait`` returns while its operation still runs."""
+
+    wait: bool
+    on_progress: OnProgress | None
+
+
+class WaitEpochOptions(WaitOptions, EpochOptions, total=False):
+    """Options of a change that may be waited for, and refused by ``epoch``."""
+
+
+class RolloutOptions(TypedDict, total=False):
+    """The parameters of a rollout; the server chooses what is left out."""
+
+    strategy: Strategy | None
+    max_unavailable: int | None
+    weight: float | None
+    in_flight: InFlight | None
+    observe_s: float | None
+    auto: bool | None
 
 
 def exchange(request: Request, retry: RetryPolicy) -> Flow[httpx.Response]:

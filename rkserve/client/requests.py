@@ -185,7 +185,7 @@ def change(
     path: str,
     params: Mapping[str, Any],
     *,
-    key: str | None,
+    key: str | None = None,
     timeout_s: float | None = None,
     epoch: int | None = None,
     background: bool = False,

@@ -8,24 +8,31 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, TypeVar
 
 import httpx
+from typing_extensions import Unpack
 
 from rkserve.client import answers, flows
-from rkserve.client.answers import IsPaused, Operation, Pushed
+from rkserve.client.answers import Operation
+from rkserve.client.calls import (
+    ClusterCalls,
+    GenerationCalls,
+    ModelCalls,
+    Runner,
+    WeightCalls,
+)
 from rkserve.client.errors import Unreachable
 from rkserve.client.flows import (
-    ADAPTERS,
-    OPERATIONS,
     BlockingCall,
     Delay,
     Flow,
     OnProgress,
     RetryPolicy,
+    Where,
+    WhereOrAdapter,
 )
 from rkserve.client.lease import Lease, leased
 from rkserve.client.requests import (
@@ -33,25 +40,18 @@ from rkserve.client.requests import (
     DEFAULT_URL,
     PATIENCE_S,
     READ_S,
-    InFlight,
+    Level,
     Mode,
-    Names,
     Request,
-    Strategy,
     arguments,
-    change,
     check_url,
-    given,
     headers,
-    path_of,
-    scope,
 )
-from rkserve.client.sync_calls import GenerationCalls, ModelCalls, WeightCalls
 
 T = TypeVar("T")
 
 
-class Client(GenerationCalls, ModelCalls, WeightCalls):
+class Client(ClusterCalls, ModelCalls, WeightCalls, GenerationCalls, Runner):
     """The control API of a cluster. Calls raise ``ClientError``; see docs/how-to/client.md.
 
     ``admin_key`` is never logged or shown. A call is retried for ``patience_s`` seconds after
@@ -103,69 +103,17 @@ class Client(GenerationCalls, ModelCalls, WeightCalls):
         """Close its connections."""
         self._http.close()
 
-    # Pausing
-
-    def pause(
-        self,
-        mode: Mode = "keep",
-        *,
-        models: Names | None = None,
-        boards: Names | None = None,
-        adapter: str | None = None,
-        clear_cache: bool = False,
-        lease_s: float | None = None,
-        timeout_s: float | None = None,
-        epoch: int | None = None,
-        key: str | None = None,
-    ) -> Operation:
-        """Stop generating; return when no board in scope emits tokens.
-
-        With ``lease_s`` the pause ends after that time. ``epoch`` refuses the call if the cluster
-        has changed since. Unlike the defaults of ``POST /pause`` itself, which are vLLM's, these
-        lose nothing.
-
-        Raises:
-            OperationUndone: not every board stopped in time; none is paused now.
-        """
-        meant = scope(models, boards, adapter)
-        params = {**meant, "mode": mode, "clear_cache": clear_cache, "lease_s": lease_s}
-        request = change("POST", "/pause", params, key=key, timeout_s=timeout_s, epoch=epoch)
-        return self._run(flows.perform(request, self._retry))
-
-    def resume(
-        self,
-        *,
-        models: Names | None = None,
-        boards: Names | None = None,
-        adapter: str | None = None,
-        timeout_s: float | None = None,
-        epoch: int | None = None,
-        key: str | None = None,
-    ) -> Operation:
-        """Resume. Without a scope every pause ends.
-
-        Raises:
-            PartlyDone: some boards did not answer; they resume once they reconnect.
-        """
-        meant = scope(models, boards, adapter)
-        request = change("POST", "/resume", meant, key=key, timeout_s=timeout_s, epoch=epoch)
-        return self._run(flows.perform(request, self._retry))
-
-    def is_paused(self, model: str | None = None) -> IsPaused:
-        """Return which boards and adapters are paused."""
-        return self._ask("/is_paused", answers.is_paused, model=model)
+    # Blocks
 
     @contextlib.contextmanager
     def paused(
         self,
         mode: Mode = "keep",
         *,
-        models: Names | None = None,
-        boards: Names | None = None,
-        adapter: str | None = None,
         clear_cache: bool = False,
         lease_s: float = 60.0,
         timeout_s: float | None = None,
+        **where: Unpack[WhereOrAdapter],
     ) -> Iterator[Lease]:
         """Pause for the length of a block, and resume at its end, also after an error.
 
@@ -177,222 +125,52 @@ class Client(GenerationCalls, ModelCalls, WeightCalls):
 
         def pause(within_s: float | None) -> Operation:
             return self.pause(
-                mode,
-                models=models,
-                boards=boards,
-                adapter=adapter,
-                clear_cache=clear_cache,
-                lease_s=lease_s,
-                timeout_s=within_s,
+                mode, clear_cache=clear_cache, lease_s=lease_s, timeout_s=within_s, **where
             )
 
         def resume() -> Operation:
-            return self.resume(models=models, boards=boards, adapter=adapter)
+            return self.resume(**where)
 
         clock = self._retry.clock
         with leased(pause, resume, lease_s, timeout_s, clock) as lease:
             yield lease
 
-    def reset_cache(
+    @contextlib.contextmanager
+    def asleep(
         self,
+        level: Level = 1,
+        mode: Mode = "keep",
         *,
-        models: Names | None = None,
-        boards: Names | None = None,
-        running: bool = False,
+        lease_s: float = 300.0,
         timeout_s: float | None = None,
-        key: str | None = None,
-    ) -> Operation:
-        """Drop the KV caches; with ``running`` also those of running requests."""
-        params = {**scope(models, boards), "reset_running_requests": running}
-        request = change("POST", "/reset_prefix_cache", params, key=key, timeout_s=timeout_s)
-        return self._run(flows.perform(request, self._retry))
-
-    # Adapters
-
-    def push_adapter(
-        self,
-        source: Path | str | bytes,
-        name: str,
-        version: str | None = None,
-        *,
-        model: str | None = None,
-        scale: float | None = None,
-        parameters: Sequence[Mapping[str, Any]] | None = None,
-        base_digest: str | None = None,
-        activate: bool = True,
-        strategy: Strategy | None = None,
-        max_unavailable: int | None = None,
-        weight: float | None = None,
-        in_flight: InFlight | None = None,
-        observe_s: float | None = None,
-        auto: bool | None = None,
-        timeout_s: float | None = None,
-        key: str | None = None,
         on_progress: OnProgress | None = None,
-    ) -> Pushed:
-        """Stage an adapter on every board, and serve it unless ``activate`` is False.
+        **where: Unpack[Where],
+    ) -> Iterator[Lease]:
+        """Have models sleep for the length of a block, and wake them however it ends.
 
-        ``source`` is a file, a folder with an ``adapter.rkllm``, or the bytes; files are never
-        held in memory as a whole. The default ``version`` is the first 12 digits of its sha256.
-        Return when every board serves it; no board does unless it can be staged on all.
-        ``parameters`` are its tensors (``{name, shape, dtype}``), which a weight update must then
-        name, and ``base_digest`` is the sha256 of the base weights that it was trained on.
+        The lease is renewed as long as this process lives, and wakes them soon after it died.
 
         Raises:
-            SourceFailed: the file cannot be read.
-            OperationFailed: it was not staged, or its rollout was undone.
-            PartlyDone: it has taken effect, and some boards have not followed yet.
+            LeaseLost: at the end of a block that went well, if they had woken before it.
+            PartlyDone: at its end, if some boards have not loaded yet.
         """
-        rollout = given(
-            strategy=strategy,
-            max_unavailable=max_unavailable,
-            weight=weight,
-            in_flight=in_flight,
-            observe_s=observe_s,
-            auto=auto,
-        )
-        params = {
-            "name": name,
-            "version": version,
-            "model": model,
-            "scale": scale,
-            "parameters": parameters,
-            "base_digest": base_digest,
-        }
-        flow = flows.push_adapter(
-            source,
-            params,
-            rollout if activate else None,
-            key,
-            timeout_s=timeout_s,
-            retry=self._retry,
-            on_progress=on_progress,
-        )
-        return self._run(flow)
 
-    def adapters(self, model: str | None = None) -> list[dict[str, Any]]:
-        """Return the adapters with their versions, by board."""
-        return self._ask(ADAPTERS, answers.rows, model=model)
+        def sleep(within_s: float | None) -> Operation:
+            return self.sleep(
+                level,
+                mode,
+                lease_s=lease_s,
+                timeout_s=within_s,
+                on_progress=on_progress,
+                **where,
+            )
 
-    def rollout(
-        self,
-        name: str,
-        version: str,
-        *,
-        model: str | None = None,
-        strategy: Strategy | None = None,
-        max_unavailable: int | None = None,
-        weight: float | None = None,
-        in_flight: InFlight | None = None,
-        observe_s: float | None = None,
-        auto: bool | None = None,
-        timeout_s: float | None = None,
-        wait: bool = True,
-        key: str | None = None,
-        on_progress: OnProgress | None = None,
-    ) -> Operation:
-        """Roll out a staged version; without ``wait`` return while the operation still runs.
+        def wake() -> Operation:
+            return self.wake(timeout_s=timeout_s, on_progress=on_progress, **where)
 
-        Raises:
-            OperationFailed: it was undone; the previous version is served.
-            PartlyDone: it has taken effect, and some boards have not followed yet.
-        """
-        params = {
-            "version": version,
-            "model": model,
-            "strategy": strategy,
-            "max_unavailable": max_unavailable,
-            "weight": weight,
-            "in_flight": in_flight,
-            "observe_s": observe_s,
-            "auto": auto,
-        }
-        path = path_of(ADAPTERS, name, "rollout")
-        return self._complete(path, params, key, timeout_s, wait, on_progress)
-
-    def rollback(
-        self,
-        name: str,
-        *,
-        model: str | None = None,
-        timeout_s: float | None = None,
-        wait: bool = True,
-        key: str | None = None,
-        on_progress: OnProgress | None = None,
-    ) -> Operation:
-        """Return to the previous version, or end a canary. Raises the same as ``rollout``."""
-        path = path_of(ADAPTERS, name, "rollback")
-        return self._complete(path, {"model": model}, key, timeout_s, wait, on_progress)
-
-    def promote(
-        self,
-        name: str,
-        *,
-        model: str | None = None,
-        timeout_s: float | None = None,
-        wait: bool = True,
-        key: str | None = None,
-        on_progress: OnProgress | None = None,
-    ) -> Operation:
-        """Serve the canary's version to all sessions. Raises the same as ``rollout``."""
-        path = path_of(ADAPTERS, name, "promote")
-        return self._complete(path, {"model": model}, key, timeout_s, wait, on_progress)
-
-    def remove_adapter(
-        self,
-        name: str,
-        version: str | None = None,
-        *,
-        model: str | None = None,
-        timeout_s: float | None = None,
-        wait: bool = True,
-        key: str | None = None,
-        on_progress: OnProgress | None = None,
-    ) -> Operation:
-        """Remove a version, or all versions of an adapter. Raises the same as ``rollout``."""
-        path = path_of(ADAPTERS, name, *([] if version is None else [version]))
-        request = change(
-            "DELETE", path, {"model": model}, key=key, timeout_s=timeout_s, background=True
-        )
-        flow = flows.complete(request, self._retry, wait=wait, on_progress=on_progress)
-        return self._run(flow)
-
-    # Operations and state
-
-    def operations(self, limit: int | None = None) -> list[Operation]:
-        """Return the last operations, the newest first."""
-        return self._ask(OPERATIONS, answers.operations, limit=limit)
-
-    def operation(self, operation_id: str) -> Operation:
-        """Return one operation in its current state."""
-        return self._ask(path_of(OPERATIONS, operation_id), answers.operation)
-
-    def wait(
-        self,
-        operation_id: str,
-        *,
-        timeout_s: float | None = None,
-        on_progress: OnProgress | None = None,
-    ) -> Operation:
-        """Return an operation once it has ended; ``state`` tells how.
-
-        Raises:
-            WaitTimeout: it still runs after ``timeout_s`` seconds.
-        """
-        flow = flows.follow(operation_id, self._retry, timeout_s=timeout_s, on_progress=on_progress)
-        return self._run(flow)
-
-    def audit(self, limit: int | None = None) -> list[dict[str, Any]]:
-        """Return the audit log, the newest entry first."""
-        return self._ask("/v1/audit", answers.rows, limit=limit)
-
-    def cluster(self) -> dict[str, Any]:
-        """Return the totals of the cluster, its models, boards and pauses."""
-        return self._ask("/v1/cluster", dict)
-
-    def boards(self) -> list[dict[str, Any]]:
-        """Return the reports of all boards."""
-        return self._ask("/v1/boards", answers.rows)
+        clock = self._retry.clock
+        with leased(sleep, wake, lease_s, timeout_s, clock) as lease:
+            yield lease
 
     # Streams
 

@@ -9,14 +9,7 @@ import re
 from pathlib import Path
 from typing import Literal
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    NonNegativeInt,
-    field_validator,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, field_validator, model_validator
 
 from rkserve.core.run_params import Guided
 
@@ -31,7 +24,7 @@ class Settings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
-SimulatedRelease = Literal["1.2.3", "1.3.0"]  # releases that the simulator can imitate
+SimulatedRelease = Literal["1.2.3", "1.3.0", "1.3.1"]  # releases that the simulator can imitate
 
 
 class SimulatedConfig(Settings):
@@ -166,7 +159,9 @@ class BoardGroupConfig(Settings):
         description="IOMMU domain to start in; each group with a library has its own.",
     )
     library_cpus: tuple[NonNegativeInt, ...] = Field(
-        (), description="Cores that the library may use; empty leaves its own choice (4 to 7)."
+        (),
+        description="CPU cores that the library may use, at least as many as the NPU has cores "
+        "(3 on RK3588, 2 on RK3576); empty leaves its own choice (4 to 7).",
     )
     embed_flash: bool | None = Field(
         None,
@@ -185,7 +180,9 @@ class BoardGroupConfig(Settings):
         "`rknpu`, its own `base_domain_id` (counted up from this one) and its own memory.",
     )
     instance_cpus: tuple[tuple[NonNegativeInt, ...], ...] = Field(
-        (), description="Cores of each instance's library, one list per instance."
+        (),
+        description="CPU cores of each instance's library, one list per instance, each of at least "
+        "as many as the NPU has cores. Lists may overlap.",
     )
     n_batch: int = Field(
         1,
@@ -226,6 +223,20 @@ class BoardGroupConfig(Settings):
         "docs/reference/quirks.md: name and true or false. Only what was proven on the board "
         "itself.",
     )
+    quirks_file: Path | None = Field(
+        None,
+        description="The quirks.json that `rkserve probe --out` wrote on such a board, a path on "
+        "the boards: what was proven there. It is refused with another library than the probed "
+        "one. `quirks` takes precedence.",
+    )
+    allow_unlisted: bool = Field(
+        False,
+        description="Whether to try a later release of the library than the listed ones, if its "
+        "default parameters are laid out as those of a listed one. It makes a short run in a "
+        "process of its own first, and is then driven as the newest release of that layout; "
+        "`release` of the board says so. The rest of its structs may differ all the same: a wrong "
+        "one corrupts memory.",
+    )
     guided: Guided = Field(
         Guided.AUTO,
         description="How answers are made that follow a grammar: of single steps (`steps`), or by "
@@ -248,7 +259,7 @@ class BoardGroupConfig(Settings):
         gt=0,
         description="Unload the model once nobody has asked any of its boards for anything for so "
         "long, which frees their memory; empty never does. Where several groups serve one model, "
-        "all of them say so and the longest counts.",
+        "all of them have it and the longest counts.",
     )
     wake_on_request: bool = Field(
         True,

@@ -7,12 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
-from pydantic import (
-    Field,
-    SecretStr,
-    field_validator,
-    model_validator,
-)
+from pydantic import Field, SecretStr, field_validator, model_validator
 
 from rkserve.config.board_group import Settings
 from rkserve.core.block_hashes import FILES
@@ -63,8 +58,8 @@ class ResponsesConfig(Settings):
 
     store: Literal["default", "asked", "never"] = Field(
         "default",
-        description="Which are kept: with `default` those of all requests that do not say "
-        "`store: false`, as OpenAI does; with `asked` those that say `store: true`; with `never` "
+        description="Which are kept: with `default` those of all requests without "
+        "`store: false`, as OpenAI does; with `asked` those with `store: true`; with `never` "
         "none, and nothing can go on from an earlier one.",
     )
     keep_s: float = Field(
@@ -121,8 +116,8 @@ class RouterConfig(Settings):
     )
     policy: str = Field(
         "prefix",
-        description="The routing policy: `prefix`, `least_load`, `round_robin` or `session`, as "
-        "[routing.md](../explanation/routing.md) describes them.",
+        description="The routing policy, one of those that [routing.md](../explanation/routing.md) "
+        "describes.",
     )
     board_wait_s: float = Field(
         20.0,
@@ -136,7 +131,7 @@ class RouterConfig(Settings):
         ge=1,
         le=FILES,
         description="Parked conversations of each board that a Router remembers with `prefix`, "
-        f"about 1 KB each; the longest unused go first. Boards tell of the last {FILES}.",
+        f"about 1 KB each; the longest unused go first. Boards report the last {FILES}.",
     )
     accept_timeout_s: float = Field(
         10.0,
@@ -199,7 +194,7 @@ class RouterConfig(Settings):
         None,
         gt=0,
         le=3600,
-        description="How long an answer is of use where the request does not say "
+        description="How long an answer is of use where the request does not state "
         "(`x-request-timeout`, `timeout`). Empty: for ever.",
     )
     priority_min: int = Field(
@@ -285,7 +280,10 @@ class ChannelConfig(Settings):
         "as `[10100, 10131]` for a firewall: one for each board of a node. Without it any port.",
     )
     heartbeat_s: float = Field(
-        1.0, gt=0, le=60, description="How often both ends of a connection say that they live."
+        1.0,
+        gt=0,
+        le=60,
+        description="The interval of heartbeats between both ends of a connection.",
     )
     silence_s: float = Field(
         10.0,

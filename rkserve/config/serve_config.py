@@ -16,14 +16,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from pydantic import (
-    BaseModel,
-    Field,
-    SecretStr,
-    ValidationError,
-    field_validator,
-    model_validator,
-)
+from pydantic import BaseModel, Field, SecretStr, ValidationError, field_validator, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
@@ -111,7 +104,7 @@ class CoordinatorConfig(Settings):
         60.0,
         gt=0,
         description="How long a control call may take, such as a pause of the cluster, where the "
-        "call does not say; then what it did is undone.",
+        "call has none; its effects are undone then.",
     )
     load_timeout_s: float = Field(
         300.0,
@@ -304,12 +297,12 @@ def _sentence(problem: ErrorDetails, model: type[BaseModel]) -> str:
     place = problem["loc"]
     if problem["type"] in ("extra_forbidden", "invalid_key"):
         place = (*place[:-1], str(place[-1]))  # a key that YAML read as a number is no index
-        said = _unknown_key(place, model)
+        problem_text = _unknown_key(place, model)
     elif problem["type"] == "value_error":
-        said = _own_words(problem)
+        problem_text = _own_words(problem)
     else:
-        said = _expectation(problem, model)
-    return f"{key}: {said}" if (key := _key(place)) else said
+        problem_text = _expectation(problem, model)
+    return f"{key}: {problem_text}" if (key := _key(place)) else problem_text
 
 
 def _key(place: Sequence[Any]) -> str:
@@ -330,10 +323,10 @@ def _unknown_key(place: Sequence[Any], model: type[BaseModel]) -> str:
 
 def _own_words(problem: ErrorDetails) -> str:
     """Return the message of a validator of ours; for a single value, with that value quoted."""
-    said = str(problem["ctx"]["error"])
+    words = str(problem["ctx"]["error"])
     if isinstance(problem["input"], Mapping):
-        return f"{said}."
-    return f"{said}; not {_quote(problem['input'])}."
+        return f"{words}."
+    return f"{words}; not {_quote(problem['input'])}."
 
 
 def _expectation(problem: ErrorDetails, model: type[BaseModel]) -> str:

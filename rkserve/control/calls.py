@@ -10,7 +10,7 @@ import hashlib
 import json
 from dataclasses import dataclass
 from enum import Enum
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, ClassVar, Literal, TypeAlias
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue
 
@@ -72,12 +72,23 @@ _K = OperationKind
 
 
 class Action(BaseModel):
-    """The parameters of an operation, of the kind that its class stands for."""
+    """The parameters of an operation, of the kind that its class stands for.
+
+    ``done`` is the status of a board that has done its part. ``one_change``: it is a single change
+    of the desired state, which stands once it is stored. ``errand``: it is a single request to
+    boards, about which the epoch that they obey says nothing. ``frees``: it is carried out also
+    while some boards are unknown. ``loads``: boards obey it before they have loaded the weights.
+    """
 
     # Validators are built at first use: a Router that only pauses needs one of them.
     model_config = ConfigDict(
         frozen=True, strict=True, extra="forbid", allow_inf_nan=False, defer_build=True
     )
+    done: ClassVar[str]
+    one_change: ClassVar[bool] = False
+    errand: ClassVar[bool] = False
+    frees: ClassVar[bool] = False
+    loads: ClassVar[bool] = False
     kind: OperationKind
 
     @property
@@ -105,6 +116,7 @@ class PauseAction(ScopedAction):
     """Stop generation. ``lease_s`` (None: no limit) is in seconds."""
 
     kind: Literal[_K.PAUSE] = _K.PAUSE
+    done = "paused"
     mode: PauseMode = PauseMode.KEEP
     clear_cache: bool = False
     lease_s: float | None = None
@@ -114,6 +126,9 @@ class ResumeAction(ScopedAction):
     """Remove pauses."""
 
     kind: Literal[_K.RESUME] = _K.RESUME
+    done = "resumed"
+    frees = True
+    one_change = True
 
 
 class SleepAction(ScopedAction):
@@ -122,6 +137,7 @@ class SleepAction(ScopedAction):
     """
 
     kind: Literal[_K.SLEEP] = _K.SLEEP
+    done = "sleeping"
     mode: PauseMode = PauseMode.KEEP
     level: Level = SleepLevel.UNLOADED
     lease_s: float | None = None
@@ -134,6 +150,10 @@ class WakeAction(ScopedAction):
     """
 
     kind: Literal[_K.WAKE] = _K.WAKE
+    done = "awake"
+    frees = True
+    loads = True
+    one_change = True
     tags: tuple[Annotated[str, Field(pattern=f"^({WEIGHTS}|{KV_CACHE})$")], ...] = ()
     requested: bool = False
 
@@ -142,6 +162,8 @@ class CacheResetAction(ScopedAction):
     """Clear KV caches."""
 
     kind: Literal[_K.CACHE_RESET] = _K.CACHE_RESET
+    done = "cleared"
+    errand = True
     reset_running_requests: bool = False
 
 
@@ -149,6 +171,8 @@ class AbortAction(ScopedAction):
     """Abort the named requests; None or empty is all."""
 
     kind: Literal[_K.ABORT] = _K.ABORT
+    done = "aborted"
+    errand = True
     request_ids: tuple[Text, ...] | None = None
 
 
@@ -162,6 +186,8 @@ class LabelAction(ModelAction):
     """Name the weights. ``reset_step`` forgets the last step of a trainer."""
 
     kind: Literal[_K.LABEL] = _K.LABEL
+    done = "labelled"
+    one_change = True
     label: Text
     reset_step: bool = False
 
@@ -170,6 +196,8 @@ class AdapterStageAction(ModelAction):
     """Deliver a version whose file is in the head's store."""
 
     kind: Literal[_K.ADAPTER_STAGE] = _K.ADAPTER_STAGE
+    done = "staged"
+    one_change = True
     name: Text
     version: Text
     digest: Text
@@ -193,6 +221,7 @@ class AdapterRolloutAction(ServingAction):
     """
 
     kind: Literal[_K.ADAPTER_ROLLOUT] = _K.ADAPTER_ROLLOUT
+    done = "serving"
     name: Text
     version: Text
     strategy: Annotated[Strategy, Field(strict=False)] = Strategy.ATOMIC
@@ -207,6 +236,7 @@ class AdapterRollbackAction(ServingAction):
     """Serve the previous version again."""
 
     kind: Literal[_K.ADAPTER_ROLLBACK] = _K.ADAPTER_ROLLBACK
+    done = "serving"
     name: Text
 
 
@@ -214,6 +244,7 @@ class AdapterPromoteAction(ServingAction):
     """Make the observed canary the active version."""
 
     kind: Literal[_K.ADAPTER_PROMOTE] = _K.ADAPTER_PROMOTE
+    done = "serving"
     name: Text
 
 
@@ -221,6 +252,8 @@ class AdapterRetireAction(ServingAction):
     """Remove a version; None is the whole adapter."""
 
     kind: Literal[_K.ADAPTER_RETIRE] = _K.ADAPTER_RETIRE
+    done = "retired"
+    one_change = True
     name: Text
     version: Text | None = None
 
@@ -232,6 +265,8 @@ class WeightUpdateAction(ServingAction):
     """
 
     kind: Literal[_K.WEIGHT_UPDATE] = _K.WEIGHT_UPDATE
+    done = "updated"
+    loads = True
     step: Annotated[int, Field(ge=0)]
     in_flight: Handling = InFlight.SWITCH
     name: Text | None = None
@@ -251,6 +286,8 @@ class RebaseAction(ServingAction):
     """
 
     kind: Literal[_K.REBASE] = _K.REBASE
+    done = "updated"
+    loads = True
     model_path: str | None = None
     label: Text | None = None
     in_flight: Handling = InFlight.PIN

@@ -84,8 +84,8 @@ def _read(what: str, kind: type[T], text: str) -> T:
         found: T = _adapter(kind).validate_json(given, strict=True)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        said = f"{first['msg']}, not {reprlib.repr(first['input'])}"
-        raise _wrong(_path(what, first["loc"]), said) from error
+        problem = f"{first['msg']}, not {reprlib.repr(first['input'])}"
+        raise _wrong(_path(what, first["loc"]), problem) from error
     # The types alone would accept unknown fields, and absent ones that have a default.
     _compare(content, json.loads(json.dumps(_plain(found))), what)
     return found
@@ -100,7 +100,7 @@ def _content(what: str, text: str) -> Any:
     except (ValueError, RecursionError) as error:
         raise LedgerFailed(f"What is kept as '{what}' is no JSON: {error}.") from error
     if not isinstance(content, dict) or type(content.get("schema")) is not int:
-        raise LedgerFailed(f"What is kept as '{what}' does not say its schema.")
+        raise LedgerFailed(f"The stored '{what}' has no schema version.")
     schema = content["schema"]
     if schema not in (SCHEMA, *_OLDER):
         raise LedgerFailed(

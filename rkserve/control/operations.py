@@ -62,7 +62,7 @@ TRANSITIONS: frozenset[tuple[OperationState, OperationState]] = frozenset(
 class Phase(str, Enum):
     """The phase of a running operation.
 
-    Those of a pause: ``stopping`` (boards are told), ``undoing``; of a sleep ``sleeping``,
+    Those of a pause: ``stopping`` (boards get the new state), ``undoing``; of a sleep ``sleeping``,
     ``undoing``, and of a wake-up ``waking``. Those of a rollout: ``staging``, ``loading``,
     ``stopping``, ``switching``, ``observing``, ``releasing`` (committed, boards continue),
     ``undoing``; the last before the end tells where it ended: ``done``.
@@ -88,7 +88,7 @@ HOLDING = frozenset({Phase.STOPPING})
 
 class ResultStatus(str, Enum):
     """The result of an operation on one board; ``gone`` boards have no replica any more. While the
-    operation runs, ``waiting`` boards were told and have not answered.
+    operation runs, ``waiting`` boards got the new state and have not answered.
     """
 
     WAITING = "waiting"
@@ -188,7 +188,7 @@ class ControlOperation:
             raise OperationConflict(f"Operation '{self.id}' is over: it is {self.state.value}.")
         return replace(self, phase=phase, epoch=self.epoch if epoch is None else epoch)
 
-    def heard(self, board_id: str, result: BoardOutcome) -> ControlOperation:
+    def with_result(self, board_id: str, result: BoardOutcome) -> ControlOperation:
         """Return it with one board's latest answer."""
         return replace(self, results={**self.results, board_id: result})
 

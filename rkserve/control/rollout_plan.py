@@ -6,10 +6,11 @@ The order of moves and the meaning of answers are those of ``rollout``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Protocol
+from typing import ClassVar
 
 from rkserve.control import state_changes
 from rkserve.control.calls import AdapterRollbackAction, AdapterRolloutAction, Strategy
@@ -162,10 +163,10 @@ def _speed(
             CanaryVerdict.GOOD, "It fails no more often; nothing to compare its speed with."
         )
     speed = expected_ms / actual_ms
-    said = f"It decodes at {speed:.0%} of the active version's speed on the same boards"
+    sentence = f"It decodes at {speed:.0%} of the active version's speed on the same boards"
     if speed < limits.speed:
-        return CanaryAssessment(CanaryVerdict.BAD, f"{said}; {limits.speed:.0%} are asked for.")
-    return CanaryAssessment(CanaryVerdict.GOOD, f"{said}, and fails no more often.")
+        return CanaryAssessment(CanaryVerdict.BAD, f"{sentence}; {limits.speed:.0%} are asked for.")
+    return CanaryAssessment(CanaryVerdict.GOOD, f"{sentence}, and fails no more often.")
 
 
 def _totals(figures: Mapping[str, VersionFigures]) -> tuple[int, int]:
@@ -216,94 +217,76 @@ class MoveRequest:
 
     A change is applied (``RolloutPlan.apply``) and stored first, once, also if ``boards`` is empty;
     a failure of that (``ChangeRefused``) is reported before any other event. Boards that are not in
-    ``boards`` may be told too, and their answers are ignored.
+    ``boards`` may get it too, and their answers are ignored.
     """
 
     move: Move
     boards: tuple[str, ...]
 
 
-class RolloutPlan(Protocol):
-    """The interface of a rollout's plan.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutPlan(ABC):
+    """The plan of a rollout: its stages, and the change of the desired state by each move.
 
-    ``heavy``: a switch makes boards load the whole model.
+    ``boards`` are those present at the start, of which ``max_unavailable`` take a turn at a time. A
+    canary is observed for ``observe_s`` seconds, and without ``auto`` until a manual decision.
+    ``hold_s`` is the lease of its own pause in seconds: more than boards may take to stop and to
+    continue. The commit records ``step``, a trainer's. ``heavy``: a switch makes boards load the
+    whole model.
     """
 
-    @property
-    def operation(self) -> str: ...
-    @property
-    def model(self) -> str: ...
-    @property
-    def version(self) -> Artifact | None: ...
-    @property
-    def boards(self) -> tuple[str, ...]: ...
-    @property
-    def stages(self) -> Stages: ...
-    @property
-    def max_unavailable(self) -> int: ...
-    @property
-    def observe_s(self) -> float: ...
-    @property
-    def auto(self) -> bool: ...
-    @property
-    def heavy(self) -> bool: ...
+    heavy: ClassVar[bool] = False
+    operation: str
+    model: str
+    version: Artifact | None
+    boards: tuple[str, ...]
+    max_unavailable: int = 1
+    in_flight: InFlight = InFlight.PIN
+    observe_s: float = 0.0
+    auto: bool = True
+    hold_s: float = 60.0
+    step: int | None = None
 
+    @property
+    @abstractmethod
+    def stages(self) -> Stages:
+        """Its stages, in order."""
+
+    @property
+    @abstractmethod
+    def held(self) -> Scope:
+        """The part of the cluster that a hold stops."""
+
+    @property
+    @abstractmethod
+    def needs_hold(self) -> bool:
+        """Return whether it may commit only while it holds the boards."""
+
+    @abstractmethod
     def turn(self, at: Move | RolloutStage) -> tuple[Move, ...]:
         """Return the moves that boards make one after the other in that stage; none if all go at
         once.
         """
 
-    def apply(self, move: MoveRequest, desired: Desired, now_s: float) -> Desired:
-        """Return the desired state after a move."""
+    @abstractmethod
+    def offer(self, desired: Desired) -> Desired:
+        """Return the state with the version known, and served to nobody or to some sessions."""
 
+    @abstractmethod
+    def switch(self, desired: Desired, boards: tuple[str, ...]) -> Desired:
+        """Return the state in which these boards serve it."""
 
-@dataclass(frozen=True, slots=True)
-class AdapterRolloutPlan:
-    """The plan of a rollout of an adapter.
+    @abstractmethod
+    def committed(self, desired: Desired) -> Desired:
+        """Return the state in which every board serves it."""
 
-    ``boards`` are those present at the start. ``version`` is None for a manual rollback. ``weight``
-    (0 to 1) is the canary's share of the sessions; it is observed for ``observe_s`` seconds, and
-    without ``auto`` until a manual decision. ``hold_s`` is the lease of its own pause in seconds:
-    more than boards may take to stop and to continue. ``keep`` is the number of versions kept
-    beside the active and the previous one. The commit records ``step``, a trainer's.
-    ``held_first``: an atomic rollout holds all requests of the model before boards load, instead of
-    those of the adapter afterwards.
-    """
+    @abstractmethod
+    def undone(self, desired: Desired) -> Desired:
+        """Return the state without it."""
 
-    operation: str
-    model: str
-    name: str
-    version: AdapterVersion | None
-    boards: tuple[str, ...]
-    strategy: Strategy = Strategy.ATOMIC
-    max_unavailable: int = 1
-    weight: float = 0.1
-    in_flight: InFlight = InFlight.PIN
-    observe_s: float = 60.0
-    auto: bool = True
-    hold_s: float = 60.0
-    keep: int = state_changes.KEEP_VERSIONS
-    step: int | None = None
-    held_first: bool = False
-
-    @property
-    def stages(self) -> Stages:
-        """Its stages, in order."""
-        if self.held_first and self.version is not None:
-            return _HELD_FIRST
-        return _BACK if self.version is None else _STAGES[self.strategy]
-
-    @property
-    def heavy(self) -> bool:
-        """An adapter is loaded beside the model."""
-        return False
-
-    def turn(self, at: Move | RolloutStage) -> tuple[Move, ...]:
-        """Return the moves that boards make one after the other; see ``RolloutPlan``."""
-        if at is RolloutStage.ROLL:
-            return (Move.LOAD, Move.SWITCH)
-        canary = at is Move.LOAD and self.strategy is Strategy.CANARY
-        return (Move.LOAD,) if canary else ()
+    @abstractmethod
+    def noted(self, desired: Desired) -> Desired:
+        """Return the state with the trainer's step."""
 
     def apply(self, move: MoveRequest, desired: Desired, now_s: float) -> Desired:
         """Return the desired state after a move; ``STAGE`` and ``LOAD`` do not change it.
@@ -312,7 +295,89 @@ class AdapterRolloutPlan:
         in seconds since 1970. Raises the errors of ``state_changes``, and ``OperationConflict`` for
         a commit whose hold has ended, to be reported as ``RolloutCancelled``.
         """
-        return _CHANGES[move.move](self, move, desired, now_s)
+        if move.move is Move.HOLD:
+            until_s = now_s + self.hold_s
+            pause = ActivePause(
+                self.operation, self.held, PauseMode.KEEP, since_s=now_s, expires_s=until_s
+            )
+            return state_changes.hold(desired, pause)
+        if move.move is Move.OFFER:
+            return self.offer(desired)
+        if move.move is Move.SWITCH:
+            return self.switch(desired, move.boards)
+        if move.move is Move.COMMIT:
+            self.require_hold(desired)
+            return state_changes.as_one(desired, self.committed, self.noted, self._withdrawn)
+        if move.move is Move.UNDO:
+            return state_changes.as_one(desired, self._withdrawn, self.undone)
+        return desired
+
+    def require_hold(self, desired: Desired) -> None:
+        """Raise ``OperationConflict`` if a hold that it needs has ended."""
+        held = any(pause.operation == self.operation for pause in desired.pauses)
+        if self.needs_hold and not held:
+            raise OperationConflict("Its hold on the boards ended before all were ready.")
+
+    def _withdrawn(self, desired: Desired) -> Desired:
+        return state_changes.withdraw(desired, self.operation)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterRolloutPlan(RolloutPlan):
+    """The plan of a rollout of an adapter, which is loaded beside the model.
+
+    ``version`` is None for a manual rollback. ``weight`` (0 to 1) is the canary's share of the
+    sessions. ``keep`` is the number of versions kept beside the active and the previous one.
+    ``held_first``: an atomic rollout holds all requests of the model before boards load, instead of
+    those of the adapter afterwards.
+    """
+
+    name: str
+    version: AdapterVersion | None
+    strategy: Strategy = Strategy.ATOMIC
+    weight: float = 0.1
+    observe_s: float = 60.0
+    keep: int = state_changes.KEEP_VERSIONS
+    held_first: bool = False
+
+    @property
+    def stages(self) -> Stages:
+        """See ``RolloutPlan``."""
+        if self.held_first and self.version is not None:
+            return _HELD_FIRST
+        return _BACK if self.version is None else _STAGES[self.strategy]
+
+    @property
+    def held(self) -> Scope:
+        """See ``RolloutPlan``."""
+        return Scope(models=(self.model,), adapter=None if self.held_first else self.name)
+
+    @property
+    def needs_hold(self) -> bool:
+        """See ``RolloutPlan``."""
+        return self.strategy is Strategy.ATOMIC
+
+    def turn(self, at: Move | RolloutStage) -> tuple[Move, ...]:
+        """See ``RolloutPlan``."""
+        if at is RolloutStage.ROLL:
+            return (Move.LOAD, Move.SWITCH)
+        canary = at is Move.LOAD and self.strategy is Strategy.CANARY
+        return (Move.LOAD,) if canary else ()
+
+    def offer(self, desired: Desired) -> Desired:
+        """See ``RolloutPlan``."""
+        return self.offered(desired, self.weight if self.strategy is Strategy.CANARY else 0.0)
+
+    def switch(self, desired: Desired, boards: tuple[str, ...]) -> Desired:
+        """See ``RolloutPlan``."""
+        return state_changes.switch(desired, self.model, self.name, boards)
+
+    def undone(self, desired: Desired) -> Desired:
+        """See ``RolloutPlan``."""
+        line = desired.line(self.model, self.name)
+        if line is None or line.candidate is None or line.candidate != self.version:
+            return desired
+        return state_changes.drop(desired, self.model, self.name)
 
     def check(self, desired: Desired) -> None:
         """Raise the errors of the commit, before anything is staged or stopped for it."""
@@ -356,68 +421,6 @@ class AdapterRolloutPlan:
         )
 
 
-def _nothing(
-    _plan: AdapterRolloutPlan, _ask: MoveRequest, desired: Desired, _now_s: float
-) -> Desired:
-    return desired
-
-
-def _hold(plan: AdapterRolloutPlan, _ask: MoveRequest, desired: Desired, now_s: float) -> Desired:
-    scope = Scope(models=(plan.model,), adapter=None if plan.held_first else plan.name)
-    asked = ActivePause(
-        plan.operation, scope, PauseMode.KEEP, since_s=now_s, expires_s=now_s + plan.hold_s
-    )
-    return state_changes.hold(desired, asked)
-
-
-def _offer(plan: AdapterRolloutPlan, _ask: MoveRequest, desired: Desired, _now_s: float) -> Desired:
-    return plan.offered(desired, plan.weight if plan.strategy is Strategy.CANARY else 0.0)
-
-
-def _switch(plan: AdapterRolloutPlan, ask: MoveRequest, desired: Desired, _now_s: float) -> Desired:
-    return state_changes.switch(desired, plan.model, plan.name, ask.boards)
-
-
-def _commit(
-    plan: AdapterRolloutPlan, _ask: MoveRequest, desired: Desired, _now_s: float
-) -> Desired:
-    held = any(pause.operation == plan.operation for pause in desired.pauses)
-    if plan.strategy is Strategy.ATOMIC and not held:
-        raise OperationConflict("Its hold on the boards ended before all were ready.")
-    return state_changes.as_one(
-        desired,
-        plan.committed,
-        plan.noted,
-        lambda after: state_changes.withdraw(after, plan.operation),
-    )
-
-
-def _undo(plan: AdapterRolloutPlan, _ask: MoveRequest, desired: Desired, _now_s: float) -> Desired:
-    return state_changes.as_one(
-        desired,
-        lambda after: state_changes.withdraw(after, plan.operation),
-        lambda after: _without_candidate(plan, after),
-    )
-
-
-def _without_candidate(plan: AdapterRolloutPlan, desired: Desired) -> Desired:
-    line = desired.line(plan.model, plan.name)
-    if line is None or line.candidate is None or line.candidate != plan.version:
-        return desired
-    return state_changes.drop(desired, plan.model, plan.name)
-
-
-_CHANGES: dict[Move, Callable[[AdapterRolloutPlan, MoveRequest, Desired, float], Desired]] = {
-    Move.STAGE: _nothing,
-    Move.LOAD: _nothing,
-    Move.HOLD: _hold,
-    Move.OFFER: _offer,
-    Move.SWITCH: _switch,
-    Move.COMMIT: _commit,
-    Move.UNDO: _undo,
-}
-
-
 def plan(
     operation: str,
     asked: AdapterRolloutAction | AdapterRollbackAction,
@@ -429,11 +432,11 @@ def plan(
 ) -> AdapterRolloutPlan:
     """Return the plan of an action; a rollback has no version. Raises ``RequestError``."""
     given = AdapterRolloutPlan(
-        operation,
-        asked.model,
-        asked.name,
-        None,
-        tuple(sorted(set(boards))),
+        operation=operation,
+        model=asked.model,
+        name=asked.name,
+        version=None,
+        boards=tuple(sorted(set(boards))),
         hold_s=hold_s,
         keep=keep,
     )

@@ -12,18 +12,17 @@ The file in the model folder needs no staging.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from rkserve.control import state_changes
-from rkserve.control.rollout_plan import Move, MoveRequest, RolloutStage, Stages
+from rkserve.control.rollout_plan import Move, RolloutPlan, RolloutStage, Stages
 from rkserve.core.desired_state import (
-    ActivePause,
     BaseVersion,
     BaseWeightsChange,
     Desired,
     InFlight,
-    PauseMode,
     Scope,
     Weights,
 )
@@ -92,60 +91,66 @@ def _on_their_way(desired: Desired, model: str) -> tuple[Weights, BaseWeightsCha
     return weights, weights.rebase
 
 
-@dataclass(frozen=True, slots=True)
-class WeightsRolloutPlan:
-    """The plan of an update of base weights; see ``RolloutPlan``.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightsRolloutPlan(RolloutPlan):
+    """The plan of an update of base weights.
 
-    ``version`` of None is the file in the model folder. ``boards`` are those present at the start.
-    ``at_once`` holds all of them meanwhile, with a lease of ``hold_s`` seconds, so that no answer
-    mixes versions. The commit records ``step``, a trainer's.
+    ``version`` of None is the file in the model folder. ``at_once`` holds all boards meanwhile, so
+    that no answer mixes versions. Nothing is observed: a board itself reports a failed load or
+    trial run.
     """
 
-    operation: str
-    model: str
+    heavy: ClassVar[bool] = True
     version: BaseVersion | None
     label: str
-    boards: tuple[str, ...]
     at_once: bool = False
-    max_unavailable: int = 1
-    in_flight: InFlight = InFlight.PIN
-    step: int | None = None
     hold_s: float = 600.0
 
     @property
     def stages(self) -> Stages:
-        """Its stages, in order."""
+        """See ``RolloutPlan``."""
         stage: Stages = () if self.version is None else (Move.STAGE,)
         if self.at_once:
             return (*stage, Move.HOLD, Move.SWITCH, Move.COMMIT)
         return (*stage, Move.OFFER, RolloutStage.ROLL, Move.COMMIT)
 
     @property
-    def heavy(self) -> bool:
-        """Boards load the whole model."""
-        return True
+    def held(self) -> Scope:
+        """See ``RolloutPlan``."""
+        return Scope(models=(self.model,))
 
     @property
-    def observe_s(self) -> float:
-        """Always 0: a board itself reports a failed load or trial run."""
-        return 0.0
-
-    @property
-    def auto(self) -> bool:
-        """Always true: there is nothing to decide by hand."""
-        return True
+    def needs_hold(self) -> bool:
+        """See ``RolloutPlan``."""
+        return self.at_once
 
     def turn(self, at: Move | RolloutStage) -> tuple[Move, ...]:
-        """Return the moves that boards make one after the other."""
+        """See ``RolloutPlan``."""
         return (Move.SWITCH,) if at is RolloutStage.ROLL else ()
 
-    def apply(self, move: MoveRequest, desired: Desired, now_s: float) -> Desired:
-        """Return the desired state after a move, as ``AdapterRolloutPlan.apply`` does."""
-        return _CHANGES[move.move](self, move, desired, now_s)
+    def offer(self, desired: Desired) -> Desired:
+        """Return the state with the change begun."""
+        to, label = self.version, self.label
+        return begin(desired, self.model, to, label, self.in_flight, everywhere=self.at_once)
+
+    def switch(self, desired: Desired, boards: tuple[str, ...]) -> Desired:
+        """See ``RolloutPlan``."""
+        if not self.at_once:
+            return switch(desired, self.model, boards)
+        self.require_hold(desired)
+        return self.offer(desired)
+
+    def committed(self, desired: Desired) -> Desired:
+        """See ``RolloutPlan``."""
+        return commit(desired, self.model)
+
+    def undone(self, desired: Desired) -> Desired:
+        """See ``RolloutPlan``."""
+        return undo(desired, self.model)
 
     def check(self, desired: Desired) -> None:
         """Raise the errors of the commit, before anything is staged or stopped for it."""
-        self.noted(commit(self.begun(desired), self.model))
+        self.noted(self.committed(self.offer(desired)))
 
     def holds(self, desired: Desired) -> bool:
         """Return whether the model already has these weights under that name, with nothing else to
@@ -155,11 +160,6 @@ class WeightsRolloutPlan:
         same = is_same(weights.base, self.version) and weights.label == self.label
         return same and self.step is None and weights.rebase is None
 
-    def begun(self, desired: Desired) -> Desired:
-        """Return the state with the change begun."""
-        to, label = self.version, self.label
-        return begin(desired, self.model, to, label, self.in_flight, everywhere=self.at_once)
-
     def noted(self, desired: Desired) -> Desired:
         """Return the state with the trainer's step; without one the step is reset, so that a
         trainer may start again.
@@ -167,64 +167,3 @@ class WeightsRolloutPlan:
         if self.step is None:
             return state_changes.forget_step(desired, self.model)
         return state_changes.set_step(desired, self.model, self.step)
-
-
-def _nothing(
-    _plan: WeightsRolloutPlan, _ask: MoveRequest, desired: Desired, _now_s: float
-) -> Desired:
-    return desired
-
-
-def _hold(plan: WeightsRolloutPlan, _ask: MoveRequest, desired: Desired, now_s: float) -> Desired:
-    scope = Scope(models=(plan.model,))
-    asked = ActivePause(
-        plan.operation, scope, PauseMode.KEEP, since_s=now_s, expires_s=now_s + plan.hold_s
-    )
-    return state_changes.hold(desired, asked)
-
-
-def _offer(plan: WeightsRolloutPlan, _ask: MoveRequest, desired: Desired, _now_s: float) -> Desired:
-    return plan.begun(desired)
-
-
-def _switch(plan: WeightsRolloutPlan, ask: MoveRequest, desired: Desired, _now_s: float) -> Desired:
-    if plan.at_once:
-        _require_hold(plan, desired)
-        return plan.begun(desired)
-    return switch(desired, plan.model, ask.boards)
-
-
-def _commit(
-    plan: WeightsRolloutPlan, _ask: MoveRequest, desired: Desired, _now_s: float
-) -> Desired:
-    if plan.at_once:
-        _require_hold(plan, desired)
-    return state_changes.as_one(
-        desired,
-        lambda after: commit(after, plan.model),
-        plan.noted,
-        lambda after: state_changes.withdraw(after, plan.operation),
-    )
-
-
-def _require_hold(plan: WeightsRolloutPlan, desired: Desired) -> None:
-    if all(pause.operation != plan.operation for pause in desired.pauses):
-        raise OperationConflict("Its hold on the boards ended before all were ready.")
-
-
-def _undo(plan: WeightsRolloutPlan, _ask: MoveRequest, desired: Desired, _now_s: float) -> Desired:
-    return state_changes.as_one(
-        desired,
-        lambda after: state_changes.withdraw(after, plan.operation),
-        lambda after: undo(after, plan.model),
-    )
-
-
-_CHANGES: dict[Move, Callable[[WeightsRolloutPlan, MoveRequest, Desired, float], Desired]] = {
-    Move.STAGE: _nothing,
-    Move.HOLD: _hold,
-    Move.OFFER: _offer,
-    Move.SWITCH: _switch,
-    Move.COMMIT: _commit,
-    Move.UNDO: _undo,
-}

@@ -22,7 +22,6 @@ from rkserve.control import state_changes, weight_changes
 from rkserve.control.calls import (
     AdapterRolloutAction,
     DeclaredArtifact,
-    OperationKind,
     OperationRequest,
     RebaseAction,
     StoredArtifact,
@@ -69,7 +68,6 @@ from rkserve.fleet.fleet import Fleet
 log = logging.getLogger(__name__)
 
 LEASE_TICK_S = 0.2
-_FREEING = frozenset({OperationKind.RESUME, OperationKind.WAKE})
 RECLAIM_S = 5.0
 AGAIN_S = 1.0
 TURN_S = 0.05
@@ -130,9 +128,7 @@ class Coordinator:
         self._late_results = LateResults(self._state, self._roster, outside.now_s)
         self._weights = WeightOperations(outside.store, self._roster)
         require_fit = self._weights.require_fit
-        versions = AdapterOperations(
-            self._context, outside.store, self._garbage_collector, require_fit
-        )
+        versions = AdapterOperations(outside.store, self._garbage_collector, require_fit)
         self._sleeping = SleepOperations(outside.policies)
         self._handlers: dict[Any, Handler] = {
             **HANDLERS,
@@ -197,16 +193,16 @@ class Coordinator:
         self, work: Callable[[], Coroutine[Any, Any, None]], every_s: float
     ) -> asyncio.Task[None]:
         async def loop() -> None:
-            said = ""
+            message = ""
             while True:
                 try:
                     await work()
-                    said = ""
+                    message = ""
                 except RkserveError as exc:
                     # A persistent error such as a full disk is logged once.
-                    if exc.message != said:
-                        said = exc.message
-                        log.warning("%s failed, and is tried again: %s", work.__name__, said)
+                    if exc.message != message:
+                        message = exc.message
+                        log.warning("%s failed, and is tried again: %s", work.__name__, message)
                     await asyncio.sleep(AGAIN_S)
                 except Exception:
                     # If this loop ended, boards and leases would be unattended.
@@ -338,10 +334,10 @@ class Coordinator:
         state_changes.expect(self._state.desired, run.call.expected_epoch)
         await self._weights.prepare(self._state.desired, operation.action)
         await self._exclude(run)
-        if operation.kind not in _FREEING:  # boards must be released in every case
+        if not operation.action.frees:  # boards must be released in every case
             self._roster.require_known()
         try:
-            await self._handlers[operation.kind](self._context, run, operation.action)
+            await self._handlers[operation.kind](run, operation.action)
         except RkserveError as exc:
             if not run.begun:
                 raise
@@ -350,8 +346,8 @@ class Coordinator:
             log.exception("operation %s (%s) failed", operation.id, operation.kind.value)
             if not run.begun:
                 raise
-            said = f"{type(exc).__name__}: {exc}"
-            await self._undo_failed(run, ControlError(500, "internal_error", said))
+            message = f"{type(exc).__name__}: {exc}"
+            await self._undo_failed(run, ControlError(500, "internal_error", message))
         ended = run.operation
         log.info(
             "%s %s by %s is %s at epoch %d: %d of %d boards",

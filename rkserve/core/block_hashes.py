@@ -4,9 +4,9 @@ A link is the hash of one block and of the link before it, so that equal links m
 under equal keys. Hashes are neither secret nor proof: a board compares token IDs before it reuses a
 context.
 
-The key, or origin, is the adapter's key and the client's ``cache_salt``: another adapter computes
-other positions, and a salt keeps other clients from detecting a prompt by the time to its first
-token (as vLLM's parameter of that name does).
+The key, or origin, is the adapter's key and a salt of the API key and the client's ``cache_salt``:
+another adapter computes other positions, and a salt keeps others from detecting a prompt by the
+time to its first token (as vLLM's parameter of that name does).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SCHEME = hash((1 << 40, -7, 65_537, 3)) & 0xFFFF_FFFF
 # Scheme, park_min; tokens, leaf, tail and number of marks of the live one; flags; number of files.
 # Then the files' tokens, the numbers of their marks, and all marks.
 _HEAD = struct.Struct("<IIIqqHBH")
-_APPENDS, _LIVE = 1, 2
+_APPENDS, _LIVE, _PREFIX = 1, 2, 4
 
 
 @lru_cache(maxsize=4096)
@@ -71,8 +71,11 @@ class BlockHashes:
         """The links by which chains with the same prefix are recognised; the last one is the
         leaf.
         """
-        links = self.links
-        return (*links[STRIDE - 1 : len(links) - 1 : STRIDE], *links[-1:])
+        return _sparse(self.links)
+
+
+def _sparse(links: tuple[int, ...]) -> tuple[int, ...]:
+    return (*links[STRIDE - 1 : len(links) - 1 : STRIDE], *links[-1:])
 
 
 def _continue(ids: tuple[int, ...], seed: int, known: tuple[int, ...]) -> tuple[int, ...]:
@@ -87,17 +90,39 @@ def _continue(ids: tuple[int, ...], seed: int, known: tuple[int, ...]) -> tuple[
 
 @dataclass(frozen=True, slots=True)
 class LivePrefix:
-    """A context that can be extended only as a whole: its length, last link and exact end."""
+    """A live context: its length, last link and exact end. ``dense`` marks are all links."""
 
     tokens: int
     leaf: int
     tail: int
     marks: tuple[int, ...] = ()
+    dense: bool = False
 
     @classmethod
-    def of(cls, chain: BlockHashes) -> LivePrefix:
+    def of(cls, chain: BlockHashes, *, dense: bool = False) -> LivePrefix:
         """Return the context that a run over that chain leaves."""
-        return cls(len(chain), chain.leaf, chain.tail(len(chain)), chain.marks)
+        marks = chain.links if dense else chain.marks
+        return cls(len(chain), chain.leaf, chain.tail(len(chain)), marks, dense)
+
+    @property
+    def filed(self) -> FilePrefix:
+        """The file that it becomes where it is written to a disk."""
+        return FilePrefix(self.tokens, _sparse(self.marks) if self.dense else self.marks)
+
+    def common(self, chain: BlockHashes) -> int:
+        """Return the tokens of its common prefix with the chain, in whole blocks but for its end.
+
+        Only ``dense`` marks tell.
+        """
+        if self.tokens <= len(chain) and chain.tail(self.tokens) == self.tail:
+            return self.tokens
+        most = min(len(self.marks), len(chain.links))
+        if not self.dense or not most:
+            return 0
+        # A link stands for all blocks before it, so the first pair that agrees is the longest.
+        pairs = zip(self.marks[most - 1 :: -1], chain.links[most - 1 :: -1], strict=True)
+        apart = next((at for at, (mine, other) in enumerate(pairs) if mine == other), most)
+        return (most - apart) * BLOCK
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,20 +142,22 @@ class FilePrefix:
 class CachedPrefixes:
     """The reusable contexts of a board.
 
-    ``appends``: the live context may be extended. Contexts of at least ``park_min`` tokens are
-    saved to disk when another one replaces them; 0: they are lost.
+    ``appends``: the live context may be extended as a whole. ``prefix``: a prompt may also share
+    only its beginning. Contexts of at least ``park_min`` tokens are saved to disk when another one
+    replaces them; 0: they are lost.
     """
 
     appends: bool = False
     park_min: int = 0
     live: LivePrefix | None = None
     files: tuple[FilePrefix, ...] = ()
+    prefix: bool = False
 
 
 def pack(holdings: CachedPrefixes) -> bytes:
     """Return the contexts as a report carries them."""
     live, files = holdings.live, holdings.files
-    flags = _APPENDS * holdings.appends | _LIVE * (live is not None)
+    flags = _APPENDS * holdings.appends | _LIVE * (live is not None) | _PREFIX * holdings.prefix
     exact = (0, 0, 0, 0) if live is None else (live.tokens, live.leaf, live.tail, len(live.marks))
     marks = [*(live.marks if live is not None else ())]
     for file in files:
@@ -159,12 +186,13 @@ def unpack(data: bytes) -> CachedPrefixes | None:
     if 0 in sizes or len(data) != columns + total * 8:
         return None
     marks = struct.unpack_from(f"<{total}q", data, columns)
-    live = LivePrefix(long, leaf, tail, marks[:own]) if flags & _LIVE else None
+    prefix = bool(flags & _PREFIX)
+    live = LivePrefix(long, leaf, tail, marks[:own], prefix) if flags & _LIVE else None
     files, at = [], own
     for each, size in zip(tokens, sizes, strict=True):
         files.append(FilePrefix(each, marks[at : at + size]))
         at += size
-    return CachedPrefixes(bool(flags & _APPENDS), park_min, live, tuple(files))
+    return CachedPrefixes(bool(flags & _APPENDS), park_min, live, tuple(files), prefix)
 
 
 _BETWEEN = "#"  # no adapter's key has one
@@ -176,6 +204,11 @@ def salted(cache_salt: str) -> str:
     return hashlib.blake2b(
         cache_salt.encode(errors="surrogatepass"), digest_size=_DIGEST_BYTES
     ).hexdigest()
+
+
+def owned(caller: str, salt: str) -> str:
+    """Return the salt of a caller's name and a ``salted`` salt."""
+    return salted(f"{salt}{_BETWEEN}{caller}")
 
 
 def origin_of(adapter: str | None, salt: str = "") -> str | None:

@@ -131,19 +131,31 @@ class BoardState(str, Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class CpuClock:
+    """A clock that ``cpus`` share, such as ``"4-7"``, with its highest value and its governor."""
+
+    cpus: str
+    hz: int | None = None
+    max_hz: int | None = None
+    governor: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Hardware:
     """A reading of a board's hardware from its kernel; None or empty is unknown, with the reasons
-    in ``notes``.
+    in ``notes``, where findings are, too: a stuck job, or a governor that costs speed.
 
-    ``npu_load`` has one percentage per core; ``ddr_load`` is a percentage too. ``npu_max_hz`` is
-    the highest clock that the NPU can be set to. ``temperature_c`` is the NPU's, or the SoC's if
-    the NPU has no sensor of its own.
+    ``npu_load`` has one percentage per core, 100 where ``notes`` names a stuck job; ``ddr_load`` is
+    a percentage too. ``npu_max_hz`` is the highest clock that the NPU can be set to.
+    ``temperature_c`` is the NPU's, or the SoC's if the NPU has no sensor of its own.
     """
 
     soc: str = ""
     npu_load: tuple[float, ...] = ()
     npu_hz: int | None = None
     npu_max_hz: int | None = None
+    npu_governor: str = ""
+    cpu_clocks: tuple[CpuClock, ...] = ()
     ddr_hz: int | None = None
     ddr_governor: str = ""
     ddr_load: float | None = None

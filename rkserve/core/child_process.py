@@ -19,13 +19,17 @@ _FIRST_LOOK_S, _LAST_LOOK_S = 0.001, 0.1
 
 
 class ChildProcess:
-    """A running program. Use it from one event loop; build it with ``start``."""
+    """A running program. Use it from one event loop; build it with ``start``.
+
+    Write to ``stdin`` unless it is closing; what the program does not read before it ends is lost.
+    """
+
+    stdin: asyncio.WriteTransport
+    stdout: asyncio.ReadTransport
+    stderr: asyncio.ReadTransport
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self._process = process
-        self._inlet: asyncio.WriteTransport | None = None
-        self._outlet: asyncio.ReadTransport | None = None
-        self._errors: asyncio.ReadTransport | None = None
         self.pid = process.pid
 
     @classmethod
@@ -59,35 +63,16 @@ class ChildProcess:
     async def _connect(self, out: asyncio.Protocol, err: asyncio.Protocol | None) -> None:
         loop = asyncio.get_running_loop()
         if err is not None:
-            self._errors, _ = await loop.connect_read_pipe(lambda: err, self._process.stderr)
-        self._outlet, _ = await loop.connect_read_pipe(lambda: out, self._process.stdout)
-        self._inlet, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, self._process.stdin)
-
-    def write(self, data: bytes) -> None:
-        """Write ``data`` to its stdin; data that it does not read before it ends is lost."""
-        if self._inlet is not None and not self._inlet.is_closing():
-            self._inlet.write(data)
-
-    def close_stdin(self) -> None:
-        """Close its stdin."""
-        if self._inlet is not None:
-            self._inlet.close()
-
-    def close_stdout(self) -> None:
-        """Close its stdout."""
-        if self._outlet is not None:
-            self._outlet.close()
+            self.stderr, _ = await loop.connect_read_pipe(lambda: err, self._process.stderr)
+        self.stdout, _ = await loop.connect_read_pipe(lambda: out, self._process.stdout)
+        self.stdin, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, self._process.stdin)
 
     def close(self) -> None:
         """Close all pipes."""
-        process = self._process
-        transports = (self._inlet, self._outlet, self._errors)
-        for transport, pipe in zip(
-            transports, (process.stdin, process.stdout, process.stderr), strict=True
-        ):
-            if transport is not None:
-                transport.close()  # and its pipe
-            elif pipe is not None:
+        for name in ("stdin", "stdout", "stderr"):
+            # A transport closes its pipe; without one the start has failed before.
+            pipe = getattr(self, name, None) or getattr(self._process, name)
+            if pipe is not None:
                 pipe.close()
 
     def send_signal(self, number: int) -> None:

@@ -19,6 +19,7 @@ import threading
 from collections.abc import Callable, Iterable
 from functools import lru_cache
 from pathlib import Path
+from typing import Any, TypeVar
 
 from rkserve.core.errors import RequestError
 
@@ -26,6 +27,7 @@ from rkserve.core.errors import RequestError
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 PRIVATE = 0o700
+T = TypeVar("T")
 
 
 def free_bytes(folder: Path) -> int:
@@ -118,6 +120,16 @@ def write_private(path: Path, text: str) -> None:
     with os.fdopen(open_private(path, os.O_WRONLY | os.O_CREAT), "w", encoding="utf-8") as file:
         file.truncate(0)  # not before its owner is checked
         file.write(text)
+
+
+def replace_private(path: Path, text: str) -> None:
+    """Replace a file of a private folder, completely or not at all. Raises as ``write_private``."""
+    fresh = path.with_name(f"{path.name}.new")
+    fresh.unlink(missing_ok=True)
+    write_private(fresh, text)
+    sync(fresh)
+    fresh.replace(path)
+    sync(path.parent)
 
 
 def _check_file(path: Path, descriptor: int) -> None:
@@ -226,6 +238,49 @@ def ids_digest(ids: Iterable[int]) -> str:
     return hashlib.sha256(",".join(map(str, ids)).encode()).hexdigest()[:32]
 
 
+class JsonRecord:
+    """A small JSON file that a process leaves to the next one.
+
+    It is a convenience: no method raises. All touch the disk; a ``path`` of None keeps nothing.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+
+    def read(self, parse: Callable[[Any], T]) -> T | None:
+        """Return what ``parse`` makes of the content; None where there is none.
+
+        A damaged file is removed; ``parse`` raises ``ValueError``, ``KeyError`` or ``TypeError``.
+        """
+        if self._path is None:
+            return None
+        try:
+            return parse(json.loads(self._path.read_text(encoding="utf-8")))
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, KeyError, TypeError) as exc:
+            log.warning("the record %s is ignored and removed: %s", self._path, exc)
+            self.remove()
+            return None
+
+    def write(self, value: Any) -> None:
+        """Replace the content, completely or not at all."""
+        if self._path is None:
+            return
+        try:
+            replace_private(self._path, json.dumps(value))
+        except OSError as exc:
+            log.warning("%s could not be written: %s", self._path, exc)
+
+    def remove(self) -> None:
+        """Remove the file, if there is one."""
+        try:
+            if self._path is not None:
+                self._path.unlink(missing_ok=True)
+        except OSError as exc:
+            log.warning("%s could not be removed: %s", self._path, exc)
+
+
 class CachedDigest:
     """The sha256 of one large file, cached in ``record`` across processes while the file is
     unchanged; without a record it is cached in memory only.
@@ -235,7 +290,7 @@ class CachedDigest:
 
     def __init__(self, file: Path, record: Path | None) -> None:
         self.file = file
-        self._record = record
+        self._record = JsonRecord(record)
         self._known: tuple[Stamp, str] | None = None
         self._lock = threading.Lock()
         self._stopped = threading.Event()
@@ -253,51 +308,26 @@ class CachedDigest:
         with self._lock:
             stamped = stamp(self.file)
             if self._known is None:
-                self._known = self._read()
+                self._known = self._record.read(_read_digest)
             if self._known is None or self._known[0] != stamped:
                 digest = _hash(str(self.file), self._stopped)
                 if stamp(self.file) != stamped:
                     raise OSError(f"{self.file} was changed while it was read")
                 self._known = stamped, digest
-                self._write(stamped, digest)
+                self._record.write({"stamp": stamped, "digest": digest})
             return self._known[1]
 
     def stop(self) -> None:
         """Cancel a running computation, because the process is about to end."""
         self._stopped.set()
 
-    def _read(self) -> tuple[Stamp, str] | None:
-        if self._record is None:
-            return None
-        try:
-            found = json.loads(self._record.read_text(encoding="utf-8"))
-            device, inode, size, mtime, ctime = (int(one) for one in found["stamp"])
-            digest = _checked(found["digest"])
-        except FileNotFoundError:
-            return None
-        except (OSError, ValueError, KeyError, TypeError) as exc:
-            log.warning("the record %s is ignored: %s", self._record, exc)
-            return None
-        return (device, inode, size, mtime, ctime), digest
 
-    def _write(self, stamped: Stamp, digest: str) -> None:
-        if self._record is None:
-            return
-        fresh = self._record.with_name(f"{self._record.name}.new")
-        try:
-            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
-            with open(open_private(fresh, flags), "w", encoding="utf-8") as file:
-                json.dump({"stamp": stamped, "digest": digest}, file)
-            sync(fresh)
-            fresh.replace(self._record)
-        except OSError as exc:  # the next process reads the file once more, and nothing else
-            log.warning("%s could not be written: %s", self._record, exc)
-
-
-def _checked(digest: str) -> str:
-    if not DIGEST.fullmatch(digest):
+def _read_digest(found: Any) -> tuple[Stamp, str]:
+    """Parse a record. Raises ``ValueError``, ``KeyError`` or ``TypeError`` for a foreign one."""
+    device, inode, size, mtime, ctime = (int(one) for one in found["stamp"])
+    if not DIGEST.fullmatch(found["digest"]):
         raise ValueError("it holds no sha256")
-    return digest
+    return (device, inode, size, mtime, ctime), found["digest"]
 
 
 @lru_cache(maxsize=REMEMBERED)

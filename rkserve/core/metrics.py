@@ -6,19 +6,13 @@ Labels are few by design: group, model, board and status; never a request, user 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 
-from prometheus_client import (
-    CollectorRegistry,
-    Counter,
-    Gauge,
-    Histogram,
-    disable_created_metrics,
-)
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from rkserve.core.board_report import BoardReport, BoardState, Hardware
-from rkserve.core.messages import Timings
 
 # From a cached prefix on a fast board (50 ms) to a long prompt on a slow one (minutes).
 TTFT_BUCKETS_S = (0.05, 0.1, 0.2, 0.3, 0.4, 0.6, 0.8, 1.2, 2, 4, 8, 15, 30, 60, 120, 300)
@@ -94,6 +88,8 @@ _COUNTERS: tuple[tuple[str, str, Callable[[BoardReport], float]], ...] = (
     ),
 )
 
+_GOVERNORS = ("cpu_governor", "npu_governor", "ddr_governor")
+
 # Readings of a board's kernel; a figure that is unknown has no sample.
 _HARDWARE: tuple[tuple[str, str, Callable[[Hardware], float | None]], ...] = (
     ("rkserve_npu_frequency_hertz", "Clock of the NPU now.", lambda h: h.npu_hz),
@@ -122,146 +118,132 @@ _HARDWARE: tuple[tuple[str, str, Callable[[Hardware], float | None]], ...] = (
 )
 
 
+def _makers(
+    registry: CollectorRegistry,
+) -> tuple[partial[Counter], partial[Gauge], partial[Histogram]]:
+    """Return the constructors of metrics on a registry."""
+    return (
+        partial(Counter, registry=registry),
+        partial(Gauge, registry=registry),
+        partial(Histogram, registry=registry),
+    )
+
+
 class RouterMetrics:
     """Metrics of one Router."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.registry = registry
-        self.requests = Counter(
-            "rkserve_requests",
-            "HTTP requests by route and status.",
-            ("route", "status"),
-            registry=registry,
+        counter, gauge, histogram = _makers(registry)
+        self.requests = counter(
+            "rkserve_requests", "HTTP requests by route and status.", ("route", "status")
         )
-        self.in_flight = Gauge(
-            "rkserve_requests_in_flight", "Calls that are being answered.", registry=registry
-        )
-        self.ttft = Histogram(
+        self.in_flight = gauge("rkserve_requests_in_flight", "Calls that are being answered.")
+        self.ttft = histogram(
             "rkserve_ttft_seconds",
             "From a request's arrival at the Router to its first token.",
             ("model",),
             buckets=TTFT_BUCKETS_S,
-            registry=registry,
         )
-        self.duration = Histogram(
+        self.duration = histogram(
             "rkserve_generation_seconds",
             "From a request's arrival at the Router to the end of its answer.",
             ("model",),
             buckets=DURATION_BUCKETS_S,
-            registry=registry,
         )
-        self.continuations = Counter(
+        self.continuations = counter(
             "rkserve_continuations",
             "Times that a generation lost its board and went on, by how it was lost: crashed, "
             "hung, run_failed, gone, silent, out_of_order, unreachable, busy or lacking.",
             ("why",),
-            registry=registry,
         )
-        self.continuation = Histogram(
+        self.continuation = histogram(
             "rkserve_continuation_seconds",
             "From the loss of a generation's board to its next token.",
             buckets=CONTROL_BUCKETS_S,
-            registry=registry,
         )
-        self.held_time = Histogram(
+        self.held_time = histogram(
             "rkserve_held_seconds",
             "Time that a client's generation stood still, or waited at the Router, because the "
             "cluster held it: by an update (another version of an adapter or of the weights is "
             "served since), a sleep or a pause.",
             ("model", "by"),
             buckets=WAIT_BUCKETS_S,
-            registry=registry,
         )
-        self.circuits = Counter(
+        self.circuits = counter(
             "rkserve_circuits_opened",
             "Times that a board was left alone for a while because requests kept failing there.",
-            registry=registry,
         )
-        self.hang_ups = Counter(
-            "rkserve_hang_ups", "Answers whose client left before the end.", registry=registry
-        )
-        self.generation_errors = Counter(
+        self.hang_ups = counter("rkserve_hang_ups", "Answers whose client left before the end.")
+        self.generation_errors = counter(
             "rkserve_generation_errors",
             "Generations that ended with an error, by its code.",
             ("code",),
-            registry=registry,
         )
-        self.queue_wait = Histogram(
+        self.queue_wait = histogram(
             "rkserve_queue_wait_seconds",
             "Time that a generation waited in the Router's queue for a place at a board.",
             ("model",),
             buckets=WAIT_BUCKETS_S,
-            registry=registry,
         )
-        self.turned_away = Counter(
+        self.turned_away = counter(
             "rkserve_turned_away",
             "Generations that got no place at a board, by the error's code; shed ones were in the "
             "queue and left it for more urgent ones, or for those of others.",
             ("model", "reason"),
-            registry=registry,
         )
-        self.board_seconds = Counter(
+        self.board_seconds = counter(
             "rkserve_board_seconds",
             "Time for which generations had boards, also stepped and paused inside the runtime.",
             ["model"],
-            registry=registry,
         )
-        self.rate_limited = Counter(
-            "rkserve_rate_limited", "Calls beyond the limits of their key.", registry=registry
-        )
-        self.goodput = Counter(
+        self.rate_limited = counter("rkserve_rate_limited", "Calls beyond the limits of their key.")
+        self.goodput = counter(
             "rkserve_goodput_tokens",
             "Tokens of answers that ended in order and in time; others that boards generated were "
             "for nobody.",
             ("model",),
-            registry=registry,
         )
-        self.embedded_texts = Counter(
-            "rkserve_embedded_texts", "Texts that became vectors.", ("model",), registry=registry
+        self.embedded_texts = counter(
+            "rkserve_embedded_texts", "Texts that became vectors.", ("model",)
         )
-        self.embedded_tokens = Counter(
-            "rkserve_embedded_tokens", "Tokens of these texts.", ("model",), registry=registry
+        self.embedded_tokens = counter(
+            "rkserve_embedded_tokens", "Tokens of these texts.", ("model",)
         )
-        self.prefix_tokens = Counter(
+        self.prefix_tokens = counter(
             "rkserve_prefix_tokens",
             "Prompt tokens of generations that ended: what the Router expected to be found in "
             "their boards' KV caches (expected), and what was (found).",
             ("model", "what"),
-            registry=registry,
         )
-        self.decisions = Counter(
+        self.decisions = counter(
             "rkserve_routing_decisions",
             "Choices of a board by what it should hold of the prompt: its live context (live), a "
             "file (file), nothing (none); or that waiting for one costs less time (wait).",
             ("model", "reuse"),
-            registry=registry,
         )
-        self.decision = Histogram(
+        self.decision = histogram(
             "rkserve_routing_decision_seconds",
             "Time that one choice of a board took.",
             buckets=DECISION_BUCKETS_S,
-            registry=registry,
         )
-        self._prefill = Histogram(
+        self.prefill = histogram(
             "rkserve_request_prefill_seconds",
             "Time that a request's prefill took on its board, as the runtime counts it.",
             ("model",),
             buckets=TTFT_BUCKETS_S,
-            registry=registry,
         )
-        self._prefill_rate = Histogram(
+        self.prefill_rate = histogram(
             "rkserve_request_prefill_tokens_per_second",
             "Tokens that a request prefilled each second; those from the KV cache do not count.",
             ("model",),
             buckets=PREFILL_RATE_BUCKETS,
-            registry=registry,
         )
-        self._decode_rate = Histogram(
+        self.decode_rate = histogram(
             "rkserve_request_decode_tokens_per_second",
             "Tokens that a request decoded each second.",
             ("model",),
             buckets=DECODE_RATE_BUCKETS,
-            registry=registry,
         )
 
     def continued(self, word: str) -> None:
@@ -280,124 +262,84 @@ class RouterMetrics:
         """Observe the time from the end of a hold to the next token."""
         self.continuation.observe(took_s)
 
-    def waited(self, model: str, waited_s: float) -> None:
-        """Observe the wait of a request for a reservation."""
-        self.queue_wait.labels(model).observe(waited_s)
-
     def refused(self, model: str, reason: str) -> None:
         """Count a request without a reservation."""
         self.turned_away.labels(model, reason).inc()
-
-    def observe(self, model: str, timings: Timings) -> None:
-        """Record the board's measurements of one finished generation.
-
-        A phase that did not happen, or that the runtime did not time, gives no sample: a rate of 0
-        would suggest a slow board.
-        """
-        prefill_s, decode_s = timings.prefill_ms / 1e3, timings.decode_ms / 1e3
-        if timings.prefill_tokens > 0 and prefill_s > 0:
-            self._prefill.labels(model).observe(prefill_s)
-            self._prefill_rate.labels(model).observe(timings.prefill_tokens / prefill_s)
-        if timings.decode_tokens > 0 and decode_s > 0:
-            self._decode_rate.labels(model).observe(timings.decode_tokens / decode_s)
 
 
 class CoordinatorMetrics:
     """Metrics of the Coordinator. Kinds and phases are those of operations."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self.operations = Counter(
+        counter, gauge, histogram = _makers(registry)
+        self.operations = counter(
             "rkserve_operations",
             "Operations that are over, by kind and how they ended; pauses, resumptions, staging, "
             "rollouts and rollbacks are kinds, 'failed' and 'undone' are failures.",
             ("kind", "state"),
-            registry=registry,
         )
-        self.refused = Counter(
+        self.refused = counter(
             "rkserve_operations_refused",
             "Control calls that were refused before they began, by the error's code.",
             ("kind", "code"),
-            registry=registry,
         )
-        self.running = Gauge(
-            "rkserve_operations_running", "Operations that go on now.", registry=registry
-        )
-        self.duration = Histogram(
+        self.running = gauge("rkserve_operations_running", "Operations that go on now.")
+        self.duration = histogram(
             "rkserve_operation_seconds",
             "From a control call's arrival to the end of what it asked for.",
             ("kind",),
             buckets=CONTROL_BUCKETS_S,
-            registry=registry,
         )
-        self.phase = Histogram(
+        self.phase = histogram(
             "rkserve_operation_phase_seconds",
             "Time that operations spent in one phase, such as staging or switching.",
             ("kind", "phase"),
             buckets=CONTROL_BUCKETS_S,
-            registry=registry,
         )
-        self.broadcast = Histogram(
+        self.broadcast = histogram(
             "rkserve_broadcast_seconds",
             "From the broadcast of the desired state to the last board's answer.",
             buckets=CONTROL_BUCKETS_S,
-            registry=registry,
         )
-        self.skew = Histogram(
+        self.skew = histogram(
             "rkserve_broadcast_skew_seconds",
             "From the first board's answer to the last one's.",
             buckets=CONTROL_BUCKETS_S,
-            registry=registry,
         )
-        self.staged_bytes = Counter(
-            "rkserve_staged_bytes", "Bytes of adapters brought to boards.", registry=registry
-        )
-        self.stage = Histogram(
+        self.staged_bytes = counter("rkserve_staged_bytes", "Bytes of adapters brought to boards.")
+        self.stage = histogram(
             "rkserve_stage_seconds",
             "Time that one adapter took to be on one board's disk, verified.",
             buckets=CONTROL_BUCKETS_S,
-            registry=registry,
         )
-        self.board_failures = Counter(
+        self.board_failures = counter(
             "rkserve_control_failures",
             "Control calls that a board failed or did not answer, by method and error code.",
             ("method", "code"),
-            registry=registry,
         )
-        self.reconciled = Counter(
+        self.reconciled = counter(
             "rkserve_reconciliations",
             "Boards brought to the desired state outside of an operation: joined, restarted, or "
             "left behind by one.",
-            registry=registry,
         )
-        self.leases_expired = Counter(
+        self.leases_expired = counter(
             "rkserve_leases_expired",
             "Pauses that ended because they were neither renewed nor resumed in time.",
-            registry=registry,
         )
-        self.epoch = Gauge(
-            "rkserve_desired_epoch", "Epoch of the desired state.", registry=registry
-        )
-        self.pauses_in_force = Gauge(
-            "rkserve_pauses_in_force", "Pauses of parts of the cluster.", registry=registry
-        )
-        self.sleeps_in_force = Gauge(
-            "rkserve_sleeps_in_force", "Sleeps of parts of the cluster.", registry=registry
-        )
-        self.idle_unloads = Counter(
+        self.epoch = gauge("rkserve_desired_epoch", "Epoch of the desired state.")
+        self.pauses_in_force = gauge("rkserve_pauses_in_force", "Pauses of parts of the cluster.")
+        self.sleeps_in_force = gauge("rkserve_sleeps_in_force", "Sleeps of parts of the cluster.")
+        self.idle_unloads = counter(
             "rkserve_idle_unloads",
             "Models that were put to sleep because they were unused, by the operation's result.",
             ("model", "state"),
-            registry=registry,
         )
-        self.requested_wakes = Counter(
+        self.requested_wakes = counter(
             "rkserve_requested_wakes",
             "Wake-ups of models that a request asked for, by how they ended.",
             ("model", "state"),
-            registry=registry,
         )
-        self.behind = Gauge(
-            "rkserve_boards_behind", "Boards that do not obey that epoch yet.", registry=registry
-        )
+        self.behind = gauge("rkserve_boards_behind", "Boards that do not obey that epoch yet.")
 
 
 class QueueCollector(Collector):
@@ -482,15 +424,26 @@ def _hardware(reports: Iterable[BoardReport]) -> Iterator[GaugeMetricFamily]:
     info = GaugeMetricFamily(
         "rkserve_board_info",
         "Always 1; the labels say what the board is.",
-        labels=(*_BOARD_LABELS, "soc", "driver", "ddr_governor", "release"),
+        labels=(*_BOARD_LABELS, "soc", "driver", *_GOVERNORS, "release"),
+    )
+    cpu = GaugeMetricFamily(
+        "rkserve_cpu_frequency_hertz",
+        "Clock of these CPUs now.",
+        labels=(*_BOARD_LABELS, "cpus"),
     )
     for report, hardware in known:
         board = (report.board_id, report.model)
         for core, percent in enumerate(hardware.npu_load):
             load.add_metric((*board, str(core)), percent / 100)
-        names = (hardware.soc, hardware.driver_version, hardware.ddr_governor, report.release)
+        for clock in hardware.cpu_clocks:
+            if clock.hz is not None:
+                cpu.add_metric((*board, clock.cpus), clock.hz)
+        of_cpus = ",".join(sorted({clock.governor for clock in hardware.cpu_clocks} - {""}))
+        governors = (of_cpus, hardware.npu_governor, hardware.ddr_governor)
+        names = (hardware.soc, hardware.driver_version, *governors, report.release)
         info.add_metric((*board, *names), 1.0)
     yield load
+    yield cpu
     yield info
     for name, text, figure in _HARDWARE:
         gauge = GaugeMetricFamily(name, text, labels=_BOARD_LABELS)

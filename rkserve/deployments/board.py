@@ -175,7 +175,7 @@ class BoardReplica:
 
     async def kv(self) -> KvReport:
         """Return the contents of the KV cache."""
-        return await self._board.kv()
+        return self._board.kv()
 
     async def clear_kv(self, keep_system_prompt: bool) -> KvReport:
         """Clear the KV cache; see ``Board.clear_kv``."""

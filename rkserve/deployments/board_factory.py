@@ -24,9 +24,8 @@ from typing import Any
 from rkserve.board.answer.hooks import HookFactory
 from rkserve.board.board import Board
 from rkserve.board.engine.process import EngineProcess
-from rkserve.board.engine.protocol import Engine, EngineSpec, with_weights
+from rkserve.board.engine.protocol import Engine, EngineSpec, RunTimeouts, with_weights
 from rkserve.board.engine.telemetry import read_soc, read_telemetry
-from rkserve.board.run.run import RunTimeouts
 from rkserve.board.run.settings import BoardSettings
 from rkserve.board.storage.prompt_cache import CacheFingerprint, CacheStore
 from rkserve.config.board_group import BoardGroupConfig
@@ -35,6 +34,7 @@ from rkserve.core.board_report import Hardware
 from rkserve.core.errors import ConfigError, LoadFailed
 from rkserve.core.files import content_digest, file_digest, open_private, private_folder
 from rkserve.models.folder import ModelFolder, open_model_folder
+from rkserve.native.quirks import read_quirks_file
 from rkserve.native.runtime import LoadParams, VisionParams
 from rkserve.native.sim import telemetry as simulated
 
@@ -166,7 +166,8 @@ def _spec(group: BoardGroupConfig, place: BoardLocation, folder: ModelFolder) ->
         fence=str(place.state_dir / fence),
         text_mode=folder.tokenizer_file is None,
         vision=vision_params(group, folder),
-        quirks=group.quirks,
+        quirks=quirks_of(group),
+        allow_unlisted=group.allow_unlisted,
         environ=engine_environ(group, place.board_id),
         pin_cpus=group.pin_cpus,
         load_timeout_s=group.load_timeout_s,
@@ -202,6 +203,13 @@ def _library(group: BoardGroupConfig) -> Path:
     from rkserve.native.sim.build import ensure_built
 
     return ensure_built(group.simulated.release)
+
+
+def quirks_of(group: BoardGroupConfig) -> dict[str, bool]:
+    """Return a group's overrides: its quirks file's, and its own. Raises ``ConfigError``."""
+    if group.quirks_file is None:
+        return group.quirks
+    return read_quirks_file(group.quirks_file.expanduser(), _library(group)) | group.quirks
 
 
 def _caches(
@@ -313,10 +321,13 @@ def claim_slot(state_dir: Path, group: str, slots: int) -> NodeSlot:
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                holders.append(_holder(fd))
+                holders.append(os.pread(fd, 32, 0).decode(errors="replace").strip() or "?")
                 os.close(fd)
                 continue
-            _sign(fd)
+            # The lock works without the name, for example on a full disk.
+            with contextlib.suppress(OSError):
+                os.ftruncate(fd, 0)
+                os.pwrite(fd, str(os.getpid()).encode(), 0)
             return NodeSlot(index, fd)
     except OSError as exc:
         raise LoadFailed(f"the state folder {state_dir} cannot be used: {exc}") from exc
@@ -324,14 +335,3 @@ def claim_slot(state_dir: Path, group: str, slots: int) -> NodeSlot:
         f"all {slots} slots of group {group} on this node are held, by the processes "
         f"{', '.join(holders)} ({state_dir})"
     )
-
-
-def _sign(fd: int) -> None:
-    # The lock works without the name, for example on a full disk.
-    with contextlib.suppress(OSError):
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, str(os.getpid()).encode(), 0)
-
-
-def _holder(fd: int) -> str:
-    return os.pread(fd, 32, 0).decode(errors="replace").strip() or "?"

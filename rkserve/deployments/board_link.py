@@ -51,12 +51,7 @@ class RayLink:
         self._group = group
         self._report_timeout_s = report_timeout_s
         self._replicas = Replicas(handle, report_timeout_s)
-        self._complete = False
-
-    @property
-    def complete(self) -> bool:
-        """True if the last round of reports covered all boards; see ``BoardLink``."""
-        return self._complete
+        self.complete = False  # see ``BoardLink``
 
     async def open(self, request: GenerateRequest, replica: str) -> AsyncGenerator[Event, None]:
         """Generate on that replica; see ``BoardLink``."""
@@ -69,13 +64,13 @@ class RayLink:
                     yield event
             except BoardFailed as exc:
                 # A failure before the first event may be of the connection only.
-                if inbox.heard or not inbox.lost or isinstance(exc, BoardSilent):
+                if inbox.received or not inbox.lost or isinstance(exc, BoardSilent):
                     raise
             else:
                 return
             finally:
                 line.leave(inbox)
-                channels.streams["channel"] += inbox.heard
+                channels.streams["channel"] += inbox.received
         if channels is not None:
             channels.streams["ray"] += 1
         async with aclosing(self._streamed(request, replica)) as streamed:
@@ -103,7 +98,7 @@ class RayLink:
                 yield event
         finally:
             # Neither dropping the response nor cancelling its consumer stops the board. For a call
-            # that never reached a replica Ray raises here once more what has been said already.
+            # that never reached a replica Ray raises an error that was handled already once more.
             with contextlib.suppress(RayError, RayServeException):
                 response.cancel()
 
@@ -114,7 +109,7 @@ class RayLink:
         them all. Ray collects its answers as a whole, so that a single silent replica fails it;
         then every replica that Ray lists is asked alone, including those without an earlier report.
         """
-        self._complete = False
+        self.complete = False
         listed = self._replicas.listed()
         lines = self._lines_to(listed)
         near = await asyncio.gather(*(self._reported(line) for line in lines.values()))
@@ -123,7 +118,7 @@ class RayLink:
             reports += await self._reports_by_ray(frozenset(one.replica for one in reports))
         else:
             await self._replicas.forget_dead()
-            self._complete = True
+            self.complete = True
         for report in reports:
             self._seek(report.replica)
         return reports
@@ -145,10 +140,10 @@ class RayLink:
     async def _reports_by_ray(self, known: frozenset[str]) -> list[BoardReport]:
         """Collect the reports of all replicas except ``known`` ones."""
         reports = [] if known else await self._broadcast()
-        heard = known | {report.replica for report in reports}
-        left = self._replicas.listed() - heard
+        reported = known | {report.replica for report in reports}
+        left = self._replicas.listed() - reported
         later, _ = await asyncio.gather(self._ask_each(left), self._replicas.forget_dead())
-        self._complete = all(isinstance(answer, BoardReport | BoardGone) for answer in later)
+        self.complete = all(isinstance(answer, BoardReport | BoardGone) for answer in later)
         return [*reports, *(answer for answer in later if isinstance(answer, BoardReport))]
 
     async def _broadcast(self) -> list[BoardReport]:
@@ -226,12 +221,12 @@ class RayLink:
                 response.cancel()
 
     async def ask_all(
-        self, method: str, *args: Any, timeout_s: float, heard: Callable[[Any], None]
+        self, method: str, *args: Any, timeout_s: float, take: Callable[[Any], None]
     ) -> None:
         """Call a method of every board that Ray lists; see ``BoardLink``."""
 
         async def one(answer: Awaitable[Any]) -> None:
-            heard(await answer)
+            take(await answer)
 
         listed = self._replicas.listed()
         lines = self._lines_to(listed)

@@ -29,8 +29,7 @@ from rkserve.coordinator.coordinator import Coordinator, CoordinatorPorts
 from rkserve.coordinator.state.ledger import Ledger
 from rkserve.core.desired_state import (
     SYSTEM_PROMPT,
-    AdapterVersion,
-    BaseVersion,
+    Artifact,
     Desired,
     DesiredCache,
 )
@@ -152,39 +151,21 @@ class CoordinatorReplica:
         """Write a part; return the total number of bytes."""
         return await asyncio.to_thread(self._store.upload_part, upload, offset, data)
 
-    async def upload_end(
-        self, upload: str, manifest: Mapping[str, Any] | None = None
-    ) -> AdapterVersion:
+    async def upload_end(self, upload: str, manifest: Mapping[str, Any] | None = None) -> Artifact:
         """End an upload: the file is verified and kept."""
         return await asyncio.to_thread(self._store.upload_end, upload, manifest)
-
-    async def upload_end_model(self, upload: str, manifest: Mapping[str, Any]) -> BaseVersion:
-        """End an upload of base weights."""
-        return await asyncio.to_thread(self._store.upload_end_model, upload, manifest)
 
     async def upload_abort(self, upload: str) -> None:
         """Drop an upload."""
         await asyncio.to_thread(self._store.upload_abort, upload)
 
-    async def register_path(
-        self, path: str, claim: DeclaredArtifact, scale: float = 1.0
-    ) -> AdapterVersion:
-        """Take a file of the head node; see ``ArtifactStore.register_path``."""
-        await self._coordinator.require_base(claim)
-        return await self._fetching.run(self._store.register_path, path, claim, scale)
-
-    async def register_url(
-        self, url: str, claim: DeclaredArtifact, scale: float = 1.0
-    ) -> AdapterVersion:
-        """Fetch a file; see ``ArtifactStore.register_url``."""
-        await self._coordinator.require_base(claim)
-        return await self._fetching.run(self._store.register_url, url, claim, scale)
-
-    async def register_model(
-        self, kind: str, place: str, claim: DeclaredArtifact
-    ) -> BaseVersion | None:
-        """Take base weights; see ``ArtifactStore.register_model``."""
-        return await self._fetching.run(self._store.register_model, kind, place, claim)
+    async def register(
+        self, kind: str, place: str, claim: DeclaredArtifact, scale: float = 1.0
+    ) -> Artifact | None:
+        """Take a file of the head node, or fetch one; see ``ArtifactStore.register``."""
+        if not claim.base:
+            await self._coordinator.require_base(claim)
+        return await self._fetching.run(self._store.register, kind, place, claim, scale)
 
     async def find_weights(self, model: str, artifact: str) -> StoredArtifact:
         """Return the artifact of a name; see ``Coordinator.find_weights``."""
@@ -201,8 +182,8 @@ class CoordinatorReplica:
         return self._coordinator.caches.drop(model, name)
 
     async def kept_caches(self, model: str) -> list[dict[str, object]]:
-        """Return the desired prompt caches; see ``PromptCacheKeeper.told``."""
-        return self._coordinator.caches.told(model)
+        """Return the desired prompt caches; see ``PromptCacheKeeper.desired``."""
+        return self._coordinator.caches.desired(model)
 
     async def __del__(self) -> None:
         """Release everything. Called by Ray, also after a constructor that failed."""

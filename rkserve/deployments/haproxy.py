@@ -58,6 +58,7 @@ LONGEST_FOLDER = 29
 SPARE_CONNECTIONS = 100
 MOST_CONNECTIONS = 10_000  # each has 2.5 files, with those that splice, and 20 KB while it is read
 OWN_FILES = 500  # HAProxy's files besides those of connections
+ROUTER_PORTS = 100
 PREPARED = "# Prepared by rkserve"
 
 
@@ -104,8 +105,15 @@ def environ(folder: Path, ports: Iterator[int]) -> dict[str, str]:
     Raises:
         ConfigError: as ``prepare``.
     """
+    made, routers = prepare(folder), next(ports)
     return {
-        **prepare(folder),
+        **made,
+        # Where no Router runs, HAProxy sends requests to Serve's own proxy. Every Ray has the same
+        # default ports: until these listen, those of another Ray on the machine would answer.
+        "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(next(ports)),
+        "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT": str(next(ports)),
+        "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": str(routers),
+        "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": str(routers + ROUTER_PORTS),
         "RAY_SERVE_HAPROXY_METRICS_PORT": str(next(ports)),
         "RAY_SERVE_HAPROXY_STATS_PORT": str(next(ports)),
         "RAY_SERVE_HAPROXY_NBTHREAD": "1",
@@ -262,12 +270,9 @@ def check_template() -> None:
     except OSError as exc:
         raise ConfigError(f"Ray's template for HAProxy cannot be read: {exc}.") from exc
     _, _, template = text.partition('HAPROXY_CONFIG_TEMPLATE = """')
-    prepare_config(_without_jinja(template.partition('"""')[0]), ProxyLimits(), MOST_CONNECTIONS)
-
-
-def _without_jinja(template: str) -> str:
-    """Every line that a template may write, with 1 in the place of each value."""
-    return re.sub(r"{{.*?}}", "1", re.sub(r"{%.*?%}", "", template))
+    # Every line that the template may write, with 1 in the place of each value.
+    lines = re.sub(r"{{.*?}}", "1", re.sub(r"{%.*?%}", "", template.partition('"""')[0]))
+    prepare_config(lines, ProxyLimits(), MOST_CONNECTIONS)
 
 
 def _edited(line: str, section: str, edits: list[TemplateEdit], found: list[int]) -> list[str]:

@@ -3,6 +3,10 @@
 Ray reads an application's arguments only in a task on the running cluster, tries that four times,
 and keeps waiting after it has failed. The package therefore installs Ray's command ``serve`` again,
 with these checks before ``serve run`` and ``serve deploy``.
+
+A reader of Ray's token can run code on every node, and Ray creates its file readable for all. So
+the command creates it first, for its owner only, where Ray would, and warns about one that others
+may read.
 """
 
 from __future__ import annotations
@@ -10,6 +14,8 @@ from __future__ import annotations
 import difflib
 import errno
 import os
+import secrets
+import shlex
 import socket
 import sys
 from collections.abc import Mapping, Sequence
@@ -32,6 +38,8 @@ YAML = (".yaml", ".yml")
 # Ray's own defaults, if the file omits them.
 HOST, PORT = "0.0.0.0", 8000
 FAILED = 1
+OTHERS = 0o077  # permissions of the group and of everybody
+TOKEN_BYTES = 32  # as many as Ray takes
 
 
 def check_args(args: Any) -> RkserveConfig:
@@ -208,8 +216,58 @@ def _check_given(name: str, file: Path, address: str | None) -> None:
         return  # an import path
     starts = name == "run" and not _is_running(address)
     check_file(file, starts=starts)
+    warning = check_token(os.environ, starts=starts)
+    if warning:
+        print(f"rkserve: {warning}", file=sys.stderr)  # noqa: T201 -- before Ray has a log
     if starts:
         os.environ.update(own_environ(os.environ))
+
+
+def check_token(environ: Mapping[str, str], *, starts: bool) -> str:
+    """Return a warning about Ray's token file, empty if there is none.
+
+    ``starts`` means that a new Ray starts on this machine: a token that it would create is created
+    here, with mode 0600.
+
+    Raises:
+        ConfigError: the file cannot be created.
+    """
+    given = environ.get("RAY_AUTH_TOKEN_PATH")
+    if environ.get("RAY_AUTH_TOKEN") or environ.get("RAY_AUTH_MODE", "token") != "token":
+        return ""
+    file = Path(given) if given else Path.home() / ".ray" / "auth_token"
+    try:
+        mode = file.stat().st_mode & 0o777
+    except FileNotFoundError:
+        if starts and not given:
+            _create_token(file)
+        return ""
+    except OSError as exc:
+        raise ConfigError(f"Ray's token {file} cannot be read: {exc.strerror}") from exc
+    if not mode & OTHERS:
+        return ""
+    return (
+        f"Ray's token {file} has mode {mode:04o}; other accounts that read it can run code on all "
+        f"nodes. Run: chmod 600 {shlex.quote(str(file))}"
+    )
+
+
+def _create_token(file: Path) -> None:
+    try:
+        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # Another start may be creating it: the first one counts, as a file with content.
+        made = file.with_name(f"{file.name}.{os.getpid()}")
+        descriptor = os.open(made, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "w", encoding="ascii") as out:
+            out.write(secrets.token_hex(TOKEN_BYTES))
+        try:
+            os.link(made, file)
+        except FileExistsError:
+            pass
+        finally:
+            made.unlink()
+    except OSError as exc:
+        raise ConfigError(f"Ray's token {file} cannot be created: {exc.strerror}") from exc
 
 
 def _is_running(address: str | None) -> bool:

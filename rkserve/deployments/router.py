@@ -41,6 +41,7 @@ from rkserve.models.folder import open_model_folder
 from rkserve.router.coordinator_client import CoordinatorClient
 from rkserve.router.dispatch.dispatch import open_dispatch, open_fleet
 from rkserve.router.features.generations import ROUTERS
+from rkserve.router.membership import Membership
 from rkserve.router.served_models import ServedModel
 from rkserve.router.service import Service
 from rkserve.router.stored_responses import Responses
@@ -161,6 +162,7 @@ class RouterReplica:
             peers,
             hosts=host_names(config.router, cluster_names),
             gradio=self._gradio,
+            membership=Membership.of(os.environ),
         )
         self.hides_clients = await asyncio.to_thread(hides_clients)
         # A Router that replaces another one should know the boards and the desired state
@@ -232,7 +234,7 @@ class RayCoordinatorLink:
 
         done = False
         try:
-            said = await asyncio.wait_for(answer(), timeout_s)
+            result = await asyncio.wait_for(answer(), timeout_s)
             done = True
         except (TimeoutError, asyncio.TimeoutError):  # two classes before Python 3.11
             raise CoordinatorAway(
@@ -250,7 +252,7 @@ class RayCoordinatorLink:
                 "tells later what became of the call."
             ) from exc
         else:
-            return said
+            return result
         finally:
             if not done:
                 # A waiting call must not outlive its caller; one that changes the cluster is

@@ -1,1 +1,1 @@
-"""A Router's view of the boards: load, speeds, prefix index, hash ring."""
+"""A Router's view of the boards: load, speeds, failures, cached prefixes, hash ring."""

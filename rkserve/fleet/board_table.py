@@ -13,11 +13,9 @@ from dataclasses import dataclass, replace
 from rkserve.core.board_report import BoardReport, BoardState
 from rkserve.core.desired_state import BoardTarget, Desired, PauseMode, SleepLevel
 from rkserve.core.errors import BoardStartFailed
-from rkserve.core.messages import GenerateRequest
-from rkserve.fleet.load import Candidate, ModelBoards, PauseEffect, RoutingStatus
+from rkserve.fleet.load import Candidate, ModelBoards, PauseEffect
+from rkserve.fleet.measurements import Rate, Rates
 from rkserve.fleet.prefix_index import PrefixIndex
-from rkserve.fleet.requests import RoutingRequest
-from rkserve.fleet.speeds import Rate, Rates, TokenCounts, WorkCounters
 
 # A board that recovers or loads keeps its queue and serves within a model load; a sleeping one
 # decides itself whether it takes a waiting request.
@@ -56,27 +54,21 @@ class BoardTable:
     def __init__(
         self,
         groups: Mapping[str, str],
-        rng: random.Random | None = None,
         files_per_board: int | None = None,
     ) -> None:
         """With ``files_per_board`` of None, KV cache contents are not tracked."""
-        self._groups = groups
-        rng = rng or random.Random()
+        self.groups = groups
+        rng = random.Random()
         self.boards = {
             model: ModelBoards(
                 rng, None if files_per_board is None else PrefixIndex(files_per_board)
             )
             for model in dict.fromkeys(groups.values())
         }
-        self._desired = Desired()
+        self.desired = Desired()  # the latest desired state of the cluster
         self._reports: dict[_BoardKey, BoardReport] = {}
         self._missed: dict[_BoardKey, int] = {}
         self._rates: dict[_BoardKey, Rates] = {}
-
-    @property
-    def desired(self) -> Desired:
-        """The latest desired state of the cluster."""
-        return self._desired
 
     def reports(self, model: str | None = None) -> list[BoardReport]:
         """Return the latest reports, sorted by board; a vanished replica's is LOST."""
@@ -101,19 +93,9 @@ class BoardTable:
             if report.replica and (model is None or report.model == model)
         ]
 
-    def routing_request(self, request: GenerateRequest, *, hashed: bool) -> RoutingRequest:
-        """Return the routing features of a request; see ``RoutingRequest.of``."""
-        ref = request.adapter
-        if ref is None and request.line is not None:
-            # The board chooses the version, and during a rollout boards differ: this is a guess,
-            # which the next report corrects.
-            line = self._desired.line(request.model, request.line)
-            ref = None if line is None else line.serves("", request.session)
-        return RoutingRequest.of(request, None if ref is None else ref.key, hashed=hashed)
-
     def candidate(self, group: str, replica: str) -> Candidate | None:
         """Return the state of a replica's board."""
-        return self.boards[self._groups[group]].get(replica)
+        return self.boards[self.groups[group]].get(replica)
 
     def has_board(self, group: str) -> bool:
         """Return whether any board of the group has reported."""
@@ -131,10 +113,10 @@ class BoardTable:
         Cached prefixes that a board loses by it are forgotten, whichever Router requested the
         change.
         """
-        before, self._desired = self._desired, desired
+        before, self.desired = self.desired, desired
         now_s = time.monotonic()
         for (group, _), report in self._reports.items():
-            boards = self.boards[self._groups[group]]
+            boards = self.boards[self.groups[group]]
             candidate = boards.get(report.replica)
             if candidate is None:
                 continue
@@ -146,7 +128,7 @@ class BoardTable:
             elif _unloads(target) or _clears(target) - _clears(had):
                 boards.forget(candidate, now_s, files=target.level is SleepLevel.DROPPED)
 
-    def is_awake(self, model: str) -> bool:
+    def is_ready(self, model: str) -> bool:
         """Return whether a board is ready, or asleep on purpose.
 
         Putting one model to sleep must not make the Router unready for the others.
@@ -157,7 +139,7 @@ class BoardTable:
             for report in self.reports(model)
         )
 
-    def forget_prompts(self, meant: Callable[[str, str], bool], *, files: bool) -> None:
+    def forget_prompts(self, meant: Callable[[str, str], bool], *, files: bool = True) -> None:
         """Forget cached prefixes; ``meant`` selects by board and model.
 
         Without ``files``, those in files on the boards' disks are kept.
@@ -171,41 +153,21 @@ class BoardTable:
     def update(self, group: str, reports: list[BoardReport]) -> None:
         """Store the reports of a group's boards; boards without a report become LOST."""
         now_s = time.monotonic()
-        boards = self.boards[self._groups[group]]
+        boards = self.boards[self.groups[group]]
         usable = {r.replica for r in reports if r.state is BoardState.READY}
         usable = usable or {r.replica for r in reports if r.state in _USABLE}
         for report in reports:
-            standing = self._standing(report, ready=report.replica in usable)
-            boards.heard(report.replica, group, report.board_id, standing)
-            self._hear((group, report.board_id), report)
-        heard = {report.replica for report in reports}
+            held = _held(self._duty(report))
+            boards.update(group, report, ready=report.replica in usable, held=held)
+            self._store((group, report.board_id), report)
+        reported = {report.replica for report in reports}
         for candidate in self._of(group):
-            if candidate.key not in heard:
+            if candidate.key not in reported:
                 boards.silent(candidate, now_s)
         self._age(group, {report.board_id for report in reports})
 
     def _of(self, group: str) -> list[Candidate]:
-        return [one for one in self.boards[self._groups[group]] if one.group == group]
-
-    def _standing(self, report: BoardReport, *, ready: bool) -> RoutingStatus:
-        return RoutingStatus(
-            ready=ready,
-            loaded=report.state is BoardState.READY,
-            held=_held(self._duty(report)),
-            n_batch=report.n_batch,
-            queue_limit=report.queue_limit,
-            running=report.running,
-            queued=report.queued,
-            kind=report.platform,
-            counters=WorkCounters(
-                report.replica,
-                report.prefill_tokens,
-                report.prefill_ms,
-                report.decode_tokens,
-                report.decode_ms,
-            ),
-            holdings=report.holdings,
-        )
+        return [one for one in self.boards[self.groups[group]] if one.group == group]
 
     def note_failure(self, group: str, failure: BoardStartFailed) -> None:
         """List a board that cannot start, and so has no replica to report."""
@@ -216,24 +178,23 @@ class BoardTable:
         self._missed[key] = 0
         self._reports[key] = BoardReport(
             board_id=failure.board_id,
-            model=self._groups[group],
+            model=self.groups[group],
             state=BoardState.FAILED,
             reason=failure.reason,
         )
 
     def _duty(self, report: BoardReport) -> BoardTarget:
-        return self._desired.target(report.board_id, report.model)
+        return self.desired.target(report.board_id, report.model)
 
-    def _hear(self, key: _BoardKey, report: BoardReport) -> None:
+    def _store(self, key: _BoardKey, report: BoardReport) -> None:
         self._reports[key] = report
         self._missed[key] = 0
-        counted = (report.replica, report.prefill_tokens, report.decode_tokens)
-        self._rates.setdefault(key, Rates()).heard(TokenCounts(time.monotonic(), *counted))
+        self._rates.setdefault(key, Rates()).update(report, time.monotonic())
 
-    def _age(self, group: str, heard: set[str]) -> None:
+    def _age(self, group: str, reported: set[str]) -> None:
         """Mark silent boards as LOST, and drop them after ``FORGET_AFTER`` reports."""
         for key, report in list(self._reports.items()):
-            if key[0] != group or key[1] in heard:
+            if key[0] != group or key[1] in reported:
                 continue
             self._missed[key] += 1
             self._rates.pop(key, None)

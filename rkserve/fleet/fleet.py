@@ -17,14 +17,9 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from rkserve.core.board_report import BoardReport, BoardState
 from rkserve.core.desired_state import Desired
-from rkserve.core.errors import (
-    BoardFailed,
-    BoardStartFailed,
-    RkserveError,
-)
+from rkserve.core.errors import BoardFailed, BoardStartFailed, RkserveError
 from rkserve.core.messages import Event, GenerateRequest
 from rkserve.fleet.board_table import SILENT, BoardAddress, BoardTable
-from rkserve.fleet.speeds import Rate
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -39,50 +34,19 @@ TOGETHER_S = 1.0
 class Answers(Generic[T]):
     """Answers of several boards to one call: by board, a value and its time, or an error."""
 
-    said: dict[str, T] = field(default_factory=dict)
+    found: dict[str, T] = field(default_factory=dict)
     failed: dict[str, RkserveError] = field(default_factory=dict)
     took_ms: dict[str, float] = field(default_factory=dict)
 
     @property
     def partial(self) -> bool:
         """Return whether some boards succeeded and others failed."""
-        return bool(self.said) and bool(self.failed)
+        return bool(self.found) and bool(self.failed)
 
     def require_one(self) -> None:
         """Raise the error of the first board by name if all boards failed."""
-        if self.failed and not self.said:
+        if self.failed and not self.found:
             raise min(self.failed.items())[1]
-
-
-class GenerationBoards:
-    """The boards on which this Router's generations run."""
-
-    def __init__(self) -> None:
-        self._held: dict[str, dict[str, tuple[str, str]]] = {}
-
-    def enter(self, request_id: str, group: str, replica: str) -> None:
-        """Note that the request was sent to the replica."""
-        completion, _, choice = request_id.rpartition("/")
-        self._held.setdefault(completion, {})[choice] = (group, replica)
-
-    def leave(self, request_id: str) -> None:
-        """Note that the request has ended there."""
-        completion, _, choice = request_id.rpartition("/")
-        choices = self._held.get(completion, {})
-        choices.pop(choice, None)
-        if not choices:
-            self._held.pop(completion, None)
-
-    def of(self, generation: str, choice: int | None) -> list[tuple[str, str]]:
-        """Return group and replica of each choice, without repeats; empty if unknown."""
-        choices = self._held.get(generation, {})
-        wanted: Iterable[tuple[str, str] | None] = (
-            choices.values() if choice is None else [choices.get(str(choice))]
-        )
-        return list(dict.fromkeys(place for place in wanted if place is not None))
-
-    def __len__(self) -> int:
-        return len(self._held)
 
 
 def merged(lists: Iterable[Sequence[T]]) -> list[T]:
@@ -93,6 +57,10 @@ def merged(lists: Iterable[Sequence[T]]) -> list[T]:
 class BoardLink(Protocol):
     """The connection of one Router to the boards of one group."""
 
+    @property
+    def complete(self) -> bool:
+        """Return whether every existing replica answered the last round of reports."""
+
     def open(self, request: GenerateRequest, replica: str) -> AsyncGenerator[Event, None]:
         """Generate on that replica. Closing the generator aborts; raises ``RkserveError`` only."""
 
@@ -100,16 +68,12 @@ class BoardLink(Protocol):
         """Call a method of that replica's board; raises ``RkserveError`` only."""
 
     async def ask_all(
-        self, method: str, *args: Any, timeout_s: float, heard: Callable[[Any], None]
+        self, method: str, *args: Any, timeout_s: float, take: Callable[[Any], None]
     ) -> None:
-        """Call a method of every board at once; ``heard`` gets each answer as it arrives.
+        """Call a method of every board at once; ``take`` gets each answer as it arrives.
 
         Boards that fail or do not answer in time are skipped. ``method`` must be idempotent.
         """
-
-    @property
-    def complete(self) -> bool:
-        """Return whether every existing replica answered the last round of reports."""
 
     async def reports(self) -> list[BoardReport]:
         """Collect one report from every board that answers."""
@@ -118,8 +82,8 @@ class BoardLink(Protocol):
         """Return the latest failure to start of a board of this group, if it persists."""
 
 
-class Fleet:
-    """All boards of an application. Use it from one event loop."""
+class Fleet(BoardTable):
+    """All boards of an application, and calls to them. Use it from one event loop."""
 
     def __init__(
         self,
@@ -127,20 +91,17 @@ class Fleet:
         groups: Mapping[str, str],
         files_per_board: int | None = None,
     ) -> None:
-        """``groups`` maps a group's name to the model that it serves.
-
-        ``files_per_board`` bounds the KV cache files that are tracked of each board; with None,
-        cache contents are not tracked. ``entries`` maps this Router's requests to the boards that
-        run them.
+        """``files_per_board`` bounds the KV cache files that are tracked of each board; with None,
+        cache contents are not tracked.
         """
+        super().__init__(groups, files_per_board)
         self.links = links
-        self.groups = groups
         self._refreshed_s = float("-inf")
         self._looking = asyncio.Lock()
         self._rounds = asyncio.Lock()  # held while the boards are asked for their reports
         self._begun = self._done = 0  # rounds of reports: number begun, last one ended
-        self.listing = BoardTable(groups, files_per_board=files_per_board)
-        self.entries = GenerationBoards()
+        # By the IDs of this Router's requests: group and replica of the boards that run them.
+        self.running: dict[str, tuple[str, str]] = {}
         self.changed: list[Callable[[], None]] = []  # called after each refresh
         self.unknown = set(links)  # groups with boards that may never have reported
 
@@ -149,36 +110,22 @@ class Fleet:
         """The configured models, without repeats, in the order of the configuration."""
         return list(dict.fromkeys(self.groups.values()))
 
-    def reports(self, model: str | None = None) -> list[BoardReport]:
-        """Return the latest reports, sorted by board; a vanished replica's is LOST."""
-        return self.listing.reports(model)
-
-    def rates(self) -> dict[str, Rate]:
-        """Return the current throughput of each board."""
-        return self.listing.rates()
-
-    def addresses(self, model: str | None = None) -> list[BoardAddress]:
-        """Return the boards that have a replica, including those that just fell silent."""
-        return self.listing.addresses(model)
-
     def obey(self, desired: Desired) -> None:
         """Apply a new desired state to the choice of boards."""
-        self.listing.obey(desired)
-        self._tell()
-
-    def forget_prompts(self, meant: Callable[[str, str], bool], *, files: bool = True) -> None:
-        """Forget cached prefixes; ``meant`` selects by board and model.
-
-        Without ``files``, those in files on the boards' disks are kept.
-        """
-        self.listing.forget_prompts(meant, files=files)
+        super().obey(desired)
+        self._notify()
 
     def holders(self, generation: str, choice: int | None = None) -> list[BoardAddress]:
         """Return the boards of a generation; empty unless this Router started it."""
+        if choice is None:
+            found = [at for one, at in self.running.items() if one.startswith(f"{generation}/")]
+        else:
+            at = self.running.get(f"{generation}/{choice}")
+            found = [] if at is None else [at]
         known = {(address.group, address.replica): address for address in self.addresses()}
         return [
             known.get((group, replica), BoardAddress(group, replica, replica, self.groups[group]))
-            for group, replica in self.entries.of(generation, choice)
+            for group, replica in dict.fromkeys(found)
         ]
 
     async def ask_together(
@@ -194,16 +141,16 @@ class Fleet:
         meant = {address.board_id for address in addresses}
         began_s = time.monotonic()
 
-        def heard(said: Any) -> None:
-            if said.board_id in meant:
-                answers.said[said.board_id] = said
-                answers.took_ms[said.board_id] = (time.monotonic() - began_s) * 1e3
+        def take(answer: Any) -> None:
+            if answer.board_id in meant:
+                answers.found[answer.board_id] = answer
+                answers.took_ms[answer.board_id] = (time.monotonic() - began_s) * 1e3
 
         counts = Counter(address.group for address in addresses)
         limit_s = min(timeout_s, TOGETHER_S)
         await asyncio.gather(
             *(
-                self.links[group].ask_all(method, *args, timeout_s=limit_s, heard=heard)
+                self.links[group].ask_all(method, *args, timeout_s=limit_s, take=take)
                 for group, count in counts.items()
                 if count > 1
             )
@@ -233,20 +180,16 @@ class Fleet:
                 return
             began_s = time.monotonic()
             try:
-                answers.said[address.board_id] = await self.links[address.group].ask(
+                answers.found[address.board_id] = await self.links[address.group].ask(
                     address.replica, method, *args, timeout_s=timeout_s
                 )
             except RkserveError as exc:
                 answers.failed[address.board_id] = _by_name(exc, address)
             answers.took_ms[address.board_id] = (time.monotonic() - began_s) * 1e3
 
-        left = [address for address in addresses if address.board_id not in answers.said]
+        left = [address for address in addresses if address.board_id not in answers.found]
         await asyncio.gather(*(one(address) for address in left))
         return answers
-
-    def is_ready(self, model: str) -> bool:
-        """Return whether a board is ready, or asleep on purpose."""
-        return self.listing.is_awake(model)
 
     def why_not_ready(self, model: str, met: Iterable[RkserveError] = ()) -> str:
         """Return why no board of the model serves; ``met`` are errors of the current call."""
@@ -272,16 +215,16 @@ class Fleet:
             await asyncio.gather(*(self._refresh(group) for group in self.links))
             self._done = self._begun
         self._refreshed_s = asyncio.get_running_loop().time()
-        self._tell()
+        self._notify()
 
-    def _tell(self) -> None:
-        for tell in self.changed:
-            tell()
+    def _notify(self) -> None:
+        for notify in self.changed:
+            notify()
 
     async def _refresh(self, group: str) -> None:
-        self.listing.asked(group)
+        self.asked(group)
         try:
-            self.listing.update(group, await self.links[group].reports())
+            self.update(group, await self.links[group].reports())
             if self.links[group].complete:
                 self.unknown.discard(group)
         except RkserveError as exc:
@@ -293,7 +236,7 @@ class Fleet:
         while True:
             await self.refresh()
             if (
-                all(self.listing.has_board(group) for group in self.links)
+                all(self.has_board(group) for group in self.links)
                 or asyncio.get_running_loop().time() >= deadline_s
             ):
                 return
@@ -304,7 +247,7 @@ class Fleet:
         for group, link in self.links.items():
             failure = await link.start_failure()
             if failure is not None:
-                self.listing.note_failure(group, failure)
+                self.note_failure(group, failure)
 
     async def follow(self, interval_s: float) -> None:
         """Refresh forever, and look for failed starts every ``FAILURES_EVERY`` rounds.

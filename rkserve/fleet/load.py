@@ -7,17 +7,20 @@ up to a second old. Neither costs a call per request.
 
 from __future__ import annotations
 
+import bisect
+import hashlib
 import itertools
+import math
 import random
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Protocol
 
 from rkserve.core.block_hashes import unpack
-from rkserve.fleet.board_sets import HashRing, RandomSet
-from rkserve.fleet.prefix_index import PrefixIndex, Reuse
-from rkserve.fleet.speeds import ModelSpeeds, Speed, WorkCounters
+from rkserve.core.board_report import BoardReport, BoardState
+from rkserve.fleet.measurements import ModelSpeeds, Speed
+from rkserve.fleet.prefix_index import PrefixIndex
 
 SESSIONS = 16_384  # sessions whose last board is remembered
 SAMPLE = 8  # free boards of one speed to compare: a larger random sample gains nothing
@@ -41,83 +44,40 @@ class BoardWork(Protocol):
         """Return the estimated time until the request leaves the board."""
 
 
-@dataclass(frozen=True, slots=True)
-class RoutingStatus:
-    """The facts of one report that concern routing.
-
-    ``running`` and ``queued`` count requests of all Routers; ``queue_limit`` may wait at the board.
-    A ``ready`` board accepts requests, and starts them at once if its model is ``loaded``. Boards
-    of one ``kind`` have the same speed. ``holdings`` is the packed list of cached prefixes.
-    """
-
-    ready: bool = True
-    loaded: bool = True
-    held: PauseEffect = PauseEffect.NOT
-    n_batch: int = 1
-    queue_limit: int = 0
-    running: int = 0
-    queued: int = 0
-    kind: str = ""
-    counters: WorkCounters = field(default_factory=lambda: WorkCounters(""))
-    holdings: bytes = b""
-
-
+@dataclass(eq=False, repr=False, slots=True)
 class Candidate:
     """One board of ``ModelBoards``. Only ``ModelBoards`` and its own methods change it.
 
     ``key`` addresses its replica in ``group``. ``n_batch`` requests may run there, ``capacity`` run
     and wait. ``in_flight`` counts this Router's own requests at the board without paused ones,
     which are ``resting`` and do not occupy it. ``foreign`` counts those of other Routers at the
-    last report. ``booked_ms`` is the work of requests that wait for this board.
+    last report. A ``ready`` board accepts requests, and starts them at once if its model is
+    ``loaded``. ``booked_ms`` is the work of requests that wait for this board.
     """
 
-    __slots__ = (
-        "_boards",
-        "_left_since_asked",
-        "_most_since_asked",
-        "asked_s",
-        "board_id",
-        "booked_ms",
-        "capacity",
-        "foreign",
-        "forgot_s",
-        "group",
-        "held",
-        "holdings",
-        "in_flight",
-        "key",
-        "loaded",
-        "n_batch",
-        "place",
-        "ready",
-        "resting",
-        "slot",
-        "speed",
-        "used_s",
-        "works",
-    )
-
-    def __init__(self, boards: ModelBoards, key: str, group: str, board_id: str, slot: int) -> None:
-        self._boards = boards
-        self.key = key
-        self.group = group
-        self.board_id = board_id
-        self.slot = slot
-        self.capacity = self.n_batch = 0
-        self.in_flight = self.resting = self.foreign = 0
-        self.ready = False
-        self.loaded = True
-        self.held = PauseEffect.NOT
-        self.booked_ms = 0.0
-        self.used_s = float("-inf")  # when this Router last sent something there
-        self.asked_s = float("-inf")  # the time of the last request for a report
-        self.forgot_s = float("-inf")  # cache contents reported before this time are void
-        self.speed = boards.speeds_of("")
-        self.holdings = b""
-        self.works: list[BoardWork] = []
-        self.place: tuple[int, int, int] | None = None  # its key in ``ModelBoards._open``
-        self._most_since_asked = 0
-        self._left_since_asked = 0
+    _boards: ModelBoards
+    key: str
+    group: str
+    board_id: str
+    slot: int
+    speed: Speed
+    n_batch: int = 0
+    capacity: int = 0
+    in_flight: int = 0
+    resting: int = 0
+    foreign: int = 0
+    ready: bool = False
+    loaded: bool = True
+    held: PauseEffect = PauseEffect.NOT
+    booked_ms: float = 0.0
+    used_s: float = -math.inf  # when this Router last sent something there
+    asked_s: float = -math.inf  # the time of the last request for a report
+    forgot_s: float = -math.inf  # cache contents reported before this time are void
+    holdings: bytes = b""
+    works: list[BoardWork] = field(default_factory=list)
+    place: tuple[int, int, int] | None = None  # its key in ``ModelBoards._open``
+    _most_since_asked: int = 0
+    _left_since_asked: int = 0
 
     def __repr__(self) -> str:
         return f"<{self.key}: {self.load} of {self.n_batch}, {self.held.name}, ready={self.ready}>"
@@ -189,7 +149,7 @@ class Candidate:
     # -- what it reports ---------------------------------------------------------------------------
 
     def asked(self, now_s: float) -> None:
-        """Note that the board is asked for a report now; see ``ModelBoards.heard``."""
+        """Note that the board is asked for a report now; see ``ModelBoards.update``."""
         # The board may still be aborting requests of clients that left; if it hangs, the report
         # after this one shows it.
         self._most_since_asked = self.in_flight + self._left_since_asked
@@ -206,10 +166,82 @@ class Candidate:
         self.foreign = max(0, reported - self._most_since_asked)
 
 
+class RandomSet:
+    """A set of boards with random sampling, which is reproducible for one seed."""
+
+    __slots__ = ("_boards", "_where")
+
+    def __init__(self) -> None:
+        self._boards: list[Candidate] = []
+        self._where: dict[str, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._boards)
+
+    def add(self, board: Candidate) -> None:
+        """Add a board that is not in the set."""
+        self._where[board.key] = len(self._boards)
+        self._boards.append(board)
+
+    def remove(self, board: Candidate) -> None:
+        """Remove a board of the set."""
+        at = self._where.pop(board.key)
+        last = self._boards.pop()
+        if last.key != board.key:
+            self._boards[at] = last
+            self._where[last.key] = at
+
+    def sample(self, rng: random.Random, most: int, but: Collection[str] = ()) -> list[Candidate]:
+        """Return up to ``most`` random boards whose keys are not in ``but``."""
+        if len(self._boards) <= most + len(but):
+            found = [board for board in self._boards if board.key not in but]
+            return rng.sample(found, min(most, len(found)))
+        some = rng.sample(self._boards, most + len(but))
+        return [board for board in some if board.key not in but][:most]
+
+
 @dataclass(slots=True)
 class _Booking:
     board: Candidate
     ms: float
+
+
+POINTS = 64  # per board: with 8 boards the largest share is about a third above the mean
+
+
+class HashRing:
+    """A consistent hash ring of board names, which stay the same when replicas are replaced."""
+
+    def __init__(self) -> None:
+        self._names: set[str] = set()
+        self._points: list[tuple[int, str]] = []
+
+    def add(self, name: str) -> None:
+        """Add a board, unless it is there."""
+        if name not in self._names:
+            self._names.add(name)
+            for number in range(POINTS):
+                bisect.insort(self._points, (_point(f"{name}\0{number}"), name))
+
+    def remove(self, name: str) -> None:
+        """Remove a board; only its own sessions move."""
+        self._names.discard(name)
+        self._points = [point for point in self._points if point[1] != name]
+
+    def of(self, session: str) -> Iterator[str]:
+        """Yield the session's board, then its successors in order."""
+        points = self._points
+        begin = bisect.bisect_left(points, (_point(session), ""))
+        seen: set[str] = set()
+        for step in range(len(points)):
+            name = points[(begin + step) % len(points)][1]
+            if name not in seen:
+                seen.add(name)
+                yield name
+
+
+def _point(name: str) -> int:
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big")
 
 
 class ModelBoards:
@@ -223,17 +255,16 @@ class ModelBoards:
         self._by_slot: dict[int, Candidate] = {}
         self._by_name: dict[str, Candidate] = {}
         self._slots = itertools.count()
-        self._speeds = ModelSpeeds()
+        self.speeds = ModelSpeeds()
         # Ready boards with a free place, by pause effect, speed level and load.
-        self._open: dict[tuple[int, int, int], RandomSet[Candidate]] = {}
+        self._open: dict[tuple[int, int, int], RandomSet] = {}
         self._ready = [0] * len(PauseEffect)
-        self._counted: dict[str, tuple[int, int]] = {}  # each board's share of _ready and _places
-        self._places = 0
+        self._counted: dict[str, tuple[int, int]] = {}  # each board's share of _ready and places
+        self.places = 0  # the requests that all available boards can run at once
         self._bookings: dict[str, _Booking] = {}
         self.typical_tokens: float = TYPICAL_TOKENS
         self._answers = 0
         self._sessions: dict[str, str] = {}  # keys of last boards, least recent first
-        self.listeners: list[Callable[[Reuse, int], None]] = []  # called by ``found``
         self.ring: HashRing = HashRing()
 
     # -- who is there ------------------------------------------------------------------------------
@@ -257,11 +288,6 @@ class ModelBoards:
         return self._by_slot.get(slot)
 
     @property
-    def places(self) -> int:
-        """The requests that all available boards can run at once."""
-        return self._places
-
-    @property
     def held(self) -> PauseEffect | None:
         """The best pause effect among ready boards; None if no board is ready."""
         return next((held for held in PauseEffect if self._ready[held]), None)
@@ -280,23 +306,27 @@ class ModelBoards:
 
     # -- reports -----------------------------------------------------------------------------------
 
-    def heard(self, key: str, group: str, board_id: str, said: RoutingStatus) -> Candidate:
-        """Take over a board's report."""
+    def update(
+        self, group: str, report: BoardReport, *, ready: bool, held: PauseEffect
+    ) -> Candidate:
+        """Take over the report of a board of a group; ``held`` is the effect of its pause."""
+        key, board_id = report.replica, report.board_id
         board = self._by_key.get(key)
         if board is None:
-            board = Candidate(self, key, group, board_id, next(self._slots))
-            board.speed = self.speeds_of(said.kind)
+            speed = Speed(self.speeds, report.platform)
+            board = Candidate(self, key, group, board_id, next(self._slots), speed)
             self._by_key[key] = self._by_slot[board.slot] = board
-        if said.ready or board_id not in self._by_name:
+        if ready or board_id not in self._by_name:
             self._by_name[board_id] = board
             self.ring.add(board_id)
-        board.n_batch = said.n_batch
-        board.capacity = said.queue_limit + said.n_batch
-        board.ready, board.loaded, board.held = said.ready, said.loaded, said.held
-        board.counted(said.running + said.queued)
-        board.speed.heard(said.counters)
+        board.n_batch = report.n_batch
+        board.capacity = report.queue_limit + report.n_batch
+        board.ready, board.held = ready, held
+        board.loaded = report.state is BoardState.READY
+        board.counted(report.running + report.queued)
+        board.speed.update(report, board.asked_s)
         if self.index is not None:
-            self._hear_holdings(self.index, board, said.holdings)
+            self._hear_holdings(self.index, board, report.holdings)
         self.moved(board)
         return board
 
@@ -309,11 +339,7 @@ class ModelBoards:
         holdings = unpack(packed)
         if holdings is not None:
             board.holdings = packed
-            index.heard(board.slot, holdings, board.asked_s)
-
-    def speeds_of(self, kind: str) -> Speed:
-        """Return the speed estimate for a new board of that kind."""
-        return Speed(self._speeds, kind)
+            index.update(board.slot, holdings, board.asked_s)
 
     def silent(self, board: Candidate, now_s: float) -> None:
         """Mark a board that did not report, and remove it once this Router does not use it."""
@@ -344,11 +370,6 @@ class ModelBoards:
         self.typical_tokens += max(LATEST_ANSWERS, 1 / (1 + self._answers)) * (
             tokens - self.typical_tokens
         )
-
-    def found(self, expected: Reuse, cached: int) -> None:
-        """Tell the listeners the expected cached prefix and the actual cached tokens."""
-        for tell in self.listeners:
-            tell(expected, cached)
 
     def visited(self, session: str, board: Candidate) -> None:
         """Remember the board as the last one of the session."""
@@ -405,12 +426,12 @@ class ModelBoards:
         before = self._counted.pop(board.key, None)
         if before is not None:
             self._ready[before[0]] -= 1
-            self._places -= before[1]
+            self.places -= before[1]
         if board.ready and not gone:
             now = (board.held, board.n_batch if board.held is PauseEffect.NOT else 0)
             self._counted[board.key] = now
             self._ready[now[0]] += 1
-            self._places += now[1]
+            self.places += now[1]
 
     def free(
         self, tried: Collection[str] = (), most: PauseEffect = PauseEffect.REFUSES

@@ -1,8 +1,9 @@
 """An index of cached prefixes by board, from reports and this Router's own predictions. Pure.
 
-A board has one live context, which a prompt can reuse only as a whole, and files, of which a prompt
-reuses the common prefix. The effect of each request sent is predicted with the board's own rules,
-and the next report corrects it. Boards are identified by small numbers (slots).
+A board has one live context, which a prompt can reuse only as a whole unless the board's runtime
+finds common prefixes in it, and files, of which a prompt reuses the common prefix. The effect of
+each request sent is predicted with the board's own rules, and the next report corrects it. Boards
+are identified by small numbers (slots).
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ class _Store:
     """
 
     appends: bool = False
+    prefix: bool = False  # a prompt may share only the beginning of the live context
     park_min: int = 0
     live: LivePrefix | None = None
     live_guessed_s: float | None = None
@@ -71,6 +73,8 @@ class PrefixIndex:
         self._files: dict[int, int | dict[int, int]] = {}
         # By last full link, then by length and exact end: the boards whose live context that is.
         self._lives: dict[int, dict[tuple[int, int], set[int]]] = {}
+        # By link: the boards whose live context leads through it, and may be shared in part.
+        self._shared: dict[int, set[int]] = {}
 
     # -- lookups ----------------------------------------------------------------------------------
 
@@ -97,6 +101,10 @@ class PrefixIndex:
         for link in reversed(chain.links):
             if link in lives:
                 self._extended(chain, link, found)
+            if link in self._shared:
+                tokens = blocks * BLOCK
+                for slot in islice(self._shared[link], most + len(found)):
+                    self._offer(slot, tokens, found)
             at = files.get(link)
             if at is not None:
                 self._filed(at, _spared(chain, blocks), found, most)
@@ -134,7 +142,11 @@ class PrefixIndex:
     @staticmethod
     def _live_reuse(store: _Store, chain: BlockHashes) -> Reuse:
         live = store.live
-        if live is None or live.tokens >= len(chain) or not _ends_so(chain, live):
+        if live is None:
+            return NOTHING
+        if live.dense:
+            return Reuse(live.common(chain), live=True)
+        if live.tokens >= len(chain) or not _ends_so(chain, live):
             return NOTHING
         return Reuse(live.tokens, live=True)
 
@@ -163,12 +175,18 @@ class PrefixIndex:
 
     def _extended(self, chain: BlockHashes, link: int, found: dict[int, Reuse]) -> None:
         for (tokens, tail), slots in self._lives[link].items():
-            if tokens < len(chain) and chain.tail(tokens) == tail:
+            if tokens <= len(chain) and chain.tail(tokens) == tail:
                 for slot in slots:
-                    before = found.get(slot)
-                    margin = self._stores[slot].park_min
-                    if before is None or before.tokens < tokens + margin:
-                        found[slot] = Reuse(tokens, live=True)
+                    live = self._stores[slot].live
+                    if tokens < len(chain) or (live is not None and live.dense):
+                        self._offer(slot, tokens, found)
+
+    def _offer(self, slot: int, tokens: int, found: dict[int, Reuse]) -> None:
+        """Add the live context, unless a file or a longer part of it saves clearly more."""
+        before = found.get(slot)
+        margin = 0 if before is not None and before.live else self._stores[slot].park_min
+        if before is None or before.tokens < tokens + margin:
+            found[slot] = Reuse(tokens, live=True)
 
     def _filed(
         self, at: int | dict[int, int], tokens: int, found: dict[int, Reuse], most: int
@@ -198,8 +216,10 @@ class PrefixIndex:
         store.runs += 1
         displaced = store.live
         self._set_live(slot, store, None, now_s)
-        if displaced is not None and not spared.live and not self._has_file(slot, displaced.leaf):
-            self._park(slot, store, displaced, now_s)
+        if displaced is not None and not self._has_file(slot, displaced.leaf):
+            lost = displaced.tokens - spared.tokens if spared.live else displaced.tokens
+            if lost >= store.park_min:
+                self._park(slot, store, displaced, now_s)
         if spared.tokens and chain is not None and not spared.live:
             self._touch(store, chain)
         return spared
@@ -215,11 +235,12 @@ class PrefixIndex:
         store.runs = max(0, store.runs - 1)
         if context is None or not store.appends:
             self._set_live(slot, store, None, now_s)
-        elif from_file:
+        elif from_file and not store.prefix:
             self._set_live(slot, store, None, now_s)
             self._park(slot, store, LivePrefix.of(context), now_s)
         else:
-            self._set_live(slot, store, LivePrefix.of(context), now_s)
+            live = LivePrefix.of(context, dense=store.prefix)
+            self._set_live(slot, store, live, now_s)
 
     def forget(self, slot: int, *, files: bool = True) -> None:
         """Remove the cached prefixes of a board; without ``files``, keep its files."""
@@ -234,22 +255,23 @@ class PrefixIndex:
 
     # -- reports ----------------------------------------------------------------------------------
 
-    def heard(self, slot: int, said: CachedPrefixes, asked_s: float) -> None:
+    def update(self, slot: int, contents: CachedPrefixes, asked_s: float) -> None:
         """Take over the reported contents of a board that was asked at ``asked_s``.
 
         Predictions made after that time are kept, because the report may not include them.
         """
         store = self._stores.setdefault(slot, _Store())
-        store.appends, store.park_min = said.appends, said.park_min
+        store.appends, store.prefix = contents.appends, contents.prefix
+        store.park_min = contents.park_min
         fresh = store.live_guessed_s is not None and store.live_guessed_s >= asked_s
         if not fresh and not store.runs:
-            self._set_live(slot, store, said.live, None)
-        reported = {file.leaf: file for file in said.files}
+            self._set_live(slot, store, contents.live, None)
+        reported = {file.leaf: file for file in contents.files}
         for leaf, filed in list(store.files.items()):
             guessed_s = filed.guessed_s
             if leaf not in reported and (guessed_s is None or guessed_s < asked_s):
                 self._drop(slot, store, leaf)
-        for file in said.files:
+        for file in contents.files:
             self._file(slot, store, file, None)
 
     # -- storage ----------------------------------------------------------------------------------
@@ -266,16 +288,22 @@ class PrefixIndex:
                 del ends[before.tokens, before.tail]
             if not ends:
                 del self._lives[before.leaf]
+            for link in before.marks if before.dense else ():
+                self._shared[link].discard(slot)
+                if not self._shared[link]:
+                    del self._shared[link]
         if live is not None:
             ends = self._lives.setdefault(live.leaf, {})
             ends.setdefault((live.tokens, live.tail), set()).add(slot)
+            for link in live.marks if live.dense else ():
+                self._shared.setdefault(link, set()).add(slot)
         store.live, store.live_guessed_s = live, guessed_s
 
     def _park(self, slot: int, store: _Store, live: LivePrefix, now_s: float) -> None:
         """Predict that the context is written to disk, replacing those that it extends."""
         if not 0 < store.park_min <= live.tokens or not live.marks:
             return
-        self._file(slot, store, FilePrefix(live.tokens, live.marks), now_s)
+        self._file(slot, store, live.filed, now_s)
 
     def _file(self, slot: int, store: _Store, file: FilePrefix, guessed_s: float | None) -> None:
         known = store.files.pop(file.leaf, None)

@@ -18,32 +18,33 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from typing_extensions import TypedDict
 
 from rkserve import __version__
+from rkserve.api.json.schemas import Example
 from rkserve.core.errors import MethodNotAllowed, NoBoard, RequestError, RkserveError, RouteNotFound
 from rkserve.http.auth import BrowserGuard, HostAllowList, host_names
 from rkserve.http.bodies import DIRECT
-from rkserve.http.cluster_routes import add_cluster
+from rkserve.http.cluster_routes import add_cluster, add_join
 from rkserve.http.dialect_routes import add_dialects, error_of
 from rkserve.http.generation_routes import add_control
 from rkserve.http.gradio_routes import GradioCalls, add_gradio
 from rkserve.http.openai_routes import add_openai
 from rkserve.http.openapi import (
     JSON,
+    OPEN,
     PLAIN,
     SERVICE,
-    Access,
     EndpointAnswer,
     EndpointParameter,
-    Example,
-    described,
-    told,
+    Routes,
+    returns,
 )
+from rkserve.http.trainer_routes import add_trainers
 from rkserve.page import FRONT, PageFile, page_files
 from rkserve.router.features.generations import GenerationPeers
+from rkserve.router.membership import Membership
 from rkserve.router.service import Service
 from rkserve.router.stored_responses import Responses
 
 log = logging.getLogger(__name__)
-OPEN = Access.OPEN
 
 
 def make_app(
@@ -55,12 +56,14 @@ def make_app(
     *,
     hosts: HostAllowList | None = None,
     gradio: GradioCalls | None = None,
+    membership: Membership | None = None,
 ) -> ASGIApp:
     """Return the ASGI application of one Router.
 
     ``peers`` are all Routers of the application, if there are several; ``responses`` are the stored
-    responses, ``hosts`` the allowed host names, and ``gradio`` the posted calls of Gradio's
-    clients. Adapters and base weights have length limits of their own.
+    responses, ``hosts`` the allowed host names, ``gradio`` the posted calls of Gradio's clients,
+    and ``membership`` the joining of boards. Adapters and base weights have length limits of their
+    own.
     """
     # Without redirects a trailing slash is a 404 in OpenAI's format instead of an empty 307.
     # The framework's API pages would load scripts from elsewhere; the document is our own, because
@@ -76,7 +79,7 @@ def make_app(
     app.add_exception_handler(RkserveError, _on_error)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(Exception, _on_error)
-    _add_health(app, service)
+    _add_health(Routes(app, SERVICE), service)
     add_openai(app, service, responses)
     add_dialects(app, service)
     add_gradio(app, service, gradio or GradioCalls())
@@ -85,6 +88,8 @@ def make_app(
     add_document(app)
     add_control(app, service, peers)
     add_cluster(app, service, max_adapter_bytes, max_model_bytes)
+    add_join(app, service, membership or Membership(None))
+    add_trainers(app, service)
     allowed = service.config.allowed_origins
     inner: ASGIApp = app
     if allowed:
@@ -109,32 +114,22 @@ class ReadyAnswer(TypedDict):
     status: Literal["ready"]
 
 
-def _add_health(app: FastAPI, service: Service) -> None:
-    both = ["GET", "HEAD"]
-
-    @app.api_route(
-        "/health", methods=both, **described(SERVICE, OPEN, told(HealthAnswer, "It lives."))
-    )
-    async def health() -> JSONResponse:
+def _add_health(route: Routes, service: Service) -> None:
+    @route("GET,HEAD /health", OPEN, returns(HealthAnswer, "It lives."))
+    async def health(_: Request) -> JSONResponse:
         """Say that the Router lives."""
         return JSONResponse(HealthAnswer(status="ok", version=__version__))
 
-    @app.api_route(
-        "/ready",
-        methods=both,
-        **described(SERVICE, OPEN, told(ReadyAnswer, "All models are served."), errors=(503,)),
-    )
-    async def ready() -> JSONResponse:
+    @route("GET,HEAD /ready", OPEN, returns(ReadyAnswer, "All models are served."), errors=(503,))
+    async def ready(_: Request) -> JSONResponse:
         """Say whether every model has a board that serves."""
         waiting = [m for m in service.fleet.models if not service.fleet.is_ready(m)]
         if waiting:
             raise NoBoard(waiting[0], service.fleet.why_not_ready(waiting[0]))
         return JSONResponse(ReadyAnswer(status="ready"))
 
-    @app.get(
-        "/metrics", **described(SERVICE, OPEN, EndpointAnswer(200, "The metrics.", {PLAIN: str}))
-    )
-    async def metrics() -> PlainTextResponse:
+    @route("GET /metrics", OPEN, EndpointAnswer(200, "The metrics.", {PLAIN: str}))
+    async def metrics(_: Request) -> PlainTextResponse:
         """Export the metrics in Prometheus' text format."""
         try:
             head = await service.cluster.metrics()
@@ -219,25 +214,21 @@ _KNOWN = EndpointParameter("if-none-match", "header", str, "The `etag` that is k
 
 def add_page(app: FastAPI) -> None:
     """Add the page's routes. The files are read once."""
-    found, both = page_files(), ["GET", "HEAD"]
+    found, route = page_files(), Routes(app, "Chat page")
 
-    @app.api_route("/", methods=both, **described("Chat page", OPEN, *_FILE, headers=(_KNOWN,)))
+    @route("GET,HEAD /", OPEN, *_FILE, headers=(_KNOWN,))
     async def page(request: Request) -> Response:
         """Send the chat page."""
         return _send(request, found[FRONT])
 
-    @app.api_route(
-        "/page/{name}",
-        methods=both,
-        **described(
-            "Chat page",
-            OPEN,
-            *_FILE,
-            errors=(404,),
-            paths={"name": "The name of the file."},
-            headers=(_KNOWN,),
-            example=Example(path={"name": "main.js"}),
-        ),
+    @route(
+        "GET,HEAD /page/{name}",
+        OPEN,
+        *_FILE,
+        errors=(404,),
+        paths={"name": "The name of the file."},
+        headers=(_KNOWN,),
+        example=Example(path={"name": "main.js"}),
     )
     async def file(request: Request, name: str) -> Response:
         """Send one of the page's files."""
@@ -277,9 +268,9 @@ def add_document(app: FastAPI) -> None:
 
         return json.dumps(document(app), separators=(",", ":")).encode()
 
-    this = told(dict[str, Any], "This document.")
+    this = returns(dict[str, Any], "This document.")
 
-    @app.get("/openapi.json", **described(SERVICE, OPEN, this))
-    async def openapi() -> Response:
+    @Routes(app, SERVICE)("GET /openapi.json", OPEN, this)
+    async def openapi(_: Request) -> Response:
         """Describe all of these calls."""
         return Response(await asyncio.to_thread(written), media_type=JSON)

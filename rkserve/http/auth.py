@@ -217,7 +217,7 @@ def check_operator(request: Request, keys: Keys) -> str:
             "RKSERVE_ADMIN_KEY (or router.admin_key) where the application is started, and send it "
             "as 'Authorization: Bearer <key>'."
         )
-    if not keys.is_admin(_sent(request)):
+    if not keys.is_admin(bearer_of(request)):
         raise Forbidden("This call needs the admin key: send 'Authorization: Bearer <key>'.")
     return f"admin {_host(request)}"
 
@@ -225,22 +225,21 @@ def check_operator(request: Request, keys: Keys) -> str:
 def check_client(request: Request, keys: Keys) -> ClientKey | None:
     """Check the caller's API key, or the admin key, if API keys are configured.
 
-    Returns the API key; None for the operator, or for anybody without configured keys.
-
-    Raises:
-        InvalidApiKey: the request has none of those keys.
+    Returns the API key; None for the operator, or for anybody without configured keys. Raises
+    ``InvalidApiKey``: the request has none of those keys.
     """
     if keys.clients is None:
         return None
     # Anthropic's clients use a header of their own.
-    sent = _sent(request) or request.headers.get(_ANTHROPIC, "").strip().encode("latin-1")
+    sent = bearer_of(request) or request.headers.get(_ANTHROPIC, "").strip().encode("latin-1")
     client = keys.client(sent)
     if client is None and not keys.is_admin(sent):
         raise InvalidApiKey("Incorrect API key: send yours as 'Authorization: Bearer <key>'.")
     return client
 
 
-def _sent(request: Request) -> bytes:
+def bearer_of(request: Request) -> bytes:
+    """Return the key of the Authorization header, empty without one."""
     scheme, _, key = request.headers.get("authorization", "").partition(" ")
     # The framework decodes headers as Latin-1; the key was set as UTF-8.
     return key.strip().encode("latin-1") if scheme.lower() == "bearer" else b""

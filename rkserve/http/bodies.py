@@ -30,11 +30,9 @@ from rkserve.api.common.output import (
     read_timeout,
     tool_headers,
 )
-from rkserve.api.common.version_policy import POLICY, SESSION, read_policy
-from rkserve.api.json.body import JsonObject
-from rkserve.api.json.fields import quoted
-from rkserve.api.json.limits import MAX_TIMEOUT_S
-from rkserve.api.json.schemas import RequestModel
+from rkserve.api.common.version_policy import ANY, POLICY, SESSION, VersionPolicy, read_policy
+from rkserve.api.json.fields import MAX_TIMEOUT_S, JsonObject, quoted
+from rkserve.api.json.schemas import Example, RequestModel
 from rkserve.core.errors import (
     BodyTooLarge,
     BodyTooSlow,
@@ -44,20 +42,20 @@ from rkserve.core.errors import (
 )
 from rkserve.http.auth import check_client, is_browser
 from rkserve.http.openapi import (
+    CLIENT,
     EVENTS,
     GENERATION,
     JSON,
     OK,
-    Access,
     EndpointAnswer,
     EndpointParameter,
-    Example,
-    described,
-    told,
+    H,
+    Routes,
+    returns,
 )
 from rkserve.router.auth import Caller, ClientKey
 from rkserve.router.service import Opened, Service, read_call
-from rkserve.router.stored_responses import NO_MEMORY, ResponseMemory
+from rkserve.router.stored_responses import CallMemory
 
 # Defaults of HTTP clients for callers that name no type: the first is that of curl's ``-d``, the
 # second that of aiohttp for bytes.
@@ -81,6 +79,11 @@ async def read_body(request: Request, max_bytes: int, timeout_s: float) -> bytes
         raise BodyTooSlow(f"The body did not arrive within {timeout_s:.0f} s.") from None
     except ClientDisconnect:
         raise RequestError("The client left before its request was complete.") from None
+
+
+async def body_of(service: Service, request: Request) -> bytes:
+    """Return the body, as ``read_body`` within the configured limits."""
+    return await read_body(request, service.config.max_body_bytes, service.config.body_timeout_s)
 
 
 async def read_parts(
@@ -197,7 +200,8 @@ ANSWERED = {
 
 
 def generation(  # noqa: PLR0917 - as a table of routes reads them
-    tag: str,
+    routes: Routes,
+    call: str,
     body: type[RequestModel],
     example: JsonObject,
     whole: Any,
@@ -205,21 +209,18 @@ def generation(  # noqa: PLR0917 - as a table of routes reads them
     stream: str = EVENTS,
     says: str = "",
     answered: str = "The answer.",
-) -> dict[str, Any]:
-    """Return the description of a route that a board answers, whole or as a stream of pieces.
+) -> Callable[[H], H]:
+    """Return the decorator of a route that a board answers, whole or as a stream of pieces.
 
     ``answered`` describes an answer without pieces.
     """
-    if piece is None:
-        answer = told(whole, answered, headers=ANSWERED)
-    else:
-        content = {JSON: whole, stream: str}
-        answer = EndpointAnswer(
-            OK, "The answer, whole or with `stream` in pieces.", content, ANSWERED, {stream: piece}
-        )
-    return described(
-        tag,
-        Access.CLIENT,
+    answer = returns(whole, answered, headers=ANSWERED)
+    if piece is not None:
+        content, what = {JSON: whole, stream: str}, "The answer, whole or with `stream` in pieces."
+        answer = EndpointAnswer(OK, what, content, ANSWERED, {stream: piece})
+    return routes(
+        call,
+        CLIENT,
         answer,
         errors=GENERATION,
         headers=ASKED,
@@ -260,9 +261,15 @@ async def give_up(service: Service, opening: asyncio.Task[Opened]) -> None:
         await service.close(opening.result())
 
 
-Remember = Callable[[ClientKey | None], ResponseMemory]
+Remember = Callable[[ClientKey | None], CallMemory]
 Aside = Callable[[bytes, Caller], Awaitable[Response | None]]
 DIRECT = "rkserve.send"  # the key of the server's own ``send`` in a scope
+
+
+def policy_of(request: Request) -> VersionPolicy:
+    """Return the version policy of a request. Raises ``RequestError``."""
+    header = request.headers.get(POLICY)
+    return ANY if header is None else read_policy(header)
 
 
 async def respond(
@@ -278,14 +285,14 @@ async def respond(
     the stored conversation for a client's key.
     """
     client = check_client(request, service.keys)
-    policy = read_policy(request.headers.get(POLICY))
+    policy = policy_of(request)
     timeout_s = read_timeout(request.headers.get(TIMEOUT))
-    body = await read_body(request, service.config.max_body_bytes, service.config.body_timeout_s)
+    body = await body_of(service, request)
     session, caller = request.headers.get(SESSION), service.callers.of(client)
-    if aside is not None and (said := await aside(body, caller)) is not None:
-        return said
+    if aside is not None and (answered := await aside(body, caller)) is not None:
+        return answered
     call_of = partial(service.open, body, dialect, policy, session)
-    memory = NO_MEMORY if remember is None else remember(client)
+    memory = None if remember is None else remember(client)
     opening = asyncio.get_running_loop().create_task(
         call_of(caller=caller, timeout_s=timeout_s, memory=memory)
     )

@@ -21,11 +21,12 @@ from fastapi.responses import JSONResponse, Response
 from rkserve.api import gradio
 from rkserve.api.common import output
 from rkserve.api.common.calls import read_chat
-from rkserve.api.json.body import parse_object
+from rkserve.api.json.fields import parse_object
+from rkserve.api.json.schemas import Example
 from rkserve.core.errors import GenerationNotFound, QueueFull, RequestError, RkserveError
 from rkserve.http.auth import check_client
-from rkserve.http.bodies import StreamedAnswer, read_body, stream_late
-from rkserve.http.openapi import ASK, EVENTS, OK, Access, EndpointAnswer, Example, described, told
+from rkserve.http.bodies import StreamedAnswer, body_of, stream_late
+from rkserve.http.openapi import ASK, CLIENT, EVENTS, OK, EndpointAnswer, Routes, returns
 from rkserve.router.auth import Caller
 from rkserve.router.service import Service, read_call
 from rkserve.router.stored_responses import owner_of
@@ -83,8 +84,7 @@ class GradioCalls:
     def keep(self, pending: PendingCall) -> None:
         """Keep a call, or start it if its session's stream is open at this Router.
 
-        Raises:
-            QueueFull: too many calls wait for their clients.
+        Raises ``QueueFull``: too many calls wait for their clients.
         """
         self._forget_old()
         waiting = [one.size for _, one in self._pending.values()]
@@ -147,7 +147,7 @@ class GradioCalls:
             del self._pending[event_id]
 
 
-_Events = Callable[[PendingCall, gradio.EventFraming], AsyncGenerator[bytes, None]]
+_Events = Callable[[PendingCall, gradio.CallFraming], AsyncGenerator[bytes, None]]
 
 
 class _SessionStream:
@@ -207,7 +207,7 @@ class _SessionStream:
             raise
 
 
-class _Routes:
+class _Handlers:
     """The handlers behind the routes."""
 
     def __init__(self, service: Service, calls: GradioCalls) -> None:
@@ -218,24 +218,19 @@ class _Routes:
         client = check_client(request, self._service.keys)
         return owner_of(client, self._service.keys), self._service.callers.of(client)
 
-    async def body(self, request: Request) -> bytes:
-        """Return a request's body, within limits."""
-        config = self._service.config
-        return await read_body(request, config.max_body_bytes, config.body_timeout_s)
-
     async def post(self, request: Request, read: Callable[[bytes], gradio.GradioCall]) -> Response:
         """Keep a call until its client reads its events, and return its id."""
         owner, _ = self.caller(request)
-        body = await self.body(request)
+        body = await body_of(self._service, request)
         call = await read_call(body, read)
-        if gradio.immediate(call) is None:  # a mistake in its arguments is told at once
+        if gradio.immediate(call) is None:  # a mistake in its arguments is refused at once
             read_chat(gradio.chat_body(call, self._service.models.default))
         pending = PendingCall(uuid.uuid4().hex, owner, call, len(body))
         await self._calls.post(pending)
         return JSONResponse(gradio.GradioEvent(event_id=pending.event_id))
 
     async def events(
-        self, pending: PendingCall, framing: gradio.EventFraming, caller: Caller
+        self, pending: PendingCall, framing: gradio.CallFraming, caller: Caller
     ) -> AsyncGenerator[bytes, None]:
         """Carry a call out, and yield its events."""
         outputs = gradio.immediate(pending.call)
@@ -257,7 +252,7 @@ class _Routes:
         session = gradio.check_session(request.query_params.get("session_hash", ""))
 
         def events(
-            pending: PendingCall, framing: gradio.EventFraming
+            pending: PendingCall, framing: gradio.CallFraming
         ) -> AsyncGenerator[bytes, None]:
             return self.events(pending, framing, caller)
 
@@ -275,101 +270,93 @@ class _Routes:
     async def cancel(self, request: Request) -> Response:
         """End a call."""
         owner, _ = self.caller(request)
-        asked = gradio.GradioCancelRequest.read(parse_object(await self.body(request)))
+        asked = gradio.GradioCancelRequest.read(parse_object(await body_of(self._service, request)))
         found = await self._calls.cancel(owner, asked.event_id)
         return JSONResponse(gradio.GradioCancelled(success=found))
 
 
 _NAME = {"name": "`chat`, `get_user_input` or `get_RKLLM_output`."}
-_described = partial(described, "Gradio", Access.CLIENT)
 
 
 def add_gradio(app: FastAPI, service: Service, calls: GradioCalls) -> None:
     """Add the routes; those of a call also without the prefix, as Gradio 4 had them."""
-    routes = _Routes(service, calls)
-
-    posted = told(gradio.GradioEvent, "The call waits for its events to be read.")
+    routes, route = _Handlers(service, calls), Routes(app, "Gradio")
+    posted = returns(gradio.GradioEvent, "The call waits for its events to be read.")
     event = {"event_id": "0" * 32}
     streamed = EndpointAnswer(OK, "The events.", {EVENTS: str})
 
-    @app.get("/config", **_described(told(gradio.GradioConfig, "What Gradio's clients read.")))
+    @route("GET /config", CLIENT, returns(gradio.GradioConfig, "What Gradio's clients read."))
     async def config(request: Request) -> JSONResponse:
         """Describe the functions and their components."""
         routes.caller(request)
         return JSONResponse(gradio.configuration("rkserve"))
 
-    @app.get(
-        f"{gradio.PREFIX}/info",
-        **_described(told(gradio.GradioInfo, "The arguments and outputs of each.")),
-    )
+    signatures = returns(gradio.GradioInfo, "The arguments and outputs of each.")
+
+    @route(f"GET {gradio.PREFIX}/info", CLIENT, signatures)
     async def info(request: Request) -> JSONResponse:
         """Describe the functions' arguments."""
         routes.caller(request)
         return JSONResponse(gradio.signatures())
 
-    @app.post(
-        f"{gradio.PREFIX}/queue/join",
-        **_described(
-            posted,
-            errors=(429, 503),
-            body=gradio.GradioJoinRequest,
-            example=Example({"fn_index": 0, "data": ["Hello"], "session_hash": "s1"}),
-        ),
+    @route(
+        f"POST {gradio.PREFIX}/queue/join",
+        CLIENT,
+        posted,
+        errors=(429, 503),
+        body=gradio.GradioJoinRequest,
+        example=Example({"fn_index": 0, "data": ["Hello"], "session_hash": "s1"}),
     )
     async def join(request: Request) -> Response:
         """Post a call of a session."""
         return await routes.post(request, gradio.read_join)
 
-    @app.get(
-        f"{gradio.PREFIX}/queue/data",
-        **_described(
-            streamed,
-            errors=(400, *ASK),
-            query=gradio.SessionQuery,
-            example=Example(query={"session_hash": "s1"}),
-        ),
+    @route(
+        f"GET {gradio.PREFIX}/queue/data",
+        CLIENT,
+        streamed,
+        errors=(400, *ASK),
+        query=gradio.SessionQuery,
+        example=Example(query={"session_hash": "s1"}),
     )
     async def data(request: Request) -> Response:
         """Carry out the calls of a session, and stream their events."""
         return routes.session(request)
 
-    cancelled = _described(
-        told(gradio.GradioCancelled, "Whether it was there."),
+    @route(
+        f"POST {gradio.PREFIX}/cancel {gradio.PREFIX}/reset",
+        CLIENT,
+        returns(gradio.GradioCancelled, "Whether it was there."),
         errors=(503,),
         body=gradio.GradioCancelRequest,
         example=Example(event),
     )
-
-    @app.post(f"{gradio.PREFIX}/cancel", **cancelled)
-    @app.post(f"{gradio.PREFIX}/reset", **cancelled)
     async def cancel(request: Request) -> Response:
         """End a call, posted or running."""
         return await routes.cancel(request)
 
-    called = _described(
+    @route(
+        f"POST {gradio.PREFIX}/call/{{name}} /call/{{name}}",
+        CLIENT,
         posted,
         errors=(404, 429, 503),
         paths=_NAME,
         body=gradio.GradioCallRequest,
         example=Example({"data": ["Hello"]}, {"name": "chat"}),
     )
-
-    @app.post(f"{gradio.PREFIX}/call/{{name}}", **called)
-    @app.post("/call/{name}", **called)
     async def call(request: Request, name: str) -> Response:
         """Post a call of a function."""
         return await routes.post(request, partial(gradio.read_call, name))
 
-    followed = _described(
+    # The event ID identifies the call; the function's name is only part of the path.
+    @route(
+        f"GET {gradio.PREFIX}/call/{{name}}/{{event_id}} /call/{{name}}/{{event_id}}",
+        CLIENT,
         streamed,
         errors=ASK,
         paths=_NAME | {"event_id": "The id in the answer to the posted call."},
         example=Example(path={"name": "chat", **event}),
     )
-
-    @app.get(f"{gradio.PREFIX}/call/{{name}}/{{event_id}}", **followed)
-    @app.get("/call/{name}/{event_id}", **followed)
-    # The event ID identifies the call; the function's name is only part of the path.
     async def events(request: Request, name: str, event_id: str) -> Response:  # noqa: ARG001
         """Carry out a posted call, and stream its events."""
         return await routes.one(request, event_id)

@@ -1,24 +1,25 @@
 """The description of an endpoint, which stands at its route, and the OpenAPI document of all.
 
-``described`` makes a description (access, bodies, answers, an example) an argument of FastAPI's
-decorators. ``document`` makes the OpenAPI document of the descriptions of all routes.
+``Routes`` adds routes with their descriptions (access, bodies, answers, an example) to the
+application. ``document`` makes the OpenAPI document of the descriptions of all routes.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Any
+from typing import Any, TypeVar
 
-from fastapi import FastAPI
-from starlette.routing import Route
+from fastapi import FastAPI, Request
+from starlette.routing import Match, Route
+from starlette.types import Scope
 
 from rkserve import __version__
 from rkserve.api.common.output import AnthropicErrorAnswer, ErrorAnswer, OllamaErrorAnswer
-from rkserve.api.json.limits import MAX_KEY_CHARS
-from rkserve.api.json.schemas import REF, RequestModel, json_schemas
+from rkserve.api.json.fields import MAX_KEY_CHARS
+from rkserve.api.json.schemas import REF, Example, RequestModel, json_schemas
 from rkserve.core.errors import BoardStartFailed, ConfigError, RkserveError
 
 JSON = "application/json"
@@ -49,6 +50,9 @@ class Access(Enum):
     OPEN = "anybody"
     CLIENT = "a client"
     OPERATOR = "the operator"
+
+
+OPEN, CLIENT, OPERATOR = Access
 
 
 class ErrorShape(Enum):
@@ -82,7 +86,6 @@ STATUSES = {
 GENERATION = (404, 409, 422, 429, 500, 502, 503, 504)  # of calls that a board answers
 ASK = (404, 503)  # of calls that ask boards about what they have
 CHANGE = (404, 409, 503, 504)  # of calls that the Coordinator carries out
-_KEY = "endpoint"  # of a description in a route
 _NAME = {"type": "string", "minLength": 1}
 _BODY = (400, 408, 413, 415)
 _ALWAYS = (403, 421)  # requests by other sites' pages, and to other host names
@@ -126,22 +129,6 @@ class EndpointAnswer:
 
 
 @dataclass(frozen=True)
-class Example:
-    """One call. ``path`` are the values of its parameters; ``file`` is a body from a file.
-
-    ``needs`` is what a cluster fresh from ``make demo`` lacks for it.
-    """
-
-    body: Any = None
-    path: Mapping[str, str] = field(default_factory=dict)
-    query: Mapping[str, str] = field(default_factory=dict)
-    headers: Mapping[str, str] = field(default_factory=dict)
-    file: str | None = None
-    status: int = OK
-    needs: str = ""
-
-
-@dataclass(frozen=True)
 class Endpoint:
     """One method of one path. ``errors`` are the statuses of its error objects."""
 
@@ -179,66 +166,101 @@ KEY = EndpointParameter(
 )
 
 
-def told(
+def returns(
     schema: Any, says: str = "Done.", status: int = OK, headers: Mapping[str, str] | None = None
 ) -> EndpointAnswer:
     """An answer in JSON."""
     return EndpointAnswer(status, says, {JSON: schema}, headers or {})
 
 
-def described(
-    tag: str,
-    access: Access,
-    *answers: EndpointAnswer,
-    summary: str = "",
-    errors: tuple[int, ...] = (),
-    paths: Mapping[str, str] | None = None,
-    query: type[RequestModel] | None = None,
-    body: type[RequestModel] | None = None,
-    asked: type[RequestModel] | None = None,
-    file: bool = False,
-    may_be_empty: bool = False,
-    headers: tuple[EndpointParameter, ...] = (),
-    example: Example | None = None,
-    says: str = "",
-) -> dict[str, Any]:
-    """Return the description of a route, as arguments of FastAPI's decorator.
+H = TypeVar("H", bound=Callable[..., Any])
 
-    The summary is the first paragraph of the handler's docstring, unless it is given. ``errors``
-    lack those statuses that follow from ``access`` and from the presence of a body. ``paths`` has
-    the meanings of the parameters of the path. ``asked`` are parameters that may be in the query or
-    in a body that may be left out, as one with ``may_be_empty``; with ``file`` the body may be a
-    file instead.
+
+class DescribedRoute(Route):
+    """A route whose handler takes the request and the parameters of the path.
+
+    FastAPI's own routes would read the rest of a request by the handler's signature, too. Handlers
+    do so themselves, with the errors of their dialects.
     """
-    parameters = [
-        *headers,
-        *(
+
+    def __init__(
+        self, path: str, handler: Callable[..., Any], methods: list[str], description: Endpoint
+    ) -> None:
+        async def answer(request: Request) -> Any:
+            return await handler(request, **request.path_params)
+
+        super().__init__(path, answer if "{" in path else handler, methods=methods)
+        self.methods = set(methods)  # HEAD where it is named, not wherever GET is
+        self.handler, self.description = handler, description
+
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        """Return how well the route matches; metrics count by the route of the scope."""
+        match, child = super().matches(scope)
+        return match, {**child, "route": self}
+
+
+class Routes:
+    """The decorators of an application's routes of one tag."""
+
+    def __init__(self, app: FastAPI, tag: str) -> None:
+        self._app, self._tag = app, tag
+
+    def __call__(
+        self,
+        call: str,
+        access: Access,
+        *answers: EndpointAnswer,
+        summary: str = "",
+        errors: tuple[int, ...] = (),
+        paths: Mapping[str, str] | None = None,
+        query: type[RequestModel] | None = None,
+        body: type[RequestModel] | None = None,
+        asked: type[RequestModel] | None = None,
+        file: bool = False,
+        may_be_empty: bool = False,
+        headers: tuple[EndpointParameter, ...] = (),
+        example: Example | None = None,
+        says: str = "",
+    ) -> Callable[[H], H]:
+        """Return the decorator of a route's handler. ``call`` is as in ``GET,HEAD /ready /live``.
+
+        The summary is the first paragraph of the handler's docstring, unless it is given.
+        ``errors`` lack those statuses that follow from ``access`` and from the presence of a body.
+        ``paths`` has the meanings of the parameters of the path. ``asked`` are parameters that may
+        be in the query or in a body that may be left out, as one with ``may_be_empty``; with
+        ``file`` the body may be a file instead.
+        """
+        methods, *routes = call.split()
+        named = [
             EndpointParameter(name, "path", _NAME, meaning, required=True)
             for name, meaning in (paths or {}).items()
-        ),
-        *(in_query(query, () if body else query.needed()) if query else ()),
-        *(in_query(asked) if asked else ()),
-    ]
-    taken = body or asked
-    made = Endpoint(
-        "",
-        "",
-        tag,
-        summary,
-        access,
-        answers,
-        tuple(sorted({*errors, *_OF_ACCESS[access], *(_BODY if taken else ())})),
-        tuple(parameters),
-        RequestBody(
-            {JSON: taken, **({OCTETS: bytes} if file else {})},
-            not (may_be_empty or asked),
+        ]
+        queried = [*in_query(query, () if body else query.needed())] if query else []
+        either = in_query(asked) if asked else ()
+        taken = body or asked
+        content = {JSON: taken, **({OCTETS: bytes} if file else {})}
+        made = Endpoint(
+            "",
+            "",
+            self._tag,
+            summary,
+            access,
+            answers,
+            tuple(sorted({*errors, *_OF_ACCESS[access], *(_BODY if taken else ())})),
+            (*headers, *named, *queried, *either),
+            RequestBody(content, not (may_be_empty or asked)) if taken else None,
+            example or Example(),
+            says,
         )
-        if taken
-        else None,
-        example or Example(),
-        says,
-    )
-    return {"openapi_extra": {_KEY: made}}
+
+        def add(handler: H) -> H:
+            for path in routes:
+                self._app.router.routes.append(
+                    DescribedRoute(path, handler, methods.split(","), made)
+                )
+            return handler
+
+        return add
 
 
 def in_query(
@@ -257,10 +279,10 @@ def endpoints(app: FastAPI) -> tuple[Endpoint, ...]:
     """Return the endpoints of all described routes, in the order of their tags."""
     found = []
     for route in app.routes:
-        made = (getattr(route, "openapi_extra", None) or {}).get(_KEY)
-        if made is None or not isinstance(route, Route):
+        if not isinstance(route, DescribedRoute):
             continue
-        path, doc = route.path.replace(":path}", "}"), inspect.getdoc(route.endpoint) or ""
+        made, doc = route.description, inspect.getdoc(route.handler) or ""
+        path = route.path.replace(":path}", "}")
         summary = made.summary or " ".join(doc.partition("\n\n")[0].split())
         for method in sorted(route.methods or ()):
             one = replace(made, method=method, path=path, summary=summary)

@@ -9,9 +9,8 @@ docs/how-to/local.md is the guide.
 from __future__ import annotations
 
 from rkserve.board.answer.hooks import Decoded
-from rkserve.local.blocking import LocalBoard, LocalGeneration, open_board
-from rkserve.local.board import AsyncLocalBoard
-from rkserve.local.generation import AsyncGeneration, LocalAnswer, LocalPiece
+from rkserve.local.board import AsyncLocalBoard, LocalBoard, open_board
+from rkserve.local.generation import AsyncGeneration, LocalAnswer, LocalGeneration, LocalPiece
 
 # The public names; the classes are named apart from those of the board and the API.
 Answer = LocalAnswer

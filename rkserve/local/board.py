@@ -1,4 +1,4 @@
-"""A local board for code with an event loop of its own."""
+"""A local board: for code with an event loop of its own, and for synchronous code."""
 
 from __future__ import annotations
 
@@ -8,12 +8,7 @@ import os
 import secrets
 import tempfile
 import uuid
-from collections.abc import (
-    AsyncIterator,
-    Awaitable,
-    Callable,
-    Sequence,
-)
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -23,16 +18,16 @@ from pydantic import ValidationError
 from rkserve.api.admin.caches import ids_of, parse_build
 from rkserve.api.admin.query import ControlRequest
 from rkserve.api.common.answer import AnswerOrigin, AnyCall
-from rkserve.api.common.calls import ChatCall, ChatRequest, CompletionCall, CompletionRequest
+from rkserve.api.common.calls import ChatRequest, CompletionCall, CompletionRequest
 from rkserve.api.common.logprobs import TokenTexts
 from rkserve.api.common.plan import held, plan, prompt_texts, reading
 from rkserve.api.common.renderer import Renderer
 from rkserve.api.common.version_policy import ResolvedModel
-from rkserve.api.json.body import JsonObject
+from rkserve.api.json.fields import JsonObject
 from rkserve.api.json.schemas import RequestModel
 from rkserve.api.openai import answers
 from rkserve.api.openai.embeddings import chunks_of, finished_vector, texts_of
-from rkserve.board.answer.hooks import Hook, HookFactory
+from rkserve.board.answer.hooks import HookFactory
 from rkserve.board.board import Board
 from rkserve.config.board_group import BoardGroupConfig
 from rkserve.config.router import ImagesConfig
@@ -44,22 +39,21 @@ from rkserve.core.errors import (
     RequestError,
     UnsupportedParameter,
 )
-from rkserve.core.messages import (
-    FIRST_LABEL,
-    Accepted,
-    AdapterRef,
-    Embedded,
-    GenerateRequest,
-)
+from rkserve.core.messages import FIRST_LABEL, Accepted, AdapterRef, Embedded, GenerateRequest
+from rkserve.core.run_params import Picture
 from rkserve.deployments.board_factory import BoardLocation, assemble, claim_slot
 from rkserve.local.generation import (
     AsyncGeneration,
+    Blocking,
     LocalAnswer,
+    LocalGeneration,
     LocalPiece,
+    LoopThread,
     Messages,
     PauseCondition,
     PauseWhen,
     PreparedCall,
+    blocking,
 )
 from rkserve.models.adapters import adapters, resolve
 from rkserve.models.folder import ModelFolder, open_model_folder
@@ -144,14 +138,16 @@ class AsyncLocalBoard:
             parameters = {"native_pause": True, **parameters}  # as requests with pause_on
         body = {**_prompt(messages, prompt), **parameters}
         ref = await self._adapter(adapter)
-        asked = await self._asked(body, ref, (*hooks, *_condition(pause_when)))
+        if pause_when is not None:
+            hooks = (*hooks, lambda _: PauseCondition(pause_when))
+        asked = await self._asked(body, ref, tuple(hooks))
         generation = AsyncGeneration(self._board, self._renderer, asked, on_pause)
         await generation.open()
         return generation
 
     async def generate(self, messages: Messages | None = None, **options: Any) -> LocalAnswer:
         """Return a whole answer; see ``start``."""
-        check_handler(options)
+        _check_handler(options)
         async with await self.start(messages, **options) as generation:
             return await generation.answer()
 
@@ -159,7 +155,7 @@ class AsyncLocalBoard:
         self, messages: Messages | None = None, **options: Any
     ) -> AsyncIterator[LocalPiece]:
         """Yield an answer piece by piece; see ``start``. Closing the iterator aborts it."""
-        check_handler(options)
+        _check_handler(options)
         async with await self.start(messages, **options) as generation:
             async for piece in generation:
                 yield piece
@@ -184,7 +180,7 @@ class AsyncLocalBoard:
 
     async def kv(self) -> KvReport:
         """Return the contents of the KV cache."""
-        return await self._board.kv()
+        return self._board.kv()
 
     async def clear_kv(self, *, keep_system_prompt: bool = True) -> KvReport:
         """Empty the KV cache, except for the system prompt's part if that is kept."""
@@ -253,8 +249,10 @@ class AsyncLocalBoard:
         dialect = answers.COMPLETION if "prompt" in body else answers.CHAT
         parsed = dialect.parse(json.dumps({**body, "model": self.model}).encode())
         call = held(parsed, self._renderer)
-        images = call.images if isinstance(call, ChatCall) else ()
         settings = self._folder.settings
+        pictures: tuple[Picture, ...] = ()
+        if call.images:
+            pictures = await self._sight.pictures(call.images, settings.vision)
         request = plan(
             call,
             ResolvedModel(self.model, adapter=ref, named=ref is not None),
@@ -263,7 +261,7 @@ class AsyncLocalBoard:
             context_len=settings.context_length,
             completion=f"local-{uuid.uuid4().hex}",
             dice=secrets.randbits(63),
-            pictures=await self._sight.pictures(images, settings.vision),
+            pictures=pictures,
         )[0]
         lexicon = self._lexicon(call, request)
 
@@ -292,14 +290,106 @@ class AsyncLocalBoard:
         return TokenTexts(vocabulary, (request.prompt_ids,), texts)
 
 
-def _condition(pause_when: PauseWhen | None) -> tuple[HookFactory, ...]:
-    if pause_when is None:
-        return ()
+class LocalBoard(Blocking[AsyncLocalBoard]):
+    """A board for synchronous code, which may use it from several threads.
 
-    def condition(_request: GenerateRequest) -> Hook:
-        return PauseCondition(pause_when)
+    Its event loop runs in a thread of its own. Build it with ``open_board``, in a ``with`` block.
+    """
 
-    return (condition,)
+    def __init__(self, model: str | Path, **settings: Any) -> None:
+        """Load the model. Raises as ``AsyncLocalBoard.open``."""
+        thread = LoopThread()
+        try:
+            super().__init__(thread.call(AsyncLocalBoard.open(model, **settings)), thread)
+        except BaseException:
+            thread.close()
+            raise
+
+    @property
+    def model(self) -> str:
+        """The model's id: its folder's name."""
+        return self._inner.model
+
+    def start(
+        self,
+        messages: Messages | None = None,
+        *,
+        on_pause: Callable[[LocalGeneration], None] | None = None,
+        **options: Any,
+    ) -> LocalGeneration:
+        """Start a generation, and return it for iteration and control.
+
+        ``messages`` is a conversation, or the text of one user message. ``prompt`` replaces it: a
+        text or token IDs that are used without a template. ``adapter`` is ``name`` or
+        ``name@version`` of the model folder's. ``pause_when`` is called with each ``Decoded`` piece
+        of the answer, in the board's thread, and a true result pauses after it. At each pause, also
+        those of ``pause_on``, ``on_pause`` is called with the generation, in this thread;
+        afterwards it is resumed, unless that was done already. ``hooks`` are those of
+        docs/how-to/interrupting.md. Other arguments are parameters of OpenAI's call, as in
+        docs/reference/api.md, such as ``temperature``, ``max_tokens``, ``stop``, ``seed``,
+        ``response_format`` and ``tools``.
+
+        Raises:
+            RequestError: the board cannot serve the request.
+            RkserveError: as ``Board.generate``.
+        """
+        inner = self._thread.call(self._inner.start(messages, **options))
+        return LocalGeneration(inner, self._thread, on_pause)
+
+    def generate(self, messages: Messages | None = None, **options: Any) -> LocalAnswer:
+        """Return a whole answer; see ``start``."""
+        _check_handler(options)
+        with self.start(messages, **options) as generation:
+            return generation.answer()
+
+    def stream(
+        self, messages: Messages | None = None, **options: Any
+    ) -> Generator[LocalPiece, None, None]:
+        """Yield an answer piece by piece; see ``start``. Leaving the loop aborts it."""
+        _check_handler(options)
+        with self.start(messages, **options) as generation:
+            yield from generation
+
+    embed = blocking(AsyncLocalBoard.embed)
+    kv = blocking(AsyncLocalBoard.kv)
+    clear_kv = blocking(AsyncLocalBoard.clear_kv)
+    adapters = blocking(AsyncLocalBoard.adapters)
+    build_cache = blocking(AsyncLocalBoard.build_cache)
+    caches = blocking(AsyncLocalBoard.caches)
+    delete_cache = blocking(AsyncLocalBoard.delete_cache)
+    generations = blocking(AsyncLocalBoard.generations)
+    report = blocking(AsyncLocalBoard.report)
+
+    def close(self) -> None:
+        """End the engine and all generations; repeated calls have no effect."""
+        if self._thread.closed:
+            return
+        try:
+            self._thread.call(self._inner.aclose())
+        finally:
+            self._thread.close()
+
+    def __enter__(self) -> LocalBoard:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def open_board(model: str | Path, *, state_dir: Path | None = None, **settings: Any) -> LocalBoard:
+    """Load a model folder into a board of this process. Use it in a ``with`` block.
+
+    Exactly one of ``library="/usr/lib/librkllmrt.so"`` and ``simulated={}`` is required;
+    ``simulated`` has the keys of that block in serve_config.yaml, and ``settings`` those of a group
+    of boards (docs/reference/configuration.md). ``state_dir`` holds lock files and prompt caches;
+    the default is the cluster's own for a real board, so that their locks on the NPU exclude each
+    other, and a temporary folder for a simulated one.
+
+    Raises:
+        ConfigError: a setting or the model folder is wrong.
+        NativeError: the library cannot load the model.
+    """
+    return LocalBoard(model, state_dir=state_dir, **settings)
 
 
 def _group(model: str | Path, settings: dict[str, Any]) -> BoardGroupConfig:
@@ -328,7 +418,7 @@ def _check_names(parameters: dict[str, Any], schema: type[RequestModel]) -> None
             raise UnsupportedParameter(f"Unsupported parameter: '{name}' is not known here.", name)
 
 
-def check_handler(options: dict[str, Any]) -> None:
+def _check_handler(options: dict[str, Any]) -> None:
     """Refuse a generation that would pause and never be resumed."""
     if options.get("on_pause") is None and (options.get("pause_on") or options.get("pause_when")):
         raise RequestError(

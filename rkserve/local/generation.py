@@ -1,18 +1,16 @@
-"""A running generation of a local board, and its pieces and answer."""
+"""A running generation of a local board, its pieces and answer; for coroutines and without."""
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import json
+import threading
 import time
-from collections.abc import (
-    AsyncIterator,
-    Awaitable,
-    Callable,
-    Sequence,
-)
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import wraps
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 from rkserve.api.admin.generations import EditCall, edit_of, parse_edit
 from rkserve.api.admin.query import ControlRequest
@@ -20,14 +18,12 @@ from rkserve.api.common.answer import AnswerOrigin, AnyCall
 from rkserve.api.common.calls import ChatCall
 from rkserve.api.common.logprobs import ChoiceTokens
 from rkserve.api.common.renderer import Renderer
-from rkserve.api.json.body import JsonObject
+from rkserve.api.json.fields import JsonObject
 from rkserve.api.openai import answers
 from rkserve.board.answer.hooks import Action, Continue, Decoded, HookFactory, Pause
 from rkserve.board.board import Board
 from rkserve.core.board_report import GenerationInfo
-from rkserve.core.errors import (
-    StateConflict,
-)
+from rkserve.core.errors import StateConflict
 from rkserve.core.messages import (
     Accepted,
     ControlAction,
@@ -278,3 +274,138 @@ class AsyncGeneration:
 
     async def _control(self, action: ControlAction) -> GenerationInfo:
         return (await self._board.control(self.id, action))[0]
+
+
+T = TypeVar("T")
+P = ParamSpec("P")
+Inner = TypeVar("Inner")
+
+
+class LoopThread:
+    """An event loop in a thread of its own."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(
+            target=self._loop.run_forever, name="rkserve.local", daemon=True
+        )
+        self._thread.start()
+
+    @property
+    def closed(self) -> bool:
+        """True from the end of the loop."""
+        return self._loop.is_closed()
+
+    def call(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run it on the loop and wait for it; an interrupted caller cancels it."""
+        if self.closed or threading.current_thread() is self._thread:
+            work.close()
+            why = "it is closed" if self.closed else "this is its own thread"
+            raise RuntimeError(f"The board cannot be called: {why}.")
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def close(self) -> None:
+        """End the loop and its thread."""
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+        self._loop.close()
+
+
+class Blocking(Generic[Inner]):
+    """The synchronous counterpart of ``inner``, which lives on the loop of a thread."""
+
+    def __init__(self, inner: Inner, thread: LoopThread) -> None:
+        self._inner, self._thread = inner, thread
+
+
+def blocking(
+    method: Callable[Concatenate[Inner, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[Blocking[Inner], P], T]:
+    """Return a method of the counterpart that waits for the coroutine's result."""
+
+    @wraps(method)
+    def call(self: Blocking[Inner], /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return self._thread.call(method(self._inner, *args, **kwargs))
+
+    return call
+
+
+class LocalGeneration(Blocking[AsyncGeneration]):
+    """A running generation, for synchronous code. See ``AsyncGeneration``.
+
+    A ``with`` block closes it. Its control calls may come from any thread. ``on_pause`` is called
+    in the thread that iterates it.
+    """
+
+    def __init__(
+        self,
+        inner: AsyncGeneration,
+        thread: LoopThread,
+        on_pause: Callable[[LocalGeneration], None] | None,
+    ) -> None:
+        super().__init__(inner, thread)
+        self._on_pause = on_pause
+
+    @property
+    def id(self) -> str:
+        """The generation's id."""
+        return self._inner.id
+
+    @property
+    def text(self) -> str:
+        """The answer so far."""
+        return self._inner.text
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The tokens of the answer so far."""
+        return self._inner.token_ids
+
+    @property
+    def paused(self) -> Paused | None:
+        """The state of its pause: the cause, the tokens so far, and the fate of the KV cache."""
+        return self._inner.paused
+
+    info = blocking(AsyncGeneration.info)
+    pause = blocking(AsyncGeneration.pause)
+    resume = blocking(AsyncGeneration.resume)
+    abort = blocking(AsyncGeneration.abort)
+    edit = blocking(AsyncGeneration.edit)
+    close = blocking(AsyncGeneration.aclose)
+
+    def __iter__(self) -> Iterator[LocalPiece]:
+        return self
+
+    def __next__(self) -> LocalPiece:
+        while True:
+            piece = self._thread.call(_next(self._inner))
+            if piece is None:
+                raise StopIteration
+            if piece.paused is None or self._on_pause is None:
+                return piece
+            # In the caller's thread: a handler may be slow, such as one that calls a tool.
+            self._on_pause(self)
+            if self.paused is not None:
+                self.resume()
+
+    def answer(self) -> LocalAnswer:
+        """Wait for the end and return the answer."""
+        for _ in self:
+            pass
+        return self._thread.call(self._inner.answer())
+
+    def __enter__(self) -> LocalGeneration:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+async def _next(generation: AsyncGeneration) -> LocalPiece | None:
+    return await anext(generation, None)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -311,24 +311,21 @@ def _manifest(shelf: AdapterFolder, file: Path) -> Manifest:
     try:
         return Manifest.model_validate_json(real.read_bytes())
     except ValidationError as exc:
-        raise _Unfit(f"{MANIFEST_FILE}: {_said(exc)}") from exc
+        raise _Unfit(f"{MANIFEST_FILE}: {_message_of(exc)}") from exc
 
 
-def _said(error: ValidationError) -> str:
+def _message_of(error: ValidationError) -> str:
     if any(problem["type"] == "json_invalid" for problem in error.errors(include_url=False)):
         return "it is not valid JSON"
     return explain(error, Manifest).rstrip(".")
 
 
 def _compare(shelf: AdapterFolder, manifest: Manifest, size_bytes: int, digest: str) -> None:
-    for key, said, found in _claims(shelf, manifest, size_bytes, digest):
-        if said is not None and said != found:
-            raise _Unfit(f"{MANIFEST_FILE} says {key} {said}, and it is {found}")
-
-
-def _claims(
-    shelf: AdapterFolder, manifest: Manifest, size_bytes: int, digest: str
-) -> Iterator[tuple[str, str | int | None, str | int]]:
-    yield "base_model", manifest.base_model, shelf.model
-    yield "size", manifest.size, size_bytes
-    yield "sha256", manifest.sha256, digest
+    claims: tuple[tuple[str, str | int | None, str | int], ...] = (
+        ("base_model", manifest.base_model, shelf.model),
+        ("size", manifest.size, size_bytes),
+        ("sha256", manifest.sha256, digest),
+    )
+    for key, stated, found in claims:
+        if stated is not None and stated != found:
+            raise _Unfit(f"{MANIFEST_FILE} says {key} {stated}, and it is {found}")

@@ -58,6 +58,7 @@ class WeightsMetadata:
     platform: str | None = None
     toolkit: str | None = None
     max_context: int | None = None
+    dtype: str | None = None
 
 
 def weights_facts(path: Path) -> WeightsMetadata:
@@ -87,7 +88,7 @@ def weights_facts(path: Path) -> WeightsMetadata:
 def _simulated(head: bytes, size_bytes: int) -> WeightsMetadata:
     if len(head) < SIM_HEADER.size:
         raise UnfitWeights("it is a simulated model that was cut off")
-    _, form, said_bytes, model_id, platform, _, toolkit, _, max_context, *_ = SIM_HEADER.unpack(
+    _, form, said_bytes, model_id, platform, _, toolkit, dtype, max_context, *_ = SIM_HEADER.unpack(
         head
     )
     if form != SIM_FORMAT:
@@ -98,9 +99,10 @@ def _simulated(head: bytes, size_bytes: int) -> WeightsMetadata:
         )
     texts = [
         field.partition(b"\0")[0].decode(errors="replace")
-        for field in (model_id, platform, toolkit)
+        for field in (model_id, platform, toolkit, dtype)
     ]
-    return WeightsMetadata(size_bytes, True, texts[0], texts[1], texts[2], max_context)
+    names = dict(zip(("model_id", "platform", "toolkit", "dtype"), texts, strict=True))
+    return WeightsMetadata(size_bytes, True, max_context=max_context, **names)
 
 
 MAX_PARAMETERS = 20_000
@@ -269,7 +271,7 @@ class Vocabulary:
             return b""
         return self.pieces[token_id] or b""
 
-    def said(self, token_id: int) -> bytes:
+    def bytes_of(self, token_id: int) -> bytes:
         """Return the bytes that an ID adds to a text."""
         return b"" if token_id in self.special else self.piece(token_id)
 

@@ -12,11 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    ValidationError,
-)
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from rkserve.config.serve_config import explain
 from rkserve.core.errors import ConfigError
@@ -154,7 +150,9 @@ def _settings(file: Path) -> FolderSettings:
         return FolderSettings()
     try:
         loaded = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError) as exc:
+    except RecursionError as exc:
+        raise ConfigError(f"{file} cannot be read: it is nested too deeply") from exc
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as exc:
         raise ConfigError(f"{file} cannot be read: {exc}") from exc
     try:
         return FolderSettings.model_validate(loaded or {})

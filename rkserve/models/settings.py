@@ -6,14 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Literal
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    NonNegativeInt,
-    field_validator,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, field_validator, model_validator
 
 from rkserve.core.run_params import EncoderShape, Sampling
 
@@ -346,7 +339,7 @@ class FolderSettings(BaseModel):
     )
     ignore_eos_token: bool = Field(
         False,
-        description="Whether the runtime is told to go on past the token that it takes for the "
+        description="Whether the runtime goes on past the token that it takes for the "
         "end. Answers then end at their `max_tokens`, or at one of `eos_token_ids`, should the "
         "model still come to it: for a model whose end the runtime reads wrongly, and for answers "
         "of a fixed length. RKLLM 1.3.0 and later; older releases refuse to load with it.",

@@ -3,7 +3,7 @@
 Keys are kept as digests and compared in constant time, so that no log, error or memory dump of a
 Router contains one. Each limit per minute is a token bucket that holds one minute's worth. A
 prompt's tokens are counted on admission; generated tokens and board time are counted as they occur,
-which may take a bucket below zero. The clock is passed in to ``Meter``.
+which may take a bucket below zero.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ import hashlib
 import hmac
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from rkserve.api.json.fields import quoted
 from rkserve.config.router import RouterConfig
+from rkserve.core.block_hashes import owned
 from rkserve.core.errors import ConfigError, RateLimited, RequestError
 from rkserve.router.queue.admission import ANONYMOUS, QueueTerms
 
@@ -60,54 +61,63 @@ class _Bucket:
         return max(1, math.ceil((level - self.level) * MINUTE_S / self.per_minute))
 
 
-class Meter:
-    """The usage of one key."""
+class Caller:
+    """The owner of a key, with its usage at one Router. All calls without a key have one owner."""
 
-    def __init__(self, limits: CallerLimits, now_s: float) -> None:
-        self.limits = limits
+    def __init__(
+        self, name: str, limits: CallerLimits, clock: Callable[[], float] | None = None
+    ) -> None:
+        """``clock`` returns the time in seconds; None is the monotonic clock."""
+        self.name, self.limits = name, limits
+        self._clock = clock
         self.running = 0
+        now_s = self._now_s()
         self._requests = _Bucket.full(limits.requests_per_minute, now_s)
         self._tokens = _Bucket.full(limits.tokens_per_minute, now_s)
         self._board = _Bucket.full(limits.board_seconds_per_minute, now_s)
 
-    def enter(self, now_s: float) -> None:
-        """Admit a call. Raises ``RateLimited``; then nothing was counted."""
+    def enter(self) -> None:
+        """Admit a call until ``leave``. Raises ``RateLimited``; then nothing was counted."""
         concurrent = self.limits.concurrent
         if concurrent is not None and self.running >= concurrent:
             raise RateLimited(f"{concurrent} calls at once", 1)
-        if self._tokens is not None:
-            self._tokens.fill(now_s)
-            if self._tokens.level <= 0:
-                what = f"{self._tokens.per_minute} tokens per minute"
-                raise RateLimited(what, self._tokens.wait_s(1.0))
-        if self._board is not None:
-            self._board.fill(now_s)
-            if self._board.level <= 0:
-                what = f"{self._board.per_minute} s of board time per minute"
-                raise RateLimited(what, self._board.wait_s(1.0))
-        if self._requests is not None:
-            self._requests.fill(now_s)
-            if self._requests.level < 1:
-                what = f"{self._requests.per_minute} requests per minute"
-                raise RateLimited(what, self._requests.wait_s(1.0))
-            self._requests.level -= 1
+        for bucket, unit in ((self._tokens, "tokens"), (self._board, "s of board time")):
+            if bucket is not None:
+                bucket.fill(self._now_s())
+                if bucket.level <= 0:
+                    raise RateLimited(f"{bucket.per_minute} {unit} per minute", bucket.wait_s(1.0))
+        if (bucket := self._requests) is not None:
+            bucket.fill(self._now_s())
+            if bucket.level < 1:
+                raise RateLimited(f"{bucket.per_minute} requests per minute", bucket.wait_s(1.0))
+            bucket.level -= 1
         self.running += 1
 
-    def spend(self, tokens: int, now_s: float) -> None:
+    def spend(self, tokens: int) -> None:
         """Count tokens read or generated."""
         if self._tokens is not None:
-            self._tokens.fill(now_s)
+            self._tokens.fill(self._now_s())
             self._tokens.level -= tokens
 
-    def use_board(self, seconds: float, now_s: float) -> None:
+    def use_board(self, seconds: float) -> None:
         """Count board time of a request, including pauses on the board."""
         if self._board is not None:
-            self._board.fill(now_s)
+            self._board.fill(self._now_s())
             self._board.level -= seconds
+
+    def salt(self, salt: str) -> str:
+        """Return the salt of its calls, of which ``salt`` is the one in the call.
+
+        Keys share no KV cache: the time to the first token would tell one what another has sent.
+        """
+        return salt if self.name == ANONYMOUS else owned(self.name, salt)
 
     def leave(self) -> None:
         """End an admitted call."""
         self.running -= 1
+
+    def _now_s(self) -> float:
+        return time.monotonic() if self._clock is None else self._clock()
 
 
 _COMMENT = b"#"
@@ -133,10 +143,6 @@ class Keys:
     def is_admin(self, key: bytes) -> bool:
         """Return whether it is the admin key."""
         return self.admin is not None and hmac.compare_digest(_digest(key), self.admin)
-
-    def is_client(self, key: bytes) -> bool:
-        """Return whether it opens the inference routes: any API key or the admin key."""
-        return self.client(key) is not None or self.is_admin(key)
 
     def client(self, key: bytes) -> ClientKey | None:
         """Return the matching API key, if any."""
@@ -182,7 +188,7 @@ def _client(line: bytes, number: int, usual: Mapping[str, Any]) -> ClientKey:
     """
     key, *words = line.split()
     where = f"router.api_keys_file: key number {number}"
-    said: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for word in words:
         name, sign, text = word.decode("utf-8", "replace").partition("=")
         if not sign or name not in _SETTINGS:
@@ -190,14 +196,14 @@ def _client(line: bytes, number: int, usual: Mapping[str, Any]) -> ClientKey:
                 f"{where} is followed by something that is no setting. After a key there may be "
                 f"{', '.join(f'{known}=...' for known in _SETTINGS)}, with spaces between."
             )
-        if name in said:
+        if name in settings:
             raise ConfigError(f"{where} says {name} twice.")
         value = _SETTINGS[name](text)
         if value is None:
             raise ConfigError(f"{where} has a value for {name} that cannot be used.")
-        said[name] = value
-    name = said.pop("name", f"key-{number}")
-    return ClientKey(_key(key, "api_keys_file"), name, CallerLimits(**{**usual, **said}))
+        settings[name] = value
+    name = settings.pop("name", f"key-{number}")
+    return ClientKey(_key(key, "api_keys_file"), name, CallerLimits(**{**usual, **settings}))
 
 
 def _count(text: str) -> int | None:
@@ -251,85 +257,47 @@ def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
 
 
-@dataclass(frozen=True, slots=True)
-class Caller:
-    """The owner of a call. All calls without an API key have one owner, without limits."""
-
-    name: str
-    meter: Meter
-
-    def enter(self) -> None:
-        """Admit a call until ``leave``. Raises ``RateLimited``; then it is not admitted."""
-        self.meter.enter(time.monotonic())
-
-    def spend(self, tokens: int) -> None:
-        """Count tokens read or generated for the caller."""
-        self.meter.spend(tokens, time.monotonic())
-
-    def use_board(self, seconds: float) -> None:
-        """Count board time of one of the caller's requests."""
-        self.meter.use_board(seconds, time.monotonic())
-
-    def leave(self) -> None:
-        """End a call."""
-        self.meter.leave()
-
-
 class Callers:
     """The owners of all keys, with their usage at one Router."""
 
     def __init__(self, keys: Keys) -> None:
-        now_s = time.monotonic()
-        self.anybody = Caller(ANONYMOUS, Meter(CallerLimits(), now_s))
-        self._known = {
-            key.name: Caller(key.name, Meter(key.limits, now_s)) for key in keys.clients or ()
-        }
+        self.anybody = Caller(ANONYMOUS, CallerLimits())
+        self._known = {key.name: Caller(key.name, key.limits) for key in keys.clients or ()}
 
     def of(self, key: ClientKey | None) -> Caller:
         """Return the owner of a key; None is the anonymous one."""
         return self.anybody if key is None else self._known[key.name]
 
 
-class Urgency(Protocol):
-    """The urgency of a call."""
-
-    @property
-    def priority(self) -> int | None:
-        """The priority; lower goes first."""
-
-    @property
-    def timeout_s(self) -> float | None:
-        """The time after which the answer is useless."""
-
-
 def queue_terms(
-    call: Urgency,
     caller: Caller,
-    timeout_s: float | None,
     config: RouterConfig,
     arrived_s: float,
+    *,
+    priority: int | None,
+    timeouts_s: Iterable[float | None],
 ) -> QueueTerms:
-    """Return the queue terms of a call's requests; ``timeout_s`` is from its headers.
+    """Return the queue terms of a call's requests.
 
-    The shortest of several timeouts counts. Without a priority, a call gets the usual one, or the
-    most urgent that its key allows.
+    The shortest of several timeouts counts, which its headers and its body give. Without a
+    priority, a call gets the usual one, or the most urgent that its key allows.
 
     Raises:
         RequestError: the priority is outside of the allowed range.
     """
-    limits = caller.meter.limits
+    limits = caller.limits
     least = config.priority_min
     if limits.min_priority is not None:
         least = max(least, limits.min_priority)
-    priority = max(0, least) if call.priority is None else call.priority
+    if priority is None:
+        priority = max(0, least)
     if not least <= priority <= config.priority_max:
         raise RequestError(
             f"Invalid 'priority': expected a value from {least} to {config.priority_max}, "
             f"but got {quoted(priority)}.",
             "priority",
         )
-    given = [one for one in (timeout_s, call.timeout_s) if one is not None]
-    limit_s = min(given, default=config.request_timeout_s)
+    limit_s = min((one for one in timeouts_s if one is not None), default=config.request_timeout_s)
     return QueueTerms(
         flow=caller.name,
         weight=limits.weight,

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from rkserve.control.calls import DeclaredArtifact, OperationRequest, StoredArtifact
 from rkserve.control.operations import ControlOperation, OperationOutcome
 from rkserve.control.sleep import REQUEST, requested, wakeable
-from rkserve.core.desired_state import AdapterVersion, Artifact, BaseVersion, Desired, DesiredCache
+from rkserve.core.desired_state import Artifact, Desired, DesiredCache
 from rkserve.core.errors import CoordinatorAway, ModelAsleep, RkserveError
 from rkserve.fleet.fleet import Fleet
 
@@ -45,19 +45,10 @@ class CoordinatorClient:
     ) -> None:
         self._link = link
         self._on_change = on_change
-        self._desired: Desired | None = None
         self._heard_s: float | None = None
+        self.desired = Desired()  # empty until one was received
+        self.known = False  # a desired state was received
         self.reachable = False
-
-    @property
-    def desired(self) -> Desired:
-        """The latest desired state; empty until one was received."""
-        return Desired() if self._desired is None else self._desired
-
-    @property
-    def known(self) -> bool:
-        """Return whether a desired state was received."""
-        return self._desired is not None
 
     @property
     def heard_s_ago(self) -> float | None:
@@ -98,16 +89,16 @@ class CoordinatorClient:
         await self._poll(0.0, timeout_s)
 
     async def _poll(self, wait_s: float, timeout_s: float) -> None:
-        after = -1 if self._desired is None else self._desired.epoch
+        after = self.desired.epoch if self.known else -1
         found: Desired = await self._link.call("desired", after, wait_s, timeout_s=timeout_s)
         self._take(found)
 
     def _take(self, found: Desired) -> None:
         self._heard_s, self.reachable = time.monotonic(), True
         # Epochs never go back: the answer to an older request may arrive late.
-        if self._desired is not None and found.epoch <= self._desired.epoch:
+        if self.known and found.epoch <= self.desired.epoch:
             return
-        self._desired = found
+        self.desired, self.known = found, True
         self._on_change(found)
 
     async def catch_up(self) -> None:
@@ -120,7 +111,7 @@ class CoordinatorClient:
         try:
             await self.refresh(HEAR_OF_IT_S)
         except CoordinatorAway as exc:
-            log.warning("answering from what was heard last: %s", exc)
+            log.warning("answering from the last known state: %s", exc)
 
     async def _hear_of(self, epoch: int) -> None:
         """Get that epoch, so that later answers of this Router are consistent with it.
@@ -132,7 +123,7 @@ class CoordinatorClient:
         try:
             await self.refresh(HEAR_OF_IT_S)
         except CoordinatorAway as exc:
-            log.warning("epoch %d was answered and has not been heard of yet: %s", epoch, exc)
+            log.warning("epoch %d was confirmed, but its state has not arrived yet: %s", epoch, exc)
 
     # -- changing -----------------------------------------------------------------------------
 
@@ -174,7 +165,7 @@ class CoordinatorClient:
     async def metrics(self) -> bytes:
         """Return the Coordinator's metrics in Prometheus' text format."""
         if not self.reachable:
-            raise CoordinatorAway("The Coordinator is not heard at the moment.")
+            raise CoordinatorAway("The Coordinator does not respond at the moment.")
         found: bytes = await self._link.call("metrics", timeout_s=METRICS_S)
         return found
 
@@ -213,8 +204,7 @@ class CoordinatorClient:
             async for part in parts:
                 await self._look("upload_part", upload, offset, part)
                 offset += len(part)
-            end = "upload_end_model" if claim.base else "upload_end"
-            done: Artifact = await self._store(end, upload, dict(manifest))
+            done: Artifact = await self._store("upload_end", upload, dict(manifest))
         except BaseException:
             # Runs even if the client has left, which cancels this task; the result is not awaited.
             forgotten = asyncio.ensure_future(self._look("upload_abort", upload))
@@ -223,17 +213,12 @@ class CoordinatorClient:
         return done
 
     async def register(
-        self, kind: str, place: str, claim: DeclaredArtifact, scale: float
-    ) -> AdapterVersion:
-        """Register a file by its ``path`` on the head node or its ``url``."""
-        done: AdapterVersion = await self._store(f"register_{kind}", place, claim, scale)
-        return done
-
-    async def register_model(
-        self, kind: str, place: str, claim: DeclaredArtifact
-    ) -> BaseVersion | None:
-        """Register base weights likewise; None is the model folder's own file."""
-        done: BaseVersion | None = await self._store("register_model", kind, place, claim)
+        self, kind: str, place: str, claim: DeclaredArtifact, scale: float = 1.0
+    ) -> Artifact | None:
+        """Register a file by its ``path`` on the head node or its ``url``; None is the model
+        folder's own base weights.
+        """
+        done: Artifact | None = await self._store("register", kind, place, claim, scale)
         return done
 
     async def find_weights(self, model: str, artifact: str) -> StoredArtifact:

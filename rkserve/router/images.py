@@ -179,8 +179,6 @@ class ImageInputs:
         Raises:
             RequestError: one cannot be read, is too large, or may not be fetched; names its path.
         """
-        if not images:
-            return ()
         vision = self.check(images, vision)
         # Sequentially, so that a request with eight images takes no more memory than one with one.
         return tuple([await self._picture(image, vision) for image in images])
@@ -382,12 +380,12 @@ class ImageFetcher:
                 "GET", url.partition("#")[0], headers=headers, extensions={"timeout": timeouts}
             ) as response,
         ):
-            said = {name.lower(): value for name, value in response.headers}
-            if response.status in MOVED and b"location" in said:
-                return said[b"location"].decode("latin-1")
+            headers_of = {name.lower(): value for name, value in response.headers}
+            if response.status in MOVED and b"location" in headers_of:
+                return headers_of[b"location"].decode("latin-1")
             if response.status != OK:
                 raise ImageUnavailable(f"its server answers {response.status}")
-            if said.get(b"content-encoding", b"identity").lower() != b"identity":
+            if headers_of.get(b"content-encoding", b"identity").lower() != b"identity":
                 raise ImageUnavailable("its server packs it, which was not asked for")
             return await self._body(response)
 

@@ -37,7 +37,7 @@ INLINE_BODY_BYTES = 8192
 _PROMPTS = ThreadPoolExecutor(2, thread_name_prefix="long bodies")
 # Counting has its own thread, so that it does not delay prompts.
 _COUNTS = ThreadPoolExecutor(1, thread_name_prefix="counting")
-# After longer bodies the allocator is told to return memory; by itself it keeps all of it.
+# After longer bodies the allocator is made to return memory; by itself it keeps all of it.
 _TRIM_BYTES = 128 * 1024
 
 
@@ -57,15 +57,11 @@ def _done(size: int, work: Callable[[], T]) -> T:
     try:
         return work()
     finally:
-        if size >= _TRIM_BYTES:
-            give_memory_back()
-
-
-def give_memory_back() -> None:
-    """Return freed memory to the system, where the C library can."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
-    if trim is not None:
-        trim(0)
+        if size >= _TRIM_BYTES and os.name == "posix":
+            # Freed memory goes back to the system, where the C library can.
+            trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+            if trim is not None:
+                trim(0)
 
 
 KEPT = 128
@@ -73,23 +69,6 @@ KEPT = 128
 PATIENCE_S = 30.0
 # Of one line; a grammar has its limit, and JSON makes up to six characters of one.
 _LINE_BYTES = 16 * MAX_CHARS
-
-
-@dataclass(frozen=True, slots=True)
-class GrammarCheckRules:
-    """The number of ``processes``, and of new grammars of one key that may wait.
-
-    With several keys, one key gets all processes but one at most.
-    """
-
-    processes: int = 2
-    waiting_per_key: int = 16
-    keys: bool = False
-
-    @property
-    def per_key(self) -> int:
-        """The processes that one key may use at once."""
-        return max(1, self.processes - 1) if self.keys else self.processes
 
 
 @dataclass(eq=False, slots=True)
@@ -106,8 +85,15 @@ class _Trial:
 class GrammarChecker:
     """The grammars of one Router. Use from one event loop."""
 
-    def __init__(self, rules: GrammarCheckRules | None = None) -> None:
-        self._rules = rules or GrammarCheckRules()
+    def __init__(
+        self, processes: int = 2, waiting_per_key: int = 16, *, keys: bool = False
+    ) -> None:
+        """At most ``waiting_per_key`` new grammars of one key wait.
+
+        With several ``keys``, one key gets all processes but one at most.
+        """
+        self._processes, self._waiting_per_key = processes, waiting_per_key
+        self._per_key = max(1, processes - 1) if keys else processes
         self._known: OrderedDict[Guide, tuple[str, str | None]] = OrderedDict()  # by which key
         self._trials: dict[tuple[str, Guide], _Trial] = {}
         self._queues: dict[str, deque[_Trial]] = {}  # by key
@@ -164,7 +150,7 @@ class GrammarChecker:
 
     def _queued(self, guide: Guide, flow: str) -> _Trial:
         queue = self._queues.setdefault(flow, deque())
-        if len(queue) >= self._rules.waiting_per_key:
+        if len(queue) >= self._waiting_per_key:
             raise RateLimited(f"{len(queue)} new grammars that wait to be checked", int(LIMIT_S))
         trial = _Trial(guide, flow, asyncio.get_running_loop().create_future())
         self._trials[flow, guide] = trial
@@ -183,8 +169,8 @@ class GrammarChecker:
 
     def _pump(self) -> None:
         """Start as many trials as allowed, one of each key in turn."""
-        while self._running.total() < self._rules.processes:
-            may = [flow for flow in self._queues if self._running[flow] < self._rules.per_key]
+        while self._running.total() < self._processes:
+            may = [flow for flow in self._queues if self._running[flow] < self._per_key]
             if not may:
                 return
             # The key whose last trial began longest ago.
@@ -247,7 +233,8 @@ class TrialProcess:
         """Return the error in a grammar, if any. Raises ``RequestError`` if the trial failed."""
         try:
             child = self._child or await self._started()
-            child.write(ask(guide).encode())
+            if not child.stdin.is_closing():
+                child.stdin.write(ask(guide).encode())
             line = await self._line()
         except (TimeoutError, asyncio.TimeoutError) as exc:  # two classes before Python 3.11
             raise RequestError(

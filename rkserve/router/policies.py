@@ -8,17 +8,103 @@ waiting for one busy board costs less time than any free one.
 from __future__ import annotations
 
 import random
-import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, TypeVar
 
-from rkserve.core.metrics import RouterMetrics
+from rkserve.core.block_hashes import BlockHashes, origin_of, seed_of
+from rkserve.core.messages import EmbedRequest, GenerateRequest
 from rkserve.fleet.load import Candidate, ModelBoards, PauseEffect
 from rkserve.fleet.prefix_index import NOTHING, Reuse
-from rkserve.fleet.requests import RoutingRequest
+
+CHARS_OF_A_TOKEN = 4  # an estimate for prompts without a token count
+SOON_S = 0.02  # the shortest time before a decision to wait is reconsidered
+AGAIN_S = 1.0  # and the longest
+
+
+@dataclass(slots=True, eq=False)
+class RoutingRequest:
+    """A request in the terms of board selection; reused while the request waits.
+
+    ``chain`` is the block hash chain of the prompt under its adapter and ``salt``; None if the
+    token IDs are unknown or not needed. ``tried`` are the keys of boards to skip, ``most`` the
+    worst acceptable pause effect. ``overtaken`` counts later requests that were sent first. Until
+    ``until_s`` it waits for the board that was chosen.
+    """
+
+    request_id: str
+    model: str
+    prompt_tokens: int
+    max_tokens: int
+    chain: BlockHashes | None = None
+    session: str = ""
+    salt: str = ""
+    tried: Collection[str] = ()
+    most: PauseEffect = PauseEffect.REFUSES
+    since_s: float | None = None
+    overtaken: int = 0
+    until_s: float = 0.0
+    _board: Candidate | None = None
+
+    def waited_ms(self, now_s: float) -> float:
+        """Return the time since the first call of this method."""
+        if self.since_s is None:
+            self.since_s = now_s
+        return (now_s - self.since_s) * 1e3
+
+    def wait_for(self, board: Candidate, until_ms: float, now_s: float) -> None:
+        """Record the decision to wait for a board."""
+        self._board = board
+        self.until_s = now_s + max(SOON_S, min(until_ms / 1e3, AGAIN_S))
+
+    def waits(self, now_s: float) -> bool:
+        """Return whether the last decision to wait still holds.
+
+        It saves deciding again for every waiting request on each event, most of which concern other
+        boards.
+        """
+        board = self._board
+        if board is None or now_s >= self.until_s or board.key in self.tried:
+            return False
+        return board.ready and board.held is PauseEffect.NOT and not board.has_place
+
+    @classmethod
+    def of(
+        cls, request: GenerateRequest, adapter: str | None = None, *, hashed: bool = True
+    ) -> RoutingRequest:
+        """Return the features of a request; ``adapter`` is the key of its adapter.
+
+        Without ``hashed`` no block hashes are computed. Tokens generated before a failover count as
+        prompt.
+        """
+        if isinstance(request, EmbedRequest):
+            # Embedding requests neither use nor leave cached prefixes.
+            tokens = (
+                sum(map(len, request.inputs)) or sum(map(len, request.texts)) // CHARS_OF_A_TOKEN
+            )
+            return cls(request.request_id, request.model, tokens, 0, None, request.session)
+        ids, spoken = request.prompt_ids, ""
+        before = request.continued
+        if before is not None:
+            ids = before.prompt_ids or ids
+            ids += tuple(slot.token_id for slot in before.slots if not slot.cleared)
+            spoken = before.text
+        if request.prompt_text is not None or not ids:
+            text = f"{request.prompt_text or ''}{spoken}"
+            tokens, chain = request.counted or len(text) // CHARS_OF_A_TOKEN, None
+        else:
+            tokens = len(ids)
+            chain = BlockHashes(ids, seed_of(origin_of(adapter, request.salt))) if hashed else None
+        return cls(
+            request.request_id,
+            request.model,
+            tokens,
+            request.max_tokens,
+            chain,
+            request.session,
+            request.salt,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,30 +152,8 @@ class PolicySettings:
     park_ms: float = 0.15
 
 
-class RoutingPolicy(Protocol):
-    """The choice of a board for each request."""
-
-    name: str
-    uses_prefixes: bool
-
-    def satisfied(self, take: SendTo, /) -> bool:
-        """Return whether no request further back in the queue could make better use of the board.
-
-        If not, the offers of several requests are compared by ``first``.
-        """
-
-    def first(self, offers: Sequence[tuple[RoutingRequest, SendTo]], /) -> int:
-        """Return the index of the request to send first, of those with a free board each.
-
-        The offers are in queue order. The policy increments ``overtaken`` of skipped requests.
-        """
-
-    def choose(self, request: RoutingRequest, boards: ModelBoards, now_s: float, /) -> Decision:
-        """Return the board to send the request to or to wait for; None without a free board."""
-
-
-class QueueOrderPolicy(ABC):
-    """Base of the policies: requests are sent in queue order, and a subclass chooses the board."""
+class RoutingPolicy(ABC):
+    """The choice of a board for each request; requests are sent in queue order by default."""
 
     name: str
     uses_prefixes = False
@@ -101,20 +165,26 @@ class QueueOrderPolicy(ABC):
         self.settings = settings or PolicySettings()
 
     def satisfied(self, _take: SendTo, /) -> bool:
-        """See ``RoutingPolicy``."""
+        """Return whether no request further back in the queue could make better use of the board.
+
+        If not, the offers of several requests are compared by ``first``.
+        """
         return True
 
     def first(self, _offers: Sequence[tuple[RoutingRequest, SendTo]], /) -> int:
-        """See ``RoutingPolicy``."""
+        """Return the index of the request to send first, of those with a free board each.
+
+        The offers are in queue order. The policy increments ``overtaken`` of skipped requests.
+        """
         return 0
 
     @abstractmethod
     def choose(self, request: RoutingRequest, boards: ModelBoards, now_s: float, /) -> Decision:
-        """See ``RoutingPolicy``."""
+        """Return the board to send the request to or to wait for; None without a free board."""
 
 
-POLICIES: dict[str, type[QueueOrderPolicy]] = {}
-_P = TypeVar("_P", bound=type[QueueOrderPolicy])
+POLICIES: dict[str, type[RoutingPolicy]] = {}
+_P = TypeVar("_P", bound=type[RoutingPolicy])
 
 
 def register(policy: _P) -> _P:
@@ -124,7 +194,7 @@ def register(policy: _P) -> _P:
 
 
 @register
-class LeastLoadPolicy(QueueOrderPolicy):
+class LeastLoadPolicy(RoutingPolicy):
     """Choose the board with the fewest requests; ties are broken at random."""
 
     name = "least_load"
@@ -139,7 +209,7 @@ class LeastLoadPolicy(QueueOrderPolicy):
 
 
 @register
-class RoundRobinPolicy(QueueOrderPolicy):
+class RoundRobinPolicy(RoutingPolicy):
     """Choose the board that was used the longest time ago.
 
     With many boards, only those of the sample that ``ModelBoards.free`` returns are compared.
@@ -156,7 +226,7 @@ class RoundRobinPolicy(QueueOrderPolicy):
 
 
 @register
-class SessionPolicy(QueueOrderPolicy):
+class SessionPolicy(RoutingPolicy):
     """Send a session's requests to one board, which changes only when boards join or leave.
 
     A request waits for that board up to ``max_wait_s``. Requests without a session go to the board
@@ -217,7 +287,7 @@ DECODED = 64.0  # tokens of an answer whose decoding time counts
 
 
 @register
-class PrefixPolicy(QueueOrderPolicy):
+class PrefixPolicy(RoutingPolicy):
     """Choose the board with the earliest first token, by cached prefix, queue and speed.
 
     Where no cached prefix is known, the session's last board is preferred over equal ones.
@@ -249,7 +319,10 @@ class PrefixPolicy(QueueOrderPolicy):
         if last is not None and last.has_place and _may(last, request, free[0].held):
             looked[last.slot] = last
         weighed = [self._weigh(request, boards, one, known, now_s) for one in looked.values()]
-        best = self._best([_hinted(one) if one.board is last else one for one in weighed])
+        hinted = [
+            one._replace(score=one.score - HINT_MS) if one.board is last else one for one in weighed
+        ]
+        best = self._best(hinted)
         waits = [self._weigh(request, boards, one, known, now_s) for one in busy]
         return self._patient(request, best, waits, now_s)
 
@@ -295,13 +368,8 @@ class PrefixPolicy(QueueOrderPolicy):
         until_ms = min(best.ttft_ms - after_ms, left_ms)
         if chosen.wait_ms > until_ms:
             return take
-        return WaitFor(chosen.board, until_ms, self._kept_ms(request, chosen), chosen.reuse)
-
-    def _kept_ms(self, request: RoutingRequest, one: _Estimate) -> float:
-        """Return how long the request would occupy the board."""
-        return (
-            one.ttft_ms - one.wait_ms + min(DECODED, request.max_tokens) * one.board.speed.decode_ms
-        )
+        decode_ms = min(DECODED, request.max_tokens) * chosen.board.speed.decode_ms
+        return WaitFor(chosen.board, until_ms, after_ms + decode_ms, chosen.reuse)
 
     def _weigh(
         self,
@@ -317,9 +385,10 @@ class PrefixPolicy(QueueOrderPolicy):
         wait_ms = 0.0 if board.has_place else board.wait_ms(now_s)
         wait_ms += boards.booked_ms(board, request.request_id) if board.has_place else 0.0
         parking_ms = lost_ms = 0.0
-        if live and not reuse.live:
-            again_ms = live * speed.prefill_ms
-            if index is not None and index.parks(board.slot, live):
+        displaced = live - reuse.tokens if reuse.live else live
+        if displaced > 0:
+            again_ms = displaced * speed.prefill_ms
+            if index is not None and index.parks(board.slot, displaced):
                 parking_ms = speed.decode_ms + live * self.settings.park_ms
                 again_ms = live * self.settings.restore_ms
             idle_s = max(0.0, now_s - board.used_s)
@@ -336,51 +405,3 @@ class PrefixPolicy(QueueOrderPolicy):
 def _may(board: Candidate, request: RoutingRequest, held: PauseEffect) -> bool:
     """Return whether the request may go to the board, apart from its load."""
     return board.ready and board.held == held and board.key not in request.tried
-
-
-def _hinted(one: _Estimate) -> _Estimate:
-    return one._replace(score=one.score - HINT_MS)
-
-
-class InstrumentedPolicy:
-    """A routing policy with metrics of another one's decisions."""
-
-    def __init__(self, policy: RoutingPolicy, seen: RouterMetrics) -> None:
-        self.name = policy.name
-        self.uses_prefixes = policy.uses_prefixes
-        self._policy = policy
-        self._seen = seen
-
-    def watch(self, model: str, boards: ModelBoards) -> None:
-        """Count expected and actual cached prefixes of those boards, too."""
-        boards.listeners.append(partial(self._found, model))
-
-    def satisfied(self, take: SendTo, /) -> bool:
-        """See ``RoutingPolicy``."""
-        return self._policy.satisfied(take)
-
-    def first(self, offers: Sequence[tuple[RoutingRequest, SendTo]], /) -> int:
-        """See ``RoutingPolicy``. The result is the decision that is carried out."""
-        chosen = self._policy.first(offers)
-        request, take = offers[chosen]
-        self._seen.decisions.labels(request.model, _word(take.reuse)).inc()
-        return chosen
-
-    def choose(self, request: RoutingRequest, boards: ModelBoards, now_s: float, /) -> Decision:
-        """See ``RoutingPolicy``."""
-        began_s = time.perf_counter()
-        verdict = self._policy.choose(request, boards, now_s)
-        self._seen.decision.observe(time.perf_counter() - began_s)
-        if isinstance(verdict, WaitFor):
-            self._seen.decisions.labels(request.model, "wait").inc()
-        return verdict
-
-    def _found(self, model: str, expected: Reuse, cached: int) -> None:
-        self._seen.prefix_tokens.labels(model, "expected").inc(expected.tokens)
-        self._seen.prefix_tokens.labels(model, "found").inc(cached)
-
-
-def _word(reuse: Reuse) -> str:
-    if not reuse.tokens:
-        return "none"
-    return "live" if reuse.live else "file"

@@ -56,7 +56,7 @@ class ResponseStore:
         """
         self._file, self._max_bytes, self._keep_s = folder / FILE, max_bytes, keep_s
         self._clock = clock
-        with self._told():
+        with self._store_errors():
             self._database = self._open(folder)
         try:
             self.sweep()
@@ -86,7 +86,7 @@ class ResponseStore:
 
     def read(self, owner: str, response_id: str) -> StoredResponse | None:
         """Return a response, None if its owner has none of that ID. Raises ``ResponsesFailed``."""
-        with self._told():
+        with self._store_errors():
             row = self._database.execute(
                 f"SELECT {_COLUMNS} FROM responses WHERE id = ? AND owner = ? AND used_s > ?",
                 (response_id, owner, self._oldest_s),
@@ -205,7 +205,7 @@ class ResponseStore:
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
         database = self._database
-        with self._told():
+        with self._store_errors():
             database.execute("BEGIN IMMEDIATE")
             try:
                 yield database
@@ -217,7 +217,7 @@ class ResponseStore:
                 raise
 
     @contextmanager
-    def _told(self) -> Iterator[None]:
+    def _store_errors(self) -> Iterator[None]:
         """Return a sentence about what is wrong with the file."""
         try:
             yield

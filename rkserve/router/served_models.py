@@ -22,7 +22,7 @@ from rkserve.api.common.version_policy import (
     check_label,
     find_line,
 )
-from rkserve.api.json.body import JsonObject
+from rkserve.api.json.fields import JsonObject
 from rkserve.api.openai.models import adapter_entry, line_entry, model_entry, models_list
 from rkserve.core.desired_state import Desired
 from rkserve.core.errors import (
@@ -32,6 +32,7 @@ from rkserve.core.errors import (
     RequestError,
     VersionUnavailable,
 )
+from rkserve.core.run_params import Sampling
 from rkserve.fleet.fleet import Fleet
 from rkserve.models.adapters import Adapter, AdapterChoice, adapters, resolve
 from rkserve.models.folder import ModelFolder
@@ -70,7 +71,8 @@ class ModelNames:
         """
         desired = self._desired()
         if asked in self._folders:
-            check_label(desired.weights_of(asked).label, policy)
+            if policy is not ANY:
+                check_label(desired.weights_of(asked).label, policy)
             return ResolvedModel(asked)
         found = find_line(asked, self._folders, desired)
         meant = None if found is None else bind(*found, policy)
@@ -140,12 +142,14 @@ class ServedModel:
 
     folder: ModelFolder
     renderer: Renderer
+    sampling: Sampling  # the model's defaults
     created: int
 
     @classmethod
     def open(cls, folder: ModelFolder) -> ServedModel:
         """Load tokenizer and template. Raises ``ConfigError``."""
-        return cls(folder, Renderer(folder), int(folder.path.stat().st_mtime))
+        sampling = folder.settings.sampling.values()
+        return cls(folder, Renderer(folder), sampling, int(folder.path.stat().st_mtime))
 
 
 class ServedModels:
@@ -154,14 +158,14 @@ class ServedModels:
     def __init__(
         self, models: Mapping[str, ServedModel], cluster: CoordinatorClient, fleet: Fleet
     ) -> None:
-        self._models, self._cluster, self._fleet = dict(models), cluster, fleet
+        self.by_name, self._cluster, self._fleet = dict(models), cluster, fleet
         paths = {name: served.folder.path for name, served in models.items()}
         self.names = ModelNames(paths, lambda: cluster.desired)
 
     @property
     def default(self) -> str:
         """The model of calls without one: the first that generates text, if any."""
-        return next(iter([*self.generating, *self._models]))
+        return next(iter([*self.generating, *self.by_name]))
 
     @property
     def only(self) -> str:
@@ -170,7 +174,7 @@ class ServedModels:
         Raises:
             RequestError: there are several.
         """
-        if len(self.generating or self._models) > 1:
+        if len(self.generating or self.by_name) > 1:
             raise RequestError(
                 "Missing required parameter: 'model'. It may be left out only where a single model "
                 "is served that generates text.",
@@ -181,18 +185,14 @@ class ServedModels:
     @property
     def generating(self) -> tuple[str, ...]:
         """The models that generate text: those whose folders make no embeddings."""
-        return tuple(n for n, one in self._models.items() if one.folder.settings.embedding is None)
-
-    def served(self, model_id: str) -> ServedModel:
-        """Return one of the configured models."""
-        return self._models[model_id]
+        return tuple(n for n, one in self.by_name.items() if one.folder.settings.embedding is None)
 
     async def one(self, asked: str) -> JsonObject:
         """Return the entry of one model or adapter. Raises ``ModelNotFound``, ``AdapterBroken``."""
         meant = await self.resolve(asked)
         if meant.adapter_name is None:
             return self._model_entry(meant.model)
-        found = find_line(asked, self._models, self._cluster.desired)
+        found = find_line(asked, self.by_name, self._cluster.desired)
         # Resolved as for a request: what a line does not serve yet, a folder may.
         if found is not None and bind(*found, ANY) is not None:
             return line_entry(*self._ages(meant.model), *found)
@@ -206,7 +206,7 @@ class ServedModels:
     async def listed(self) -> JsonObject:
         """Return the list of models, each followed by its adapters."""
         entries = []
-        for model_id in self._models:
+        for model_id in self.by_name:
             ages = self._ages(model_id)
             in_folder = {of[0].name: of for of in await self.names.adapters(model_id)}
             lines = [line for line in self._cluster.desired.lines if line.model == model_id]
@@ -244,20 +244,20 @@ class ServedModels:
                 raise
             raise CoordinatorAway(
                 f"Whether there is an adapter '{asked[:80]}' is not known before the Coordinator "
-                "has been heard."
+                "has sent its state."
             ) from None
 
     def _model_entry(self, model_id: str) -> JsonObject:
         desired, reports = self._cluster.desired, self._fleet.reports(model_id)
-        served, ages = self._models[model_id], self._ages(model_id)
+        served, ages = self.by_name[model_id], self._ages(model_id)
         embedding, vision = served.folder.settings.embedding, served.folder.settings.vision
         return model_entry(model_id, *ages, reports, desired, embedding=embedding, vision=vision)
 
     def position_bytes(self, model_id: str) -> int | None:
         """Return the bytes of one KV cache position, if the model's folder says so."""
-        return self._models[model_id].folder.settings.kv_bytes_per_token
+        return self.by_name[model_id].folder.settings.kv_bytes_per_token
 
     def _ages(self, model_id: str) -> tuple[int, int]:
         """Return when the model was created, and its context length."""
-        served = self._models[model_id]
+        served = self.by_name[model_id]
         return served.created, served.folder.settings.context_length

@@ -18,21 +18,10 @@ from rkserve.api.common.calls import ChatCall, CompletionCall, named_answer
 from rkserve.api.common.logprobs import TokenTexts
 from rkserve.api.common.output import answer_headers, error_object, tool_headers
 from rkserve.api.common.plan import held, plan, prompt_texts, reading
-from rkserve.api.common.version_policy import (
-    ANY,
-    ResolvedModel,
-    VersionPolicy,
-    read_session,
-)
-from rkserve.api.json.body import JsonObject
-from rkserve.api.json.fields import quoted
-from rkserve.api.openai.models import (
-    board_entry,
-    boards_list,
-)
-from rkserve.api.parsing.answer_parser import ParserOptions
-from rkserve.api.prompting.conversation import Message
-from rkserve.api.prompting.images import images_of
+from rkserve.api.common.version_policy import ANY, ResolvedModel, VersionPolicy
+from rkserve.api.json.fields import MAX_SESSION_CHARS, JsonObject, quoted
+from rkserve.api.openai.models import board_entry, boards_list
+from rkserve.api.prompting.conversation import Message, images_of
 from rkserve.config.router import RouterConfig
 from rkserve.core.board_report import BoardReport
 from rkserve.core.errors import (
@@ -50,21 +39,21 @@ from rkserve.core.messages import (
     FIRST_LABEL,
     Accepted,
     Delta,
-    Event,
     Finished,
     GenerateRequest,
     Paused,
+    Timings,
 )
 from rkserve.core.metrics import BoardCollector, RouterMetrics
-from rkserve.core.run_params import Picture, Sampling
+from rkserve.core.run_params import Picture
 from rkserve.router.auth import Caller, Callers, open_keys, queue_terms
 from rkserve.router.coordinator_client import CoordinatorClient, WakeOnRequest
 from rkserve.router.dispatch.dispatch import Dispatch
 from rkserve.router.images import ImageInputs, fetch_of
-from rkserve.router.off_loop import INLINE_BODY_BYTES, GrammarChecker, GrammarCheckRules, off_loop
+from rkserve.router.off_loop import INLINE_BODY_BYTES, GrammarChecker, off_loop
 from rkserve.router.queue.admission import QueueTerms
 from rkserve.router.served_models import ServedModel, ServedModels
-from rkserve.router.stored_responses import NO_MEMORY, ResponseMemory
+from rkserve.router.stored_responses import CallMemory
 from rkserve.router.streams import Choices, OpenStreams
 
 log = logging.getLogger(__name__)
@@ -74,7 +63,23 @@ CallT = TypeVar("CallT")
 
 async def read_call(body: bytes, parse: Callable[[bytes], CallT]) -> CallT:
     """Return what a body asks for. Raises ``RequestError``."""
+    if len(body) <= INLINE_BODY_BYTES:
+        return parse(body)
     return await off_loop(len(body), partial(parse, body))
+
+
+def record_timings(metrics: RouterMetrics, model: str, timings: Timings) -> None:
+    """Record the board's measurements of one finished generation.
+
+    A phase that did not happen, or that the runtime did not time, gives no sample: a rate of 0
+    would suggest a slow board.
+    """
+    prefill_s, decode_s = timings.prefill_ms / 1e3, timings.decode_ms / 1e3
+    if timings.prefill_tokens > 0 and prefill_s > 0:
+        metrics.prefill.labels(model).observe(prefill_s)
+        metrics.prefill_rate.labels(model).observe(timings.prefill_tokens / prefill_s)
+    if timings.decode_tokens > 0 and decode_s > 0:
+        metrics.decode_rate.labels(model).observe(timings.decode_tokens / decode_s)
 
 
 @dataclass
@@ -92,7 +97,7 @@ class Opened:
     accepted: list[Accepted]
     requests: list[GenerateRequest]
     caller: Caller
-    memory: ResponseMemory = NO_MEMORY
+    memory: CallMemory | None = None
     started_s: float = field(default_factory=time.monotonic)
     waits_for_first: bool = True  # token
     tokens: int = 0  # given out, also those of an answer that does not come to its end
@@ -103,6 +108,16 @@ class Opened:
         """Response headers with the boards, and the weights as far as known."""
         headers = answer_headers(self.accepted, self.answer.versions)
         return {**headers, **tool_headers(self.call.left_out)}
+
+    async def keep(self, failure: BaseException | None = None) -> None:
+        """Store the answer for later calls that may refer to it."""
+        if self.memory is not None:
+            await self.memory.keep(self.answer, failure)
+
+    def keep_later(self) -> None:
+        """Store the part of an answer whose client has left, in the background."""
+        if self.memory is not None:
+            self.memory.left(self.answer)
 
 
 class Service:
@@ -121,15 +136,13 @@ class Service:
         self.keys = open_keys(config)
         self.callers = Callers(self.keys)
         self.fleet = fleet = dispatch.fleet
-        self._dispatch = dispatch
+        self.dispatch = dispatch
         self.cluster = cluster
         self.flows = OpenStreams(fleet)
         self.guiding = GrammarChecker(
-            GrammarCheckRules(
-                config.grammar_processes,
-                config.grammars_waiting_per_key,
-                keys=self.keys.clients is not None,
-            )
+            config.grammar_processes,
+            config.grammars_waiting_per_key,
+            keys=self.keys.clients is not None,
         )
         self._sight = ImageInputs(config.images, fetch_of(config.images))
         self.waking = WakeOnRequest(cluster, fleet, config.control_timeout_s)
@@ -159,12 +172,8 @@ class Service:
         raise BoardNotFound(board_id)
 
     def _circuit(self, report: BoardReport) -> tuple[str, str]:
-        state, reason = self._dispatch.circuit(report.replica)
+        state, reason = self.dispatch.circuit(report.replica)
         return state.value, reason
-
-    def events(self, request: GenerateRequest, terms: QueueTerms) -> AsyncGenerator[Event, None]:
-        """Yield the events of one request; see ``Dispatch.generate``."""
-        return self._dispatch.generate(request, terms)
 
     # -- calls --------------------------------------------------------------------------------
 
@@ -177,7 +186,7 @@ class Service:
         *,
         caller: Caller | None = None,
         timeout_s: float | None = None,
-        memory: ResponseMemory = NO_MEMORY,
+        memory: CallMemory | None = None,
     ) -> Opened:
         """Read a call and have boards accept it. Raises ``RkserveError``; then nothing runs.
 
@@ -189,35 +198,63 @@ class Service:
         self.admit(caller)
         completion = ""
         try:
-            call = await memory.recall(await read_call(body, dialect.parse))
-            call = call if call.model else replace(call, model=self.models.only)
-            terms = queue_terms(call, caller, timeout_s, self.config, started_s)
-            meant = await self.models.resolve(call.model, policy)
-            call = held(call, self.models.served(meant.model).renderer)
-            if call.steps.guide is not None:
-                param, guide = call.steps.guide
-                with self._counts_rejections():
-                    await self.guiding.check(guide, param, caller.name)
+            call = await read_call(body, dialect.parse)
+            if memory is not None:
+                call = await memory.recall(call)
+            call = replace(call, model=call.model or self.models.only, salt=caller.salt(call.salt))
+            timeouts_s = (timeout_s, call.timeout_s)
+            terms = queue_terms(
+                caller, self.config, started_s, priority=call.priority, timeouts_s=timeouts_s
+            )
+            if policy is ANY and call.model in self.models.by_name:
+                meant = ResolvedModel(call.model)
+            else:
+                meant = await self.models.resolve(call.model, policy)
+            served = self.models.by_name[meant.model]
+            settings, renderer = served.folder.settings, served.renderer
+            call = held(call, renderer)
+            await self._check_grammar(call, caller)
             completion = self._name(dialect, call)
-            of = read_session(session, call.session, completion)
-            pictures = await self._pictures(call, meant)
-            work = partial(self._plan, call, meant, completion, of, pictures)
-            size = max(len(body), INLINE_BODY_BYTES + 1 if memory.recalled else 0)
-            requests = await off_loop(size, work)
-            lexicon = await self._lexicon(call, meant, requests)
+            pictures: tuple[Picture, ...] = ()
+            if isinstance(call, ChatCall) and call.images:
+                pictures = await self._sight.pictures(call.images, settings.vision)
+            work = partial(
+                plan,
+                call,
+                meant,
+                renderer,
+                defaults=served.sampling,
+                context_len=settings.context_length,
+                completion=completion,
+                session=(session or call.session or completion)[:MAX_SESSION_CHARS],
+                dice=secrets.randbits(63),
+                pictures=pictures,
+            )
+            if len(body) <= INLINE_BODY_BYTES and (memory is None or not memory.recalled):
+                requests = work()
+            else:
+                requests = await off_loop(max(len(body), INLINE_BODY_BYTES + 1), work)
+            lexicon = await _lexicon(call, served, requests)
             choices, accepted = await self._woken(meant.model, requests, terms)
         except BaseException:
             self._named.discard(completion)
             caller.leave()
             raise
         caller.spend(sum(len(one.prompt_ids) or one.counted for one in requests) // call.tries)
-        read = reading(call, self.models.served(meant.model).renderer, requests[0])
-        stamp = replace(
-            self._stamp(meant, accepted, requests, read),
+        # Sampling values that the board ignored are defaults.
+        ignored = {name: getattr(served.sampling, name) for name in accepted[0].sampling_ignored}
+        origin = AnswerOrigin(
+            meant.model,
+            accepted[0].release,
+            tuple(one.version or FIRST_LABEL for one in accepted),
+            self._key_of(meant),
+            len(requests[0].prompt_ids) or requests[0].counted,
+            reading(call, renderer, requests[0]),
             lexicon=lexicon,
-            ends=self._ends(call, meant),
+            ends=_ends(call, served),
+            sampling=replace(requests[0].sampling, **ignored),
         )
-        answer = dialect.answer(call, completion, int(time.time()), stamp)
+        answer = dialect.answer(call, completion, int(time.time()), origin)
         self.metrics.in_flight.inc()
         return Opened(
             call,
@@ -231,6 +268,13 @@ class Service:
             memory,
             started_s,
         )
+
+    async def _check_grammar(self, call: AnyCall, caller: Caller) -> None:
+        """Check the grammar of a call, if any. Raises ``RequestError``, ``RateLimited``."""
+        if call.steps.guide is not None:
+            param, guide = call.steps.guide
+            with self._counts_rejections():
+                await self.guiding.check(guide, param, caller.name)
 
     def admit(self, caller: Caller) -> None:
         """Admit a call of the caller until ``caller.leave``. Raises ``RateLimited``, counted."""
@@ -261,7 +305,8 @@ class Service:
         self, model: str, requests: list[GenerateRequest], terms: QueueTerms
     ) -> tuple[Choices, list[Accepted]]:
         """Have boards accept the requests of a call, waking a sleeping model."""
-        epoch = await self.waking.ready(model)  # only a valid request wakes the model
+        # Only a valid request wakes the model.
+        epoch = await self.waking.ready(model) if self.cluster.desired.pauses else 0
         try:
             return await self._accepted(requests, epoch, terms)
         except (EnginePaused, NoBoard, BoardAsleep):
@@ -288,12 +333,12 @@ class Service:
                 choices.fail(BoardTimeExceeded(limit_s))
 
         metered = replace(terms, use=use)
-        choices = Choices(partial(self._dispatch.generate, terms=metered), requests)
+        choices = Choices(partial(self.dispatch.generate, terms=metered), requests)
         if terms.deadline_s is not None:
             # The queue may reject it earlier; at the deadline it is stopped in any case.
             choices.fail_at(terms.deadline_s, DeadlineExceeded(terms.timeout_s))
         try:
-            queues = self._dispatch.queues
+            queues = self.dispatch.queues
             waits = [partial(queues.waits, one.request_id) for one in requests]
             return choices, await choices.accepted(lambda index: waits[index]())
         except BaseException:
@@ -322,10 +367,10 @@ class Service:
                     opened.tokens += len(event.token_ids)
                     answer.add(index, event)
                 elif isinstance(event, Finished):
-                    self.metrics.observe(opened.model, event.timings)
+                    record_timings(self.metrics, opened.model, event.timings)
                     answer.end(index, event)
             self._done(opened)
-            await opened.memory.keep(answer)
+            await opened.keep()
             return answer.whole()
         except BaseException as exc:
             self._broken(exc)
@@ -358,18 +403,18 @@ class Service:
                 for index, event in events:
                     self.flows.sent(opened.requests[index].request_id, event)
             self._done(opened)
-            # Stored before the client sees the end, because its next call may refer to this answer.
-            await opened.memory.keep(answer)
+            # Before the client sees the end, because its next call may refer to this answer.
+            await opened.keep()
             yield answer.closing()
         except Exception as exc:
             self._broken(exc)
             if not isinstance(exc, RkserveError):
                 log.exception("an answer failed in a way that it should not")
-            await opened.memory.keep(answer, exc)
+            await opened.keep(exc)
             yield answer.broken(exc)
         except BaseException as exc:
             self._broken(exc)
-            opened.memory.left(answer)
+            opened.keep_later()
             raise
         finally:
             self.flows.leave(request.request_id for request in opened.requests)
@@ -382,70 +427,8 @@ class Service:
             return opened.answer.delta(index, event)
         if isinstance(event, Paused):
             return opened.answer.paused(index, event)
-        self.metrics.observe(opened.model, event.timings)
+        record_timings(self.metrics, opened.model, event.timings)
         return opened.answer.finish(index, event)
-
-    async def _lexicon(
-        self, call: AnyCall, meant: ResolvedModel, requests: list[GenerateRequest]
-    ) -> TokenTexts | None:
-        """Return the token strings for log-probabilities and echoes, if the answer needs them.
-
-        Raises ``RequestError`` if the vocabulary is unknown, before any board gets the request.
-        """
-        raw = call if isinstance(call, CompletionCall) else None
-        echo, ranked = raw is not None and raw.echo, raw is not None and raw.ranked
-        scored = call.steps.top_logprobs is not None or (
-            raw is not None and raw.prompt_top is not None
-        )
-        if not any((scored, echo, ranked, call.token_ids, call.special_tokens)):
-            return None
-        texts = prompt_texts(call)
-        vocabulary = None
-        if scored or call.special_tokens or (echo and None in texts):
-            param = "skip_special_tokens" if call.special_tokens else "logprobs"
-            read = self.models.served(meant.model).renderer.vocabulary
-            vocabulary = await asyncio.to_thread(read, param)
-        # Trainers pair ids and log-probabilities, so that none may be missing beside ids.
-        # Programs that measure likelihoods count an echo's log-probabilities from its end.
-        seen = call.token_ids or call.tokens_as_ids or call.special_tokens or echo
-        return TokenTexts(
-            vocabulary,
-            tuple(one.prompt_ids for one in requests),
-            texts,
-            hidden=frozenset() if seen else self._ends(call, meant),
-            as_ids=call.tokens_as_ids,
-        )
-
-    def _ends(self, call: AnyCall, meant: ResolvedModel) -> frozenset[int]:
-        """Return the ids that end an answer and are not part of its text."""
-        eos_ids = self.models.served(meant.model).folder.settings.eos_token_ids
-        return frozenset((*eos_ids, *(() if call.include_stop else call.stop_ids)))
-
-    def _stamp(
-        self,
-        meant: ResolvedModel,
-        accepted: list[Accepted],
-        requests: list[GenerateRequest],
-        read: ParserOptions,
-    ) -> AnswerOrigin:
-        """Return the origin of an answer as its boards reported it."""
-        return AnswerOrigin(
-            meant.model,
-            accepted[0].release,
-            tuple(one.version or FIRST_LABEL for one in accepted),
-            self._key_of(meant),
-            len(requests[0].prompt_ids) or requests[0].counted,
-            read,
-            sampling=self._sampling_in_force(meant.model, accepted[0], requests[0]),
-        )
-
-    def _sampling_in_force(
-        self, model: str, accepted: Accepted, request: GenerateRequest
-    ) -> Sampling:
-        """Return the sampling values used; those that the board ignored are defaults."""
-        defaults = self.models.served(model).folder.settings.sampling.values()
-        ignored = {name: getattr(defaults, name) for name in accepted.sampling_ignored}
-        return replace(request.sampling, **ignored)
 
     def _key_of(self, meant: ResolvedModel) -> Callable[[str], str | None]:
         """Return a lookup of versions' content keys.
@@ -463,13 +446,6 @@ class Service:
 
         return key_of
 
-    async def _pictures(self, call: AnyCall, meant: ResolvedModel) -> tuple[Picture, ...]:
-        """Return the images of a call, decoded. Raises ``RequestError``."""
-        if not isinstance(call, ChatCall):
-            return ()
-        vision = self.models.served(meant.model).folder.settings.vision
-        return await self._sight.pictures(call.images, vision)
-
     def check_images(self, messages: Sequence[Message], model: str) -> None:
         """Check the number of images of a conversation, without decoding them.
 
@@ -477,29 +453,7 @@ class Service:
             RequestError: the model takes no images, or there are too many.
         """
         if images := images_of(messages):
-            self._sight.check(images, self.models.served(model).folder.settings.vision)
-
-    def _plan(
-        self,
-        call: AnyCall,
-        meant: ResolvedModel,
-        completion: str,
-        session: str,
-        pictures: Sequence[Picture],
-    ) -> list[GenerateRequest]:
-        served = self.models.served(meant.model)
-        settings = served.folder.settings
-        return plan(
-            call,
-            meant,
-            served.renderer,
-            defaults=settings.sampling.values(),
-            context_len=settings.context_length,
-            completion=completion,
-            session=session,
-            dice=secrets.randbits(63),
-            pictures=pictures,
-        )
+            self._sight.check(images, self.models.by_name[model].folder.settings.vision)
 
     def _first_token(self, opened: Opened, delta: Delta) -> None:
         """Record TTFT at the first delta with text or tokens."""
@@ -518,3 +472,38 @@ class Service:
         else:
             code = error_object(exc)[2]["error"]["code"] or "server_error"
             self.metrics.generation_errors.labels(code).inc()
+
+
+async def _lexicon(
+    call: AnyCall, served: ServedModel, requests: list[GenerateRequest]
+) -> TokenTexts | None:
+    """Return the token strings for log-probabilities and echoes, if the answer needs them.
+
+    Raises ``RequestError`` if the vocabulary is unknown, before any board gets the request.
+    """
+    raw = call if isinstance(call, CompletionCall) else None
+    echo, ranked = raw is not None and raw.echo, raw is not None and raw.ranked
+    scored = call.steps.top_logprobs is not None or (raw is not None and raw.prompt_top is not None)
+    if not any((scored, echo, ranked, call.token_ids, call.special_tokens)):
+        return None
+    texts = prompt_texts(call)
+    vocabulary = None
+    if scored or call.special_tokens or (echo and None in texts):
+        param = "skip_special_tokens" if call.special_tokens else "logprobs"
+        vocabulary = await asyncio.to_thread(served.renderer.vocabulary, param)
+    # Trainers pair ids and log-probabilities, so that none may be missing beside ids.
+    # Programs that measure likelihoods count an echo's log-probabilities from its end.
+    seen = call.token_ids or call.tokens_as_ids or call.special_tokens or echo
+    return TokenTexts(
+        vocabulary,
+        tuple(one.prompt_ids for one in requests),
+        texts,
+        hidden=frozenset() if seen else _ends(call, served),
+        as_ids=call.tokens_as_ids,
+    )
+
+
+def _ends(call: AnyCall, served: ServedModel) -> frozenset[int]:
+    """Return the ids that end an answer and are not part of its text."""
+    eos_ids = served.folder.settings.eos_token_ids
+    return frozenset((*eos_ids, *(() if call.include_stop else call.stop_ids)))

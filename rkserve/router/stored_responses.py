@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from rkserve.api.common.answer import AnyCall, DialectAnswer
-from rkserve.api.json.body import JsonObject
+from rkserve.api.json.fields import JsonObject
 from rkserve.api.responses.answers import ResponseAnswer
 from rkserve.api.responses.requests import ResponseCall, remembered
 from rkserve.api.responses.stored import (
@@ -37,46 +37,6 @@ from rkserve.core.errors import (
 )
 from rkserve.router.auth import ClientKey, Keys
 from rkserve.router.response_store import ResponseStore, remove_all, too_long
-
-
-class ResponseMemory(Protocol):
-    """The stored conversation of one call."""
-
-    @property
-    def recalled(self) -> bool:
-        """Return whether stored items were added to the call."""
-
-    async def recall(self, call: AnyCall) -> AnyCall:
-        """Return the call with the earlier items it refers to. Raises ``RkserveError``."""
-
-    async def keep(self, answer: DialectAnswer, failure: BaseException | None = None) -> None:
-        """Store a finished answer, or the part of a failed one; the first call counts.
-
-        A failure to store is noted in the answer, which continues.
-        """
-
-    def left(self, answer: DialectAnswer) -> None:
-        """Store the part of an answer whose client has left, in the background."""
-
-
-class _NoMemory:
-    """The memory of calls that store nothing."""
-
-    recalled = False
-
-    async def recall(self, call: AnyCall) -> AnyCall:
-        """Return the call as it is."""
-        return call
-
-    async def keep(self, answer: DialectAnswer, failure: BaseException | None = None) -> None:
-        """Keep nothing."""
-
-    def left(self, answer: DialectAnswer) -> None:
-        """Keep nothing."""
-
-
-NO_MEMORY: ResponseMemory = _NoMemory()
-
 
 log = logging.getLogger(__name__)
 
@@ -118,10 +78,6 @@ class Responses:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="responses")
         self._store: ResponseStore | None = None
         self._writing: set[asyncio.Task[None]] = set()
-
-    def memory(self, owner: str) -> CallMemory:
-        """Return the memory of one call."""
-        return CallMemory(self, owner)
 
     def stores(self, asked: bool | None) -> bool:
         """Return whether the response of a call with this ``store`` value is stored."""
@@ -257,16 +213,16 @@ class Responses:
 
 
 class CallMemory:
-    """The ``ResponseMemory`` of one call of ``/v1/responses``."""
+    """The stored conversation of one call of ``/v1/responses``."""
 
     def __init__(self, responses: Responses, owner: str) -> None:
         """``owner`` is the owner of the responses."""
         self._responses, self._owner = responses, owner
         self._kept = False
-        self.recalled = False
+        self.recalled = False  # stored items were added to the call
 
     async def recall(self, call: AnyCall) -> AnyCall:
-        """See ``ResponseMemory``.
+        """Return the call with the earlier items that it refers to.
 
         Raises:
             PreviousResponseNotFound, ItemNotFound: an item that the call refers to is not stored.
@@ -284,21 +240,24 @@ class CallMemory:
         wanted = {item_id for _, item_id in call.references}
         referenced = await self._responses.items(self._owner, wanted)
         self.recalled = bool(before or referenced)
-        said = [item for one in before for item in one.said]
+        earlier = [item for one in before for item in one.conversation]
         stored = self._responses.stores(call.store)
-        whole = partial(remembered, call, said, referenced, stored=stored)
+        whole = partial(remembered, call, earlier, referenced, stored=stored)
         # Parsing a long conversation on the event loop would delay other streams.
         return await asyncio.to_thread(whole) if self.recalled else whole()
 
     async def keep(self, answer: DialectAnswer, failure: BaseException | None = None) -> None:
-        """See ``ResponseMemory``."""
+        """Store a finished answer, or the part of a failed one; the first call counts.
+
+        A failure to store is noted in the answer, which continues.
+        """
         if not isinstance(answer, ResponseAnswer):
             return
         response = answer.whole if failure is None else lambda: answer.failed(failure)
         await self._keep(answer, response)
 
     def left(self, answer: DialectAnswer) -> None:
-        """See ``ResponseMemory``."""
+        """Store the part of an answer whose client has left, in the background."""
         if isinstance(answer, ResponseAnswer):
             self._responses.later(self._keep(answer, answer.left))
 

@@ -140,12 +140,12 @@ class OpenStreams:
         answers: Answers[Emitted] = await self._fleet.ask(
             asked.values(), "emitted", timeout_s=timeout_s, together=True
         )
-        tokens = dict(pair for said in answers.said.values() for pair in said.tokens)
+        tokens = dict(pair for reply in answers.found.values() for pair in reply.tokens)
         # The count of a board that does not answer is unknown; its streams are not awaited.
         goals |= {
             request_id: tokens.get(request_id)
             for request_id, addresses in meant.items()
-            if all(address.board_id in answers.said for address in addresses)
+            if all(address.board_id in answers.found for address in addresses)
         }
         return goals
 

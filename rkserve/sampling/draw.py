@@ -51,7 +51,7 @@ class Sampler:
     min_p: float = 0.0
     logit_bias: Sequence[tuple[int, float]] = ()
     context: Iterable[int] = ()
-    said: Sequence[int] = ()
+    generated: Sequence[int] = ()
     ends: frozenset[int] = frozenset()
     least: int = 0
     _counts: Counter[int] = field(init=False)
@@ -59,9 +59,9 @@ class Sampler:
     _place: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self._counts = Counter(self.said)
-        self._seen = {*self.context, *self.said}
-        self._place = len(self.said)
+        self._counts = Counter(self.generated)
+        self._seen = {*self.context, *self.generated}
+        self._place = len(self.generated)
 
     def choose(self, row: Row, allowed: Allowed | None = None) -> int | None:
         """Return the next token; None if every token is masked.
@@ -92,9 +92,9 @@ class Sampler:
         self._seen.add(token_id)
         self._place += 1
 
-    def catch_up(self, said: Sequence[int]) -> None:
-        """Record tokens chosen elsewhere: ``said`` are all tokens since the sampler was made."""
-        for token_id in said[self._place - len(self.said) :]:
+    def catch_up(self, ids: Sequence[int]) -> None:
+        """Record tokens chosen elsewhere: ``generated`` has all since the sampler was made."""
+        for token_id in ids[self._place - len(self.generated) :]:
             self.take(token_id)
 
     def _adjust(self, logits: NDArray[np.float64]) -> None:
@@ -145,18 +145,14 @@ def _nucleus(ids: Ids, shares: NDArray[np.float64], top_p: float) -> tuple[Ids, 
     return ids[: upto + 1], shares[: upto + 1]
 
 
-def score(row: Row, token_id: int, top: int, also: Sequence[int] = ()) -> Scored:
-    """Return a token's log-probability, those of the likeliest tokens and of ``also``."""
-    return _scored(row, token_id, top, also)
-
-
 def scores(rows: NDArray[np.float32], ids: Sequence[int], top: int) -> list[Scored]:
     """Return ``score`` of each row and its id."""
     # Row by row: a whole block would take several times its memory again.
-    return [_scored(row, token_id, top) for row, token_id in zip(rows, ids, strict=True)]
+    return [score(row, token_id, top) for row, token_id in zip(rows, ids, strict=True)]
 
 
-def _scored(given: Row, token_id: int, top: int, also: Sequence[int] = ()) -> Scored:
+def score(given: Row, token_id: int, top: int, also: Sequence[int] = ()) -> Scored:
+    """Return a token's log-probability, those of the likeliest tokens and of ``also``."""
     row = _finite(given)
     norm = _log_of_sum(row)
     count = min(top, len(row))
@@ -165,10 +161,10 @@ def _scored(given: Row, token_id: int, top: int, also: Sequence[int] = ()) -> Sc
         least = np.partition(row, len(row) - count)[len(row) - count]
         ids = np.flatnonzero(row >= least)
         best = ids[np.lexsort((ids, -row[ids]))][:count]
-    told = [int(i) for i in best]
-    told += [i for i in also if 0 <= i < len(row) and i not in told]
+    chosen = [int(i) for i in best]
+    chosen += [i for i in also if 0 <= i < len(row) and i not in chosen]
     logit = row[token_id] if 0 <= token_id < len(row) else -np.inf
-    return Scored(_logprob(logit, norm), tuple((i, _logprob(row[i], norm)) for i in told))
+    return Scored(_logprob(logit, norm), tuple((i, _logprob(row[i], norm)) for i in chosen))
 
 
 def _finite(row: NDArray[Any]) -> NDArray[np.float64]:

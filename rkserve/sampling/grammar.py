@@ -39,7 +39,11 @@ def refusal(guide: Guide) -> str | None:
     try:
         grammar = _grammar(guide)
     except Exception as exc:  # noqa: BLE001 - a Python converter of untrusted text
-        return _said(exc) if guide.kind is GuideKind.CALLS else f"not a grammar: {_said(exc)}"
+        return (
+            _message_of(exc)
+            if guide.kind is GuideKind.CALLS
+            else f"not a grammar: {_message_of(exc)}"
+        )
     reason = _uncompilable(grammar)
     if reason is None or guide.kind is not GuideKind.CALLS:
         return reason
@@ -52,10 +56,10 @@ def refusal(guide: Guide) -> str | None:
 def _uncompilable(grammar: str) -> str | None:
     refused, reasons = LLMatcher.validate_grammar_with_warnings(grammar, _bytes(), limits=_limits())
     if refused:
-        return _said(reasons[0])
+        return _message_of(reasons[0])
     matcher = LLMatcher(_bytes(), grammar, log_level=0, limits=_limits())
     if matcher.is_error() or not any(_bits(matcher)) or matcher.is_error():
-        return _said(matcher.get_error() or "no text matches it")
+        return _message_of(matcher.get_error() or "no text matches it")
     return None
 
 
@@ -66,7 +70,7 @@ class GrammarCompiler:
         self._known: tuple[Vocabulary, frozenset[int], LLTokenizer] | None = None
 
     def follow(
-        self, guide: Guide, vocabulary: Vocabulary, eos: frozenset[int], said: tuple[int, ...]
+        self, guide: Guide, vocabulary: Vocabulary, eos: frozenset[int], ids: tuple[int, ...]
     ) -> GrammarMatcher:
         """Return a matcher that has consumed the answer so far.
 
@@ -79,7 +83,7 @@ class GrammarCompiler:
         trail = GrammarMatcher(
             LLMatcher(tokenizer, _compiled(guide), log_level=0, limits=_limits())
         )
-        for token_id in said:
+        for token_id in ids:
             trail.take(token_id)
         return trail
 
@@ -170,13 +174,13 @@ class GrammarMatcher:
         self._allowed = None
         if not self._matcher.consume_token(token_id):
             raise StepsRefused(
-                f"the answer violates its grammar: {_said(self._matcher.get_error())}"
+                f"the answer violates its grammar: {_message_of(self._matcher.get_error())}"
             )
 
     def _check(self) -> None:
         if self._matcher.is_error():
             raise StepsRefused(
-                f"the grammar cannot be compiled: {_said(self._matcher.get_error())}"
+                f"the grammar cannot be compiled: {_message_of(self._matcher.get_error())}"
             )
 
 
@@ -194,7 +198,7 @@ def _compiled(guide: Guide) -> str:
     try:
         return _grammar(guide)
     except Exception as exc:  # a request that no Router checked
-        raise StepsRefused(f"the grammar cannot be compiled: {_said(exc)}") from exc
+        raise StepsRefused(f"the grammar cannot be compiled: {_message_of(exc)}") from exc
 
 
 @cache
@@ -219,6 +223,6 @@ def _bits(matcher: LLMatcher) -> Allowed:
     return bits.view(np.bool_)
 
 
-def _said(reason: Any) -> str:
+def _message_of(reason: Any) -> str:
     """Return a library message as one line."""
     return " ".join(str(reason).split())

@@ -134,17 +134,11 @@ def _are_names(value: Any) -> bool:
 
 
 def _leads_away(schema: Any) -> bool:
-    pending = [schema]
-    while pending:
-        node = pending.pop()
-        if isinstance(node, dict):
-            target = node.get("$ref")
-            if isinstance(target, str) and not target.startswith(("#/$defs/", "#/definitions/")):
-                return True
-            pending += node.values()
-        elif isinstance(node, list):
-            pending += node
-    return False
+    targets = (node.get("$ref") for node in _nodes(schema))
+    return any(
+        isinstance(target, str) and not target.startswith(("#/$defs/", "#/definitions/"))
+        for target in targets
+    )
 
 
 def _json(schema: Any, options: Mapping[str, Any]) -> str:

@@ -21,18 +21,6 @@ from rkserve.transport.connection import ChannelConnection, Disconnect, Heartbea
 from rkserve.transport.server import ChannelAddress
 
 
-def add(events: deque[Event], event: Event) -> None:
-    """Append an event to the pending ones; consecutive deltas are merged where that loses
-    nothing.
-    """
-    if events and isinstance(event, Delta) and isinstance(last := events[-1], Delta):
-        whole = merged(last, event)
-        if whole is not None:
-            events[-1] = whole
-            return
-    events.append(event)
-
-
 class EventStream:
     """The events of one call. ``stream`` is its number on the connection."""
 
@@ -44,32 +32,40 @@ class EventStream:
         self._error: RkserveError | None = None  # the error that ended the stream
         self._ended = False  # no more events
         self._finished = False  # the answer is complete
-        self.heard = False  # the board has sent something
+        self.received = False  # the board has sent something
         self.lost = False  # the connection was lost
 
     # -- from the connection ------------------------------------------------------------------
 
     def put(self, event: Event) -> None:
-        """Add an event. Unread events are merged, which bounds the queue."""
-        self.heard = True
+        """Add an event. Consecutive unread deltas are merged, which bounds the queue."""
+        self.received = True
         self._finished = isinstance(event, Finished)
-        add(self._events, event)
+        events, whole = self._events, None
+        if events and isinstance(event, Delta) and isinstance(last := events[-1], Delta):
+            whole = merged(last, event)
+        if whole is None:
+            events.append(event)
+        else:
+            events[-1] = whole
         self._wake()
 
     def fail(self, error: RkserveError) -> None:
         """End the stream with the board's error, after all events."""
-        self.heard = True
-        self._end(error)
-
-    def end(self) -> None:
-        """End the stream after the last event."""
-        self._end(None)
+        self.received = True
+        self.end(error)
 
     def cut(self, error: RkserveError) -> None:
         """End the stream because the connection is lost."""
         if not self._ended:
             self.lost = True
-            self._end(None if self._finished else error)
+            self.end(None if self._finished else error)
+
+    def end(self, error: RkserveError | None = None) -> None:
+        """End the stream after its events; events and errors that come later are dropped."""
+        if not self._ended:
+            self._ended, self._error = True, error
+            self._wake()
 
     # -- to the reader ------------------------------------------------------------------------
 
@@ -96,18 +92,6 @@ class EventStream:
         """Return whether the board sends nothing more, so that no cancellation is needed."""
         return self._finished or self._ended
 
-    def close(self) -> None:
-        """Stop reading."""
-        self._end(None)
-
-    # -- inside -------------------------------------------------------------------------------
-
-    def _end(self, error: RkserveError | None) -> None:
-        if self._ended:
-            return
-        self._ended, self._error = True, error
-        self._wake()
-
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
@@ -129,20 +113,15 @@ class BoardConnection:
 
     def __init__(self, address: ChannelAddress, pulse: Heartbeat) -> None:
         self.board_id = address.board_id
-        self._side = RouterHandshake(address.key)
         self._numbers = itertools.count(1)
         self._inboxes: dict[int, EventStream] = {}
         self._asked: dict[int, tuple[str, asyncio.Future[Any]]] = {}  # method and result
-        self._opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        # Set after the handshake; raises ``ConnectionError``.
+        self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         # Retrieve the exception, so that asyncio does not log it if nobody awaits the future.
-        self._opened.add_done_callback(lambda done: done.cancelled() or done.exception())
-        self._over = asyncio.Event()
-        self.line = ChannelConnection(self._side, pulse, self)
-
-    @property
-    def open(self) -> bool:
-        """Return whether streams can be started."""
-        return self.line.open
+        self.ready.add_done_callback(lambda done: done.cancelled() or done.exception())
+        self.over = asyncio.Event()  # the connection has ended
+        self.line = ChannelConnection(RouterHandshake(address.key), pulse, self)
 
     def generate(self, request: GenerateRequest) -> EventStream:
         """Start a generation and read its events; the caller must ``leave`` it."""
@@ -173,24 +152,16 @@ class BoardConnection:
         """Stop reading a stream; the board ends it unless it has ended."""
         if self._inboxes.pop(inbox.stream, None) is not None and not inbox.over:
             self.line.send([[inbox.stream]])
-        inbox.close()
-
-    async def ready(self) -> None:
-        """Wait for the handshake. Raises ``ConnectionError``."""
-        await self._opened
-
-    async def over(self) -> None:
-        """Wait until the connection has ended."""
-        await self._over.wait()
+        inbox.end()
 
     # -- as the owner of its line -------------------------------------------------------------
 
-    def opened(self, _line: ChannelConnection) -> None:
+    def opened(self) -> None:
         """See ``ConnectionOwner``."""
-        if not self._opened.done():
-            self._opened.set_result(None)
+        if not self.ready.done():
+            self.ready.set_result(None)
 
-    def heard(self, items: list[list[Any]]) -> None:
+    def handle(self, items: list[list[Any]]) -> None:
         """Dispatch events, answers and errors. Raises ``MalformedMessage``."""
         inboxes = self._inboxes
         for item in items:
@@ -219,8 +190,8 @@ class BoardConnection:
 
     def lost(self, loss: Disconnect) -> None:
         """End all streams with the connection."""
-        if not self._opened.done():
-            self._opened.set_exception(ConnectionError(loss.reason))
+        if not self.ready.done():
+            self.ready.set_exception(ConnectionError(loss.reason))
         kind = BoardSilent if loss.silent else BoardFailed
         for inbox in self._inboxes.values():
             inbox.cut(kind(self.board_id, loss.reason))
@@ -228,7 +199,7 @@ class BoardConnection:
             if not answer.done():
                 answer.set_exception(ChannelLost(loss.reason))
         self._inboxes.clear()
-        self._over.set()
+        self.over.set()
 
 
 class ChannelClient:
@@ -240,7 +211,7 @@ class ChannelClient:
         self._lines: dict[str, BoardConnection] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._again_s: dict[str, float] = {}  # by replica: the time of the next attempt
-        self._told: set[str] = set()  # replicas whose missing channel has been logged
+        self._logged: set[str] = set()  # replicas whose missing channel has been logged
         self.streams = {"channel": 0, "ray": 0}  # number of generations by transport
 
     def counts(self) -> tuple[dict[str, int], int]:
@@ -250,7 +221,7 @@ class ChannelClient:
     def line(self, replica: str) -> BoardConnection | None:
         """Return the open connection to a replica, or None."""
         line = self._lines.get(replica)
-        return line if line is not None and line.open else None
+        return line if line is not None and line.line.open else None
 
     def seek(self, replica: str, find: Find) -> None:
         """Start connecting to a replica, unless connected or within the retry interval.
@@ -264,7 +235,7 @@ class ChannelClient:
             return
         if len(self._again_s) >= REMEMBERED:
             self._again_s.clear()  # mostly replicas that no longer exist
-            self._told.clear()
+            self._logged.clear()
         self._again_s[replica] = loop.time() + self._config.retry_s
         task = loop.create_task(self._keep(replica, find), name=f"channel to {replica}")
         self._tasks[replica] = task
@@ -285,18 +256,18 @@ class ChannelClient:
         try:
             address = await find()
             if address is None:
-                self._tell(replica, f"board of replica {replica} offers no channel")
+                self._log_once(replica, f"board of replica {replica} offers no channel")
                 return
             where = address.board_id
             line = await self._connect(address)
         except (RkserveError, OSError, asyncio.TimeoutError) as exc:
             reason = str(exc) or type(exc).__name__
-            self._tell(replica, f"no channel to board {where} ({reason})")
+            self._log_once(replica, f"no channel to board {where} ({reason})")
             return
-        self._told.discard(replica)
+        self._logged.discard(replica)
         self._lines[replica] = line
         try:
-            await line.over()
+            await line.over.wait()
         finally:
             del self._lines[replica]
             line.line.close("the Router ends")
@@ -309,7 +280,7 @@ class ChannelClient:
 
         async def greeted() -> None:
             await loop.create_connection(lambda: line.line, address.host, address.port)
-            await line.ready()
+            await line.ready
 
         try:
             await asyncio.wait_for(greeted(), self._config.silence_s)
@@ -318,7 +289,7 @@ class ChannelClient:
             raise
         return line
 
-    def _tell(self, replica: str, what: str) -> None:
-        if replica not in self._told:
-            self._told.add(replica)
+    def _log_once(self, replica: str, what: str) -> None:
+        if replica not in self._logged:
+            self._logged.add(replica)
             log.warning("%s: its generations go through Ray, which is slower", what)

@@ -187,13 +187,9 @@ _encode = json.JSONEncoder(separators=(",", ":")).encode
 _decode = json.JSONDecoder().decode
 
 
-def _is_plain(delta: Delta) -> bool:
-    return _rest_of(delta) == _NOTHING_MORE
-
-
 def pack(stream: int, event: Event) -> list[Any]:
     """Return an event of a stream as a JSON value."""
-    if event.__class__ is Delta and _is_plain(event):
+    if event.__class__ is Delta and _rest_of(event) == _NOTHING_MORE:
         return [stream, _DELTA, event.text, event.token_ids]
     tag = _TAGS[event.__class__]
     return [stream, tag, *_RECORDS[tag].pack(event)]

@@ -79,9 +79,9 @@ class ChannelFrames:
         return found
 
 
-def _prove(key: bytes, who: bytes, *said: bytes) -> bytes:
+def _prove(key: bytes, who: bytes, *parts: bytes) -> bytes:
     # Every part has a fixed length, so that no byte can move from one part to the next.
-    return hmac.new(key, b"".join((who, MAGIC, SEAL, *said)), hashlib.sha256).digest()
+    return hmac.new(key, b"".join((who, MAGIC, SEAL, *parts)), hashlib.sha256).digest()
 
 
 class BoardHandshake:
@@ -168,10 +168,10 @@ class Disconnect:
 class ConnectionOwner(Protocol):
     """The receiver of a connection's events. Its methods must not raise, except as stated."""
 
-    def opened(self, line: ChannelConnection) -> None:
+    def opened(self) -> None:
         """Handle the end of the handshake."""
 
-    def heard(self, items: list[list[Any]]) -> None:
+    def handle(self, items: list[list[Any]]) -> None:
         """Handle a frame. Raises ``MalformedMessage``, which closes the connection."""
 
     def drained(self) -> None:
@@ -268,13 +268,13 @@ class ChannelConnection(asyncio.Protocol):
         if self._side.done:
             rest, self._raw = self._raw, b""
             self.open = True
-            self._owner.opened(self)
+            self._owner.opened()
             self._read(rest)
 
     def _read(self, data: bytes) -> None:
         for payload in self._frames.feed(data):
             if payload and self.open:
-                self._owner.heard(codec.from_bytes(payload))
+                self._owner.handle(codec.from_bytes(payload))
 
     def _tick(self) -> None:
         """Send a heartbeat, and close the connection of a silent peer."""

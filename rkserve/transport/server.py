@@ -67,16 +67,15 @@ class BoardMethods(Protocol):
 class RouterConnection:
     """The calls of one Router. Each is a task, cancelled when its reader leaves."""
 
-    def __init__(self, number: int, board_id: str, callee: BoardMethods) -> None:
-        self.number = number
-        self._board_id, self._callee = board_id, callee
-        self._line: ChannelConnection | None = None
-        self._tasks: dict[int, asyncio.Task[None]] = {}
+    def __init__(self, server: ChannelServer, side: BoardHandshake, pulse: Heartbeat) -> None:
+        self._server = server
+        self._board_id, self._callee = server.board_id, server.callee
+        self.line = ChannelConnection(side, pulse, self)
+        self.tasks: dict[int, asyncio.Task[None]] = {}  # the calls in progress, by stream
         # By stream: an event, an encoded answer or error, or None for its end.
         self._waiting: list[tuple[int, Event | list[Any] | None]] = []
         self._last: dict[int, int] = {}  # by stream: the index of its last item in ``_waiting``
         self._due = False
-        self.ends = False  # new generations are rejected
 
     def put(self, stream: int, event: Event | None) -> None:
         """Send an event, or None for the end of the stream.
@@ -92,37 +91,31 @@ class RouterConnection:
                 self._waiting[at] = (stream, whole)
                 return
         self._last[stream] = len(self._waiting)
-        self._say(stream, event)
-
-    @property
-    def tasks(self) -> list[asyncio.Task[None]]:
-        """The calls in progress."""
-        return list(self._tasks.values())
+        self._send(stream, event)
 
     def _flush(self) -> None:
         self._due = False
-        if self._line is None or self._line.full or not self._waiting:
+        if self.line.full or not self._waiting:
             return
-        items = [_item(stream, said) for stream, said in self._waiting]
+        items = [_item(stream, item) for stream, item in self._waiting]
         self._waiting.clear()
         self._last.clear()
         for start in range(0, len(items), ITEMS):
-            self._line.send(items[start : start + ITEMS])
+            self.line.send(items[start : start + ITEMS])
 
-    def opened(self, line: ChannelConnection) -> None:
+    def opened(self) -> None:
         """See ``ConnectionOwner``."""
-        self._line = line
 
-    def heard(self, items: list[list[Any]]) -> None:
+    def handle(self, items: list[list[Any]]) -> None:
         """Handle calls and cancellations of streams. Raises ``MalformedMessage``."""
         for item in items:
             stream = item[0]
             if len(item) == 1:
-                if (task := self._tasks.pop(stream, None)) is not None:
+                if (task := self.tasks.pop(stream, None)) is not None:
                     task.cancel()
-            elif stream in self._tasks:
+            elif stream in self.tasks:
                 raise MalformedMessage(f"stream {stream} is called for twice")
-            elif item[1] in (codec.GENERATE, codec.EMBED) and self.ends:
+            elif item[1] in (codec.GENERATE, codec.EMBED) and self._server.ends:
                 self._fail(stream, BoardFailed(self._board_id, "its replica is being ended"))
             elif item[1] in (codec.GENERATE, codec.EMBED):
                 request = codec.unpack_request(item)
@@ -137,18 +130,19 @@ class RouterConnection:
 
     def lost(self, loss: Disconnect) -> None:
         """Cancel all calls: the Router has disconnected."""
+        self._server.connections.discard(self)
         self._waiting.clear()
         self._last.clear()
-        if self._tasks:
+        if self.tasks:
             log.warning("a Router's connection is lost with its streams: %s", loss.reason)
-        for task in self._tasks.values():
+        for task in self.tasks.values():
             task.cancel()
-        self._tasks.clear()
+        self.tasks.clear()
 
     # -- calls --------------------------------------------------------------------------------
 
     def _begin(self, stream: int, work: Callable[[], Awaitable[None]]) -> None:
-        self._tasks[stream] = asyncio.get_running_loop().create_task(self._called(stream, work))
+        self.tasks[stream] = asyncio.get_running_loop().create_task(self._called(stream, work))
 
     async def _called(self, stream: int, work: Callable[[], Awaitable[None]]) -> None:
         """Run a call and end its stream, with an error if it failed."""
@@ -160,7 +154,7 @@ class RouterConnection:
             log.exception("board %s raised what it should not", self._board_id)
             self._fail(stream, codec.internal(self._board_id))
         # No end is sent if the reader has left or the connection was lost.
-        if self._tasks.pop(stream, None) is not None:
+        if self.tasks.pop(stream, None) is not None:
             self.put(stream, None)
 
     async def _generate(self, stream: int, request: GenerateRequest) -> None:
@@ -175,45 +169,44 @@ class RouterConnection:
 
     async def _ask(self, stream: int, method: str, args: Sequence[Any]) -> None:
         answer = await getattr(self._callee, method)(*args)
-        self._say(stream, codec.pack_answer(stream, method, answer))
+        self._send(stream, codec.pack_answer(stream, method, answer))
 
     def _fail(self, stream: int, exc: RkserveError) -> None:
         """Send the error that ended a call, after its events."""
         self._last.pop(stream, None)
         try:
-            said = codec.pack_error(stream, exc)
+            error = codec.pack_error(stream, exc)
         except TypeError:  # without an answer the Router would wait forever
             log.exception("board %s raised an error that cannot be sent", self._board_id)
-            said = codec.pack_error(stream, codec.internal(self._board_id))
-        self._say(stream, said)
+            error = codec.pack_error(stream, codec.internal(self._board_id))
+        self._send(stream, error)
 
-    def _say(self, stream: int, said: Event | list[Any] | None) -> None:
+    def _send(self, stream: int, item: Event | list[Any] | None) -> None:
         """Send at once if this is the only stream, else with the next loop iteration."""
-        self._waiting.append((stream, said))
-        if len(self._tasks) == 1:
+        self._waiting.append((stream, item))
+        if len(self.tasks) == 1:
             self._flush()
         elif not self._due:
             self._due = True
             asyncio.get_running_loop().call_soon(self._flush)
 
 
-def _item(stream: int, said: Event | list[Any] | None) -> list[Any]:
-    if said is None:
+def _item(stream: int, item: Event | list[Any] | None) -> list[Any]:
+    if item is None:
         return [stream]
-    return said if isinstance(said, list) else codec.pack(stream, said)
+    return item if isinstance(item, list) else codec.pack(stream, item)
 
 
 class ChannelServer:
     """The connections of all Routers to one board. Use from one event loop; close after use."""
 
     def __init__(self, board_id: str, config: ChannelConfig, callee: BoardMethods) -> None:
-        self._board_id, self._config, self._callee = board_id, config, callee
+        self.board_id, self._config, self.callee = board_id, config, callee
         self._pulse = Heartbeat(config.heartbeat_s, config.silence_s)
         self._key = new_key()
         self._numbers = itertools.count(1)
-        self._lines: dict[int, RouterConnection] = {}
-        self._open: set[ChannelConnection] = set()
-        self._ends = False  # new generations are rejected
+        self.connections: set[RouterConnection] = set()
+        self.ends = False  # new generations are rejected
         self._server: asyncio.Server | None = None
         self.address: ChannelAddress | None = None  # None while not listening
 
@@ -229,7 +222,7 @@ class ChannelServer:
                 failure = exc
                 continue
             found: int = self._server.sockets[0].getsockname()[1]
-            self.address = ChannelAddress(self._board_id, host, found, self._key)
+            self.address = ChannelAddress(self.board_id, host, found, self._key)
             return
         raise failure or OSError(f"no port to listen on in {self._config.ports}")
 
@@ -238,10 +231,8 @@ class ChannelServer:
 
         Ray does not know of them, and so does not wait for them.
         """
-        self._ends = True
-        for line in self._lines.values():
-            line.ends = True
-        tasks = [task for line in self._lines.values() for task in line.tasks]
+        self.ends = True
+        tasks = [task for one in self.connections for task in one.tasks.values()]
         if tasks:
             await asyncio.wait(tasks, timeout=timeout_s)
 
@@ -250,47 +241,15 @@ class ChannelServer:
         self.address = None
         if self._server is not None:
             self._server.close()
-        for line in list(self._open):
-            line.close("the board ends")
+        for one in list(self.connections):
+            one.line.close("the board ends")
         if self._server is not None:
             await self._server.wait_closed()
 
     def _admit(self) -> ChannelConnection:
-        number = next(self._numbers)
-        owner = _EnrolledConnection(self, number, self._board_id, self._callee)
-        line = ChannelConnection(BoardHandshake(self._key, number), self._pulse, owner)
-        owner.line = line
-        self._open.add(line)
-        if len(self._open) - len(self._lines) > MAX_UNPROVEN:
-            asyncio.get_running_loop().call_soon(line.close, "too many connections")
-        return line
-
-    def enroll(self, line: RouterConnection) -> None:
-        """Add a connection whose Router has completed the handshake."""
-        line.ends = self._ends
-        self._lines[line.number] = line
-
-    def dismiss(self, number: int, line: ChannelConnection) -> None:
-        """Remove a connection."""
-        self._lines.pop(number, None)
-        self._open.discard(line)
-
-
-class _EnrolledConnection(RouterConnection):
-    """A Router's connection that adds itself to its server after the handshake."""
-
-    line: ChannelConnection
-
-    def __init__(
-        self, outlet: ChannelServer, number: int, board_id: str, callee: BoardMethods
-    ) -> None:
-        super().__init__(number, board_id, callee)
-        self._outlet = outlet
-
-    def opened(self, line: ChannelConnection) -> None:
-        super().opened(line)
-        self._outlet.enroll(self)
-
-    def lost(self, loss: Disconnect) -> None:
-        super().lost(loss)
-        self._outlet.dismiss(self.number, self.line)
+        side = BoardHandshake(self._key, next(self._numbers))
+        admitted = RouterConnection(self, side, self._pulse)
+        self.connections.add(admitted)
+        if sum(not one.line.open for one in self.connections) > MAX_UNPROVEN:
+            asyncio.get_running_loop().call_soon(admitted.line.close, "too many connections")
+        return admitted.line

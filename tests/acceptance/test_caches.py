@@ -363,6 +363,7 @@ def _cache_files(cluster: LocalCluster) -> list[Path]:
 # -- the KV cache ---------------------------------------------------------------------------------
 
 
+@pytest.mark.promise("KV cache", "Sizes are exact and per board")
 def test_the_size_of_the_kv_cache_is_told_by_board_and_together(http: httpx.Client) -> None:
     answer = say(http, [user("Repeat after me: " + "one two three " * 20)])
     held = answer["usage"]["prompt_tokens"] + answer["usage"]["completion_tokens"] - 1
@@ -389,6 +390,7 @@ def test_the_size_of_the_kv_cache_is_told_by_board_and_together(http: httpx.Clie
     assert http.get("/v1/cache/kv/size").json() == told
 
 
+@pytest.mark.promise("KV cache", "A clear empties the cache, with the result of every board")
 def test_a_cleared_kv_cache_is_empty_and_the_conversation_is_computed_anew(
     http: httpx.Client,
 ) -> None:
@@ -517,7 +519,7 @@ def test_timings_of_an_answer_are_the_runtime_s_own(app: App) -> None:
     # A published row: 16.69 tokens/s, ten times as fast here; a busy machine is slower.
     assert 1 < timings["tokens_per_s"] < 200
     assert timings["decode_tokens"] >= 29
-    assert timings["prefill_ms"] > 5
+    assert timings["prefill_ms"] > 0  # the runtime may have the template's words in RAM
     json.dumps(timings)
 
 

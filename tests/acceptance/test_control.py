@@ -141,9 +141,11 @@ def test_what_a_running_generation_does_not_allow_does_it_no_harm(
     [
         pytest.param("pause", {}, (409, "paused"), id="a pause of a paused one"),
         pytest.param("edit", {"clear": [[0, 100_000]]}, (400, "outside"), id="outside the cache"),
-        pytest.param("edit", {"clear": [[5, 2]]}, (400, "before it begins"), id="end before start"),
-        pytest.param("edit", {"clear": [[-1, 2]]}, (400, "0 or later"), id="a negative start"),
-        pytest.param("edit", {"clear": [[0, 1, 2]]}, (400, "[start, end]"), id="no range"),
+        pytest.param(
+            "edit", {"clear": [[5, 2]]}, (400, "start <= end; got [5, 2]"), id="end before start"
+        ),
+        pytest.param("edit", {"clear": [[-1, 2]]}, (400, "0 <= start"), id="a negative start"),
+        pytest.param("edit", {"clear": [[0, 1, 2]]}, (400, "at most 2 items"), id="no range"),
         pytest.param("edit", {"token_ids": [10_000_000]}, (400, "vocabulary"), id="no such token"),
         pytest.param("edit", {"token_ids": [-1]}, (400, "token_ids"), id="a negative token"),
         pytest.param("edit", {"token_ids": [1], "text": "a"}, (400, "not both"), id="text and ids"),

@@ -78,11 +78,11 @@ def test_the_model_calls_a_tool_in_every_dialect(boards: App) -> None:
     assert called["function"] == {"name": "get_weather", "arguments": {"city": "Oslo"}}
 
 
-def test_openai_s_client_goes_on_from_a_stored_response(boards: App) -> None:
-    client = openai.OpenAI(base_url=f"{boards.url}/v1", api_key="x", max_retries=0, timeout=60)
-    # Long enough that a prefill of it decides the choice of the board, also on a busy machine.
+def test_openai_s_client_goes_on_from_a_stored_response(old_board: App) -> None:
+    """With one board: of several, another may be chosen that was faster on a busy machine."""
+    client = openai.OpenAI(base_url=f"{old_board.url}/v1", api_key="x", max_retries=0, timeout=60)
     rules: ResponseInputParam = [
-        {"role": "developer", "content": "Follow every rule to the letter. " * 150},
+        {"role": "developer", "content": "Follow every rule to the letter. " * 15},
         {"role": "user", "content": f"{SAYS} once"},
     ]
     first = client.responses.create(model=MODEL, input=rules)

@@ -155,12 +155,12 @@ def test_a_request_that_leaves_the_queue_never_runs(old_board: App) -> None:
 
 # -- isolation ------------------------------------------------------------------------------------
 
-CLIENTS, ROUNDS = 64, 17
+CLIENTS, ROUNDS = 64, 8
 NUMBERS, NUMBERS_OF_LEAVERS = 8, 150
 
 
 def test_nobody_ever_gets_the_text_of_another(well: App) -> None:
-    """64 clients on 3 boards, over 1,000 requests, a tenth of them hanging up in mid-stream.
+    """64 clients on 3 boards, over 500 requests, a tenth of them hanging up in mid-stream.
 
     The boards take a fiftieth of a real one's time and not none: what takes no time is all on its
     way to a client before that can leave.
@@ -174,7 +174,7 @@ def test_nobody_ever_gets_the_text_of_another(well: App) -> None:
     reports = well.settled()
     aborted = sum(report.aborted for report in reports) - before
     print(f"{finished} answers, {left} hang-ups, {aborted} aborted, in {took_s:.1f} s")  # noqa: T201
-    assert finished + left == CLIENTS * ROUNDS > 1000
+    assert finished + left == CLIENTS * ROUNDS > 500
     assert left > CLIENTS * ROUNDS / 20
     # On a busy machine many have their whole answer before they manage to leave.
     assert left / 5 < aborted <= left
@@ -289,14 +289,23 @@ def _expect_every_board_to_serve(app: App) -> None:
 
 
 def test_an_answer_in_one_piece_outlives_the_crash_of_every_board(well: App) -> None:
+    starts = {report.board_id: report.engine_starts for report in well.reports()}
     with well.http_sync() as http:
         whole = http.post(CHAT, json=chat_body(LONG, temperature=0)).json()
+        # Slow enough that a board's tokens are on their way before it crashes: a request that
+        # ends two boards without a token in between is not tried on a third.
         for number in range(3):
-            well.cluster.control(f"sim-{number}", f"fault=segv_at_token:{FAULT_AT}")
-        answer = http.post(CHAT, json=chat_body(LONG, temperature=0)).json()
+            strikes = f"fault=segv_at_token:{FAULT_AT}"
+            well.cluster.control(f"sim-{number}", "time_scale=0.5", strikes)
+        response = http.post(CHAT, json=chat_body(LONG, temperature=0))
+    assert response.status_code == 200, response.text
+    answer = response.json()
     assert answer["choices"] == whole["choices"]
     assert answer["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]
-    assert answer["timings"]["continued"] == 3
+    # On a busy machine a crashed board may be back before the third one is asked.
+    assert answer["timings"]["continued"] in (2, 3)
+    crashed = [one for one in well.settled() if one.engine_starts > starts[one.board_id]]
+    assert len(crashed) == answer["timings"]["continued"]
 
 
 def test_requests_that_wait_survive_the_crash_of_their_board(old_board: App) -> None:

@@ -134,6 +134,7 @@ def test_an_uploaded_adapter_is_on_every_board_and_served_when_the_call_returns(
     assert get(http, "/weight_info", model=MODEL)["models"][MODEL]["adapters"]["voice"] == "v1"
 
 
+@pytest.mark.promise("Adapters", "A stage that fails changes nothing anywhere")
 @pytest.mark.parametrize(
     ("content", "query", "status"),
     [
@@ -159,6 +160,7 @@ def test_an_adapter_that_is_broken_changes_nothing_anywhere(
 # -- switching under load -------------------------------------------------------------------------
 
 
+@pytest.mark.promise("Versions in answers", "All are stamped, none is stale after a commit")
 @pytest.mark.parametrize("strategy", ["atomic", "rolling"])
 def test_every_answer_under_a_switch_is_of_one_version_stamped_whole_and_never_stale(
     app: App, http: httpx.Client, tone: str, strategy: str
@@ -179,6 +181,7 @@ def test_every_answer_under_a_switch_is_of_one_version_stamped_whole_and_never_s
     assert speaker(http, tone) == "v1"
 
 
+@pytest.mark.promise("Adapters", "In-flight requests are pinned, switched or aborted, as requested")
 def test_a_request_in_flight_can_be_switched_and_says_which_tokens_are_whose(
     app: App, http: httpx.Client, tone: str
 ) -> None:
@@ -241,6 +244,9 @@ def test_a_rollback_serves_the_version_before_again(http: httpx.Client, tone: st
     assert speaker(http, f"{tone}@v2") == "v2", "it stays to be had by its name"
 
 
+@pytest.mark.promise(
+    "Adapters", "A canary is judged by errors and speed; promote and rollback by hand"
+)
 def test_a_canary_keeps_a_session_to_its_version_until_it_is_promoted(
     http: httpx.Client, tone: str
 ) -> None:
@@ -303,6 +309,7 @@ def test_vllm_s_calls_load_and_unload_an_adapter(app: App, http: httpx.Client) -
 # -- who dies meanwhile ---------------------------------------------------------------------------
 
 
+@pytest.mark.promise("Adapters", "Whatever dies meanwhile, one version is served everywhere")
 def test_a_rollout_whose_coordinator_dies_leaves_nobody_paused_and_one_version_everywhere(
     app: App, http: httpx.Client, tone: str
 ) -> None:
@@ -323,6 +330,7 @@ def test_a_rollout_whose_coordinator_dies_leaves_nobody_paused_and_one_version_e
     assert not any(report.hold for report in all_report(app))
 
 
+@pytest.mark.promise("Pause", "Paused stays paused over restarts")
 def test_a_restart_of_the_application_keeps_its_pause_and_its_adapters(
     app: App, http: httpx.Client, tone: str
 ) -> None:

@@ -303,7 +303,8 @@ def test_a_board_finds_its_conversation_in_its_cache(
     assert len({answer.headers["x-rkserve-board"] for answer in answers}) == 1
     first, second = (answer.parse() for answer in answers)
     assert "Hello there" in second.choices[0].message.content
-    assert first.usage.prompt_tokens_details.cached_tokens == 0
+    # Of another conversation at most the words of the template before the question are left.
+    assert first.usage.prompt_tokens_details.cached_tokens < first.usage.prompt_tokens
     # All of the first turn but the token that ended it, which the runtime never computed on.
     held = first.usage.prompt_tokens + first.usage.completion_tokens - 1
     assert second.usage.prompt_tokens_details.cached_tokens == held

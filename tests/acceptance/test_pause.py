@@ -55,6 +55,7 @@ def chat(http: httpx.Client, text: str = "Count to 3") -> httpx.Response:
 # -- keep -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.promise("Pause", "It is answered when every selected board has stopped emitting")
 def test_nothing_arrives_after_a_pause_s_answer_and_nothing_is_lost_by_it(app: App) -> None:
     said = truth(app, [body()])
     assert [one.text for one in said.values()] == [COUNTED]
@@ -83,6 +84,7 @@ def test_nothing_arrives_after_a_pause_s_answer_and_nothing_is_lost_by_it(app: A
     assert epochs == sorted(set(epochs))
 
 
+@pytest.mark.promise("Pause", "`keep`: streams stay open, new requests wait")
 def test_a_paused_cluster_says_so_and_lets_new_requests_wait(app: App, http: httpx.Client) -> None:
     async def ask(client: httpx.AsyncClient) -> Reply:
         async with streaming(client, COUNT, **STAMPED) as reply:
@@ -112,6 +114,9 @@ def test_a_paused_cluster_says_so_and_lets_new_requests_wait(app: App, http: htt
     assert (said["is_paused"], said["all"]) == (False, False)
 
 
+@pytest.mark.promise(
+    "Every call that changes something", "A repeat of a key answers the same, with `applied: false`"
+)
 def test_a_repeat_of_a_call_s_key_changes_nothing_and_is_told_the_same(http: httpx.Client) -> None:
     headers = {"idempotency-key": "one-pause"}
     calls = [http.post("/pause", json=KEEP, headers=headers) for _ in range(2)]
@@ -128,6 +133,10 @@ def test_a_repeat_of_a_call_s_key_changes_nothing_and_is_told_the_same(http: htt
     assert other.status_code in {400, 409, 422}, other.text
 
 
+@pytest.mark.promise(
+    "Every call that changes something",
+    "It takes `model`, `selector`, `timeout_s`, `lease_s` and an idempotency key",
+)
 def test_a_pause_of_one_board_leaves_the_others_to_everybody(app: App, http: httpx.Client) -> None:
     with paused(http, boards=[BOARDS[1]]) as told:
         assert set(told["results"]) == {BOARDS[1]}
@@ -139,6 +148,7 @@ def test_a_pause_of_one_board_leaves_the_others_to_everybody(app: App, http: htt
     assert post(http, "/pause", boards=["nobody"], status=404)["error"]["code"] == "board_not_found"
 
 
+@pytest.mark.promise("Every call that changes something", "A conflict, and a stale epoch, is a 409")
 def test_a_call_with_an_epoch_that_is_over_is_refused(http: httpx.Client) -> None:
     epoch = get(http, "/is_paused")["epoch"]
 
@@ -151,6 +161,9 @@ def test_a_call_with_an_epoch_that_is_over_is_refused(http: httpx.Client) -> Non
 # -- abort, wait, leases --------------------------------------------------------------------------
 
 
+@pytest.mark.promise(
+    "Pause", "`abort` and `wait`: new requests get 503 `engine_paused` with `Retry-After`"
+)
 @pytest.mark.parametrize(
     ("mode", "text", "reason"),
     [
@@ -179,6 +192,7 @@ def test_new_requests_are_refused_while_the_cluster_is_paused_so(
     assert chat(http).status_code == 200
 
 
+@pytest.mark.promise("Pause", "A lease ends it if its caller is gone")
 def test_a_lease_ends_a_pause_whose_controller_is_gone(http: httpx.Client) -> None:
     asked_s = time.monotonic()
     post(http, "/pause", **KEEP, lease_s=4.0)
@@ -193,6 +207,7 @@ def test_a_lease_ends_a_pause_whose_controller_is_gone(http: httpx.Client) -> No
 # -- who dies meanwhile ---------------------------------------------------------------------------
 
 
+@pytest.mark.promise("Pause", "A board that joins or restarts is paused before it serves")
 def test_a_board_that_dies_while_paused_comes_back_paused_and_serves_after_the_resumption(
     app: App, http: httpx.Client
 ) -> None:
@@ -247,6 +262,9 @@ def test_a_coordinator_that_dies_leaves_the_cluster_paused_and_the_next_one_resu
 # -- what it tells of itself ----------------------------------------------------------------------
 
 
+@pytest.mark.promise(
+    "Every call that changes something", "Every call is audited, without prompts and answers"
+)
 def test_every_call_is_an_operation_and_a_line_of_the_audit_log(http: httpx.Client) -> None:
     with paused(http, boards=[BOARDS[2]]) as told:
         pass

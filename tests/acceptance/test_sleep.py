@@ -98,6 +98,7 @@ async def read_begun(opened: list[tuple[Reply, str]]) -> None:
         await reply.read(3)
 
 
+@pytest.mark.promise("Sleep", "In-flight requests survive every level, at any progress")
 @pytest.mark.parametrize("level", [1, 2])
 def test_streams_survive_a_sleep_and_go_on_word_for_word(
     app: App, http: httpx.Client, level: int
@@ -153,6 +154,7 @@ def test_a_model_is_unloaded_listed_and_loaded(app: App, http: httpx.Client) -> 
     post(http, "/v1/models/load", 404, model="nobody")
 
 
+@pytest.mark.promise("Sleep", "A request wakes its model if that is configured")
 def test_a_model_that_nobody_uses_is_unloaded_and_woken_by_the_next_requests(
     app: App, http: httpx.Client
 ) -> None:

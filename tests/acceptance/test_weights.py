@@ -111,6 +111,7 @@ def spoken(http: httpx.Client, model: str = MODEL, text: str = STORY) -> tuple[s
 # -- a trainer's updates --------------------------------------------------------------------------
 
 
+@pytest.mark.promise("Weights", "An update in PipelineRL's form is applied when it is answered")
 def test_a_trainer_s_updates_under_streams_lose_and_mix_nothing(
     app: App, http: httpx.Client, policy: str
 ) -> None:
@@ -198,6 +199,7 @@ def _spans(lines: list[str]) -> list[Any]:
     return list(found)
 
 
+@pytest.mark.promise("Weights", "A wrong update is refused before anything pauses")
 def test_stale_and_unfit_updates_are_refused_and_a_repeat_changes_nothing(
     http: httpx.Client, policy: str
 ) -> None:
@@ -228,6 +230,7 @@ def test_stale_and_unfit_updates_are_refused_and_a_repeat_changes_nothing(
 # -- base weights ---------------------------------------------------------------------------------
 
 
+@pytest.mark.promise("Weights", "Base weights come board by board, or to all at once for a trainer")
 def test_base_weights_come_board_by_board_under_streams(
     app: App, http: httpx.Client, shelf: Path
 ) -> None:
@@ -291,6 +294,7 @@ def test_what_is_no_model_for_these_boards_changes_nothing(
     assert get(http, "/weight_info")["epoch"] == epoch
 
 
+@pytest.mark.promise("Weights", "Base weights come board by board, or to all at once for a trainer")
 def test_base_weights_of_a_trainer_are_served_by_all_boards_at_once(
     app: App, http: httpx.Client, shelf: Path
 ) -> None:

@@ -35,5 +35,5 @@ def test_boards_of_our_own_are_started_loaded_under_each_policy_and_ended(tmp_pa
     assert [run["target"] for run in found["runs"]] == list(policies)
     for run in found["runs"]:
         assert run["asked"] == run["answered"] == 8
-        assert run["prefix"]["told"] == 8
+        assert run["prefix"]["reporting"] == 8
         assert {"router", "board replica", "engine"} <= run["processes"].keys()

@@ -169,7 +169,7 @@ def talk(session: str, *turns: tuple[int, int | None]) -> list[RequestOutcome]:
 
 def test_prefix_hits_are_by_tokens_and_beside_what_a_session_could_have_reused() -> None:
     found = prefix_hits([*talk("a", (100, 0), (150, 110), (200, 0)), *talk("b", (100, 40))])
-    assert (found.told, found.prompt, found.cached, found.hits) == (4, 550, 150, 2)
+    assert (found.reporting, found.prompt, found.cached, found.hits) == (4, 550, 150, 2)
     assert found.reusable == 110 + 160
     assert found.ratio == pytest.approx(150 / 550)
     assert found.of_reusable == pytest.approx(150 / 270)

@@ -20,7 +20,7 @@ from rkserve.bench.processes import (
     ProcessMemory,
     descendants,
     is_alive,
-    memory,
+    memory_of,
     parse_machine,
     parse_rollup,
     parse_stat,
@@ -107,7 +107,8 @@ def test_a_tree_is_followed_down_also_to_pids_that_are_smaller_than_their_parent
 
     assert found == {500: "driver", 30: "board replica", 700: "engine"}
     assert {one.pid for one in descendants(tmp_path, 500)} == {30, 700}
-    assert memory(tmp_path, [500])["board replica"] == [ProcessMemory(4000 * 1024, 2000 * 1024)]
+    replicas = memory_of(tmp_path, snapshot(tmp_path, [500]))["board replica"]
+    assert replicas == [ProcessMemory(4000 * 1024, 2000 * 1024)]
 
 
 def test_a_pid_that_is_used_again_is_another_process(tmp_path: Path) -> None:

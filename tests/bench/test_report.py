@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 
-from rkserve.bench.charts import charts
 from rkserve.bench.figures import Slo, compare, figures
 from rkserve.bench.player import PlayedRun, PlayOptions
+from rkserve.bench.report import charts, summary
 from rkserve.bench.report import render as render_report
-from rkserve.bench.report import summary
 from rkserve.bench.results import BenchResults, RunResult, TargetVerdict, machine
 from tests.support.values.bench_load import answered, failed, played
 

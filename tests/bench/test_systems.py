@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from rkserve.bench.systems import (
     NamedProcesses,
     RunningServers,
     SimulatedCluster,
-    SimulatedClusterConfig,
+    SimulatedDeployment,
     parse_watched,
     watch_named,
 )
@@ -56,14 +57,11 @@ def test_processes_are_measured_where_they_are_named(server: FakeOpenAi) -> None
 
 
 def test_faster_boards_are_asked_faster(tmp_path: Path) -> None:
-    site = SimulatedCluster(
-        SimulatedClusterConfig(3, "rk3588-qwen3-0.6b-w8a8", 0.1, ["prefix"]),
-        tmp_path,
-        lambda _: None,
-    )
+    boards = SimulatedDeployment("rk3588-qwen3-0.6b-w8a8", 3, 0.1)
+    site = SimulatedCluster(boards, ["prefix"], tmp_path, lambda _: None)
     assert (site.time_factor, site.clients, site.names) == (0.1, 3, ["prefix"])
-    at_once_too = SimulatedClusterConfig(3, "rk3588-qwen3-0.6b-w8a8", 0.0)
-    assert SimulatedCluster(at_once_too, tmp_path, lambda _: None).time_factor == 1.0
+    at_once_too = replace(boards, time_scale=0.0)
+    assert SimulatedCluster(at_once_too, [], tmp_path, lambda _: None).time_factor == 1.0
 
 
 @pytest.mark.parametrize(

@@ -142,8 +142,8 @@ GOOD: dict[str, Any] = {"name": "s", "at_s": 0, "turns": [{"user": "?", "max_tok
     ("session", "said"),
     [
         pytest.param("{oops", "JSONDecodeError", id="no JSON"),
-        pytest.param([], "TypeError", id="no object"),
-        pytest.param({**GOOD, "turns": []}, "without turns", id="nothing is asked"),
+        pytest.param([], "dictionary", id="no object"),
+        pytest.param({**GOOD, "turns": []}, "turns", id="nothing is asked"),
         pytest.param({**GOOD, "at_s": -1}, "at_s", id="before the start"),
         pytest.param({**GOOD, "at_s": float("nan")}, "at_s", id="no number"),
         pytest.param({**GOOD, "system": 5}, "no system prompt 5", id="unknown system prompt"),

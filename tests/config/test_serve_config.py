@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import yaml
@@ -12,6 +12,7 @@ from pydantic import BaseModel, ValidationError
 
 from rkserve.config.board_group import (
     BoardGroupConfig,
+    SimulatedRelease,
 )
 from rkserve.config.serve_config import (
     PROJECT,
@@ -24,6 +25,8 @@ from rkserve.config.serve_config import (
 from rkserve.core.errors import ConfigError
 from rkserve.models.folder import open_model_folder
 from tests.support.values.config_args import REAL, SETTINGS, args
+
+SIMULATED = " or ".join(get_args(SimulatedRelease))
 
 
 def wrong(given: Any) -> str:
@@ -146,12 +149,12 @@ def wrong(given: Any) -> str:
         ),
         pytest.param(
             args(simulated={"release": "1.2.4"}),
-            "boards[0].simulated.release: must be 1.2.3 or 1.3.0, not '1.2.4'.",
+            f"boards[0].simulated.release: must be {SIMULATED}, not '1.2.4'.",
             id="a release that is not simulated",
         ),
         pytest.param(
             args(simulated={"release": 1.3}),
-            "boards[0].simulated.release: must be 1.2.3 or 1.3.0, not 1.3.",
+            f"boards[0].simulated.release: must be {SIMULATED}, not 1.3.",
             id="a release that YAML reads as a number",
         ),
         pytest.param(

@@ -217,10 +217,10 @@ def test_an_ended_operation_has_no_next_phase() -> None:
 def test_boards_that_are_gone_count_as_done() -> None:
     one = recorded("op", K.PAUSE)
     for board, status in zip(("b0", *BOARDS), ResultStatus, strict=True):
-        one = one.heard(board, BoardOutcome(status, 1.5))
+        one = one.with_result(board, BoardOutcome(status, 1.5))
     assert [board for board, result in one.results.items() if result.good] == ["b1", "b2"]
     assert one.succeeded == 2
-    later = one.heard("b3", BoardOutcome(ResultStatus.OK))
+    later = one.with_result("b3", BoardOutcome(ResultStatus.OK))
     assert (later.succeeded, len(later.results)) == (3, 5)
     assert later.spent("stopping", 4.5).phases == (("stopping", 4.5),)
 

@@ -161,6 +161,9 @@ def canary(**fields: object) -> AdapterRolloutPlan:
     return atomic(strategy=Strategy.CANARY, weight=0.25, observe_s=30.0, **fields)
 
 
+@pytest.mark.promise(
+    "Adapters", "`atomic` is one epoch for all; `rolling` takes `max_unavailable` boards"
+)
 def test_atomic_brings_all_boards_to_it_at_one_instant() -> None:
     one = Performer(atomic(in_flight=InFlight.SWITCH), served(V1))
     one.answer(Move.STAGE)
@@ -200,6 +203,9 @@ def test_a_trainers_update_holds_the_model_before_boards_load_and_notes_its_step
     assert one.finish == FinishRollout(OperationState.SUCCEEDED)
 
 
+@pytest.mark.promise(
+    "Adapters", "`atomic` is one epoch for all; `rolling` takes `max_unavailable` boards"
+)
 def test_rolling_takes_as_many_boards_at_a_time_as_it_may() -> None:
     one = Performer(rolling(max_unavailable=2), served(V1))
     one.answer(Move.STAGE)
@@ -302,6 +308,7 @@ def test_a_rollback_by_hand_is_a_hold_and_a_commit() -> None:
     assert one.asked == [(Move.HOLD, THREE), (Move.COMMIT, THREE)]
 
 
+@pytest.mark.promise("Adapters", "A stage that fails changes nothing anywhere")
 def test_a_failed_stage_changes_nothing_anywhere() -> None:
     one = Performer(atomic(), served(V1))
     one.answer(Move.STAGE, "b1")
@@ -393,6 +400,7 @@ def test_a_rollout_on_no_boards_fails_at_once() -> None:
     assert one.finish.state is OperationState.FAILED
 
 
+@pytest.mark.promise("Adapters", "A board that joins late has all versions before it serves")
 def test_a_board_that_joins_at_the_hold_is_held_and_committed_like_the_others() -> None:
     one = Performer(atomic(), served(V1))
     one.answer(Move.STAGE)
@@ -603,6 +611,7 @@ def test_every_rollout_ends_committed_or_undone_and_leaves_nobody_paused(
     assert len(one.steps) == steps
 
 
+@pytest.mark.promise("Adapters", "Whatever dies meanwhile, one version is served everywhere")
 @settings(deadline=None, max_examples=400)
 @given(plans, st.lists(st.tuples(fates, st.integers(0, 1000)), max_size=40))
 def test_a_coordinator_that_dies_at_any_moment_leaves_one_of_the_two_as_well(

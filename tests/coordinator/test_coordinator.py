@@ -55,6 +55,11 @@ async def test_a_pause_is_answered_when_every_board_holds_and_a_resume_when_none
         assert resumed.operation.epoch > paused.operation.epoch
 
 
+@pytest.mark.promise(
+    "Every call that changes something",
+    "It takes `model`, `selector`, `timeout_s`, `lease_s` and an idempotency key",
+)
+@pytest.mark.promise("Pause", "Per cluster, model, boards or adapter")
 @pytest.mark.parametrize(
     ("scope", "held"),
     [
@@ -73,6 +78,9 @@ async def test_a_pause_holds_what_it_names_and_nothing_else(
         assert it.held == held
 
 
+@pytest.mark.promise(
+    "Every call that changes something", "Every call is audited, without prompts and answers"
+)
 @pytest.mark.parametrize(
     ("params", "expected"),
     [
@@ -94,6 +102,10 @@ async def test_an_invalid_pause_is_refused_and_audited(
         assert line.status in (400, 404)
 
 
+@pytest.mark.promise(
+    "Every call that changes something", "After the time limit it is undone, and a 504"
+)
+@pytest.mark.promise("Pause", "A pause that fails leaves nothing paused")
 @pytest.mark.parametrize("silent", [("b",), ("a", "b", "c")], ids=["one board", "all boards"])
 async def test_a_pause_that_a_silent_board_does_not_confirm_is_undone_everywhere(
     tmp_path: Path, silent: tuple[str, ...]
@@ -114,6 +126,7 @@ async def test_a_pause_that_a_silent_board_does_not_confirm_is_undone_everywhere
         assert it.held == []
 
 
+@pytest.mark.promise("Pause", "A pause that fails leaves nothing paused")
 async def test_a_board_that_refuses_fails_the_pause_long_before_the_time_limit(
     tmp_path: Path,
 ) -> None:
@@ -172,6 +185,9 @@ async def test_to_pause_what_is_paused_changes_nothing_and_still_asks_the_boards
         assert len(it.desired.pauses) == 1  # the first one holds
 
 
+@pytest.mark.promise(
+    "Every call that changes something", "Some boards but not all are a 207, never a 200"
+)
 async def test_a_resume_that_not_all_boards_hear_is_partial_until_they_have(tmp_path: Path) -> None:
     async with controlled(tmp_path) as it:
         await it.pause()
@@ -242,6 +258,9 @@ async def test_a_lease_that_ends_while_boards_stop_is_no_success(tmp_path: Path)
 # -- idempotency, epochs, conflicts ------------------------------------------------------------
 
 
+@pytest.mark.promise(
+    "Every call that changes something", "A repeat of a key answers the same, with `applied: false`"
+)
 async def test_a_key_that_comes_again_gets_the_first_answer_and_changes_nothing(
     tmp_path: Path,
 ) -> None:
@@ -267,6 +286,9 @@ async def test_a_key_that_comes_again_while_the_first_goes_on_waits_for_it(tmp_p
         assert len(it.it.operations(10)) == 1
 
 
+@pytest.mark.promise(
+    "Every call that changes something", "A repeat of a key answers the same, with `applied: false`"
+)
 async def test_a_key_is_remembered_by_the_next_coordinator_also_of_what_failed(
     tmp_path: Path,
 ) -> None:
@@ -280,6 +302,7 @@ async def test_a_key_is_remembered_by_the_next_coordinator_also_of_what_failed(
         assert it.held == []
 
 
+@pytest.mark.promise("Every call that changes something", "A conflict, and a stale epoch, is a 409")
 async def test_a_stale_epoch_is_refused(tmp_path: Path) -> None:
     async with controlled(tmp_path) as it:
         await it.pause(expected_epoch=0)
@@ -298,6 +321,7 @@ async def test_a_resume_must_not_meet_a_pause_that_still_stops_boards(tmp_path: 
         assert (await pausing).status == 200
 
 
+@pytest.mark.promise("Every call that changes something", "`async` is a 202 with an operation")
 async def test_a_call_in_background_is_answered_when_it_is_written_down(tmp_path: Path) -> None:
     async with controlled(tmp_path) as it:
         it.cluster["b"].slow_s["adopt"] = 0.2
@@ -430,6 +454,7 @@ async def test_an_unknown_operation_is_not_found(tmp_path: Path) -> None:
 # -- boards that do not follow -----------------------------------------------------------------
 
 
+@pytest.mark.promise("Pause", "A board that joins or restarts is paused before it serves")
 async def test_a_board_that_joins_or_comes_back_is_told_before_it_serves(tmp_path: Path) -> None:
     async with controlled(tmp_path, "a") as it:
         await it.pause(mode=PauseMode.ABORT.value)
@@ -539,6 +564,7 @@ async def test_a_change_that_cannot_be_stored_is_not_made(tmp_path: Path) -> Non
         assert (await it.pause()).status == 200
 
 
+@pytest.mark.promise("Pause", "Paused stays paused over restarts")
 async def test_paused_stays_paused_over_a_restart(tmp_path: Path) -> None:
     async with controlled(tmp_path) as it:
         paused = await it.pause()

@@ -83,11 +83,11 @@ class FusedLink:
         return said
 
     async def ask_all(
-        self, method: str, *args: Any, timeout_s: float, heard: Callable[[Any], None]
+        self, method: str, *args: Any, timeout_s: float, take: Callable[[Any], None]
     ) -> None:
         async def one(replica: str) -> None:
             with suppress(RkserveError):
-                heard(await self.ask(replica, method, *args, timeout_s=timeout_s))
+                take(await self.ask(replica, method, *args, timeout_s=timeout_s))
 
         await asyncio.gather(*(one(board.replica) for board in self.real.boards.values()))
 

@@ -19,6 +19,7 @@ from rkserve.core.block_hashes import (
     LivePrefix,
     adapter_of,
     origin_of,
+    owned,
     pack,
     salted,
     seed_of,
@@ -83,15 +84,15 @@ def test_marks_are_every_stride_and_the_last(tokens: int, blocks: list[int]) -> 
     assert chain.marks == tuple(chain.links[at - 1] for at in blocks)
 
 
-@given(st.lists(IDS, max_size=4), IDS, st.booleans(), st.integers(0, 4096))
+@given(st.lists(IDS, max_size=4), IDS, st.booleans(), st.booleans(), st.integers(0, 4096))
 def test_what_is_packed_comes_out(
-    files: list[tuple[int, ...]], live: tuple[int, ...], appends: bool, park_min: int
+    files: list[tuple[int, ...]], live: tuple[int, ...], appends: bool, prefix: bool, park_min: int
 ) -> None:
     held = tuple(
         FilePrefix(len(ids), BlockHashes(ids, SEED).marks) for ids in files if len(ids) >= BLOCK
     )
-    lives = LivePrefix.of(BlockHashes(live, SEED)) if live else None
-    holdings = CachedPrefixes(appends, park_min, lives, held)
+    lives = LivePrefix.of(BlockHashes(live, SEED), dense=prefix) if live else None
+    holdings = CachedPrefixes(appends, park_min, lives, held, prefix)
     assert unpack(pack(holdings)) == holdings
 
 
@@ -134,6 +135,11 @@ SALTS = ("", salted("a"), salted("b"), salted(""), salted("\ud800"))
 def test_two_of_them_agree_only_where_adapter_and_salt_do() -> None:
     pairs = list(itertools.product(ADAPTERS, SALTS))
     assert len({origin_of(*pair) for pair in pairs}) == len(pairs)
+
+
+def test_the_salts_of_callers_are_their_own() -> None:
+    made = [owned(caller, salt) for caller in ("a", "b", "a#b") for salt in SALTS]
+    assert len({*made, *SALTS}) == len(made) + len(SALTS)
 
 
 def test_an_origin_tells_its_adapter_and_without_a_salt_is_its_key() -> None:

@@ -31,12 +31,12 @@ async def started(
 
 async def test_it_is_told_and_tells_until_its_stdin_closes() -> None:
     child, said = await started(ECHO)
-    child.write(b"hello\n")
+    child.stdin.write(b"hello\n")
     assert await said.readline() == b"HELLO\n"
-    child.close_stdin()
+    child.stdin.close()
     assert await child.wait() == 0
     assert await said.read() == b""
-    child.write(b"into the void\n")
+    assert child.stdin.is_closing()
     child.kill()  # nobody there any more
     child.close()
 

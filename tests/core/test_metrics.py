@@ -7,8 +7,7 @@ from dataclasses import fields, replace
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from rkserve.core.board_report import BoardReport, BoardState, Hardware
-from rkserve.core.messages import Timings
+from rkserve.core.board_report import BoardReport, BoardState, CpuClock, Hardware
 from rkserve.core.metrics import BoardCollector, CoordinatorMetrics, RouterMetrics
 
 REPORT = BoardReport(
@@ -38,6 +37,12 @@ REPORT = BoardReport(
         npu_load=(48.0, 50.0, 9.0),
         npu_hz=900_000_000,
         npu_max_hz=1_000_000_000,
+        npu_governor="rknpu_ondemand",
+        cpu_clocks=(
+            CpuClock("0-3", 1_800_000_000, 1_800_000_000, "ondemand"),
+            CpuClock("4-5", 2_400_000_000, 2_400_000_000, "performance"),
+            CpuClock("6-7"),
+        ),
         ddr_hz=2_112_000_000,
         ddr_governor="dmc_ondemand",
         ddr_load=7.0,
@@ -51,6 +56,7 @@ HARDWARE = (
     "rkserve_npu_load_ratio",
     "rkserve_npu_frequency_hertz",
     "rkserve_npu_max_frequency_hertz",
+    "rkserve_cpu_frequency_hertz",
     "rkserve_ddr_frequency_hertz",
     "rkserve_ddr_load_ratio",
     "rkserve_temperature_celsius",
@@ -124,12 +130,25 @@ def test_each_core_of_the_npu_has_its_own_load() -> None:
     assert loads == [0.48, 0.5, 0.09, None]
 
 
+def test_each_group_of_cpus_has_its_own_clock() -> None:
+    registry = registry_of(REPORT)
+    clocks = [
+        registry.get_sample_value(
+            "rkserve_cpu_frequency_hertz", {"board": "sim-0", "model": "m", "cpus": cpus}
+        )
+        for cpus in ("0-3", "4-5", "6-7")
+    ]
+    assert clocks == [1_800_000_000, 2_400_000_000, None]
+
+
 def test_what_a_board_is_stands_in_labels() -> None:
     labels = {
         "board": "sim-0",
         "model": "m",
         "soc": "RK3588",
         "driver": "0.9.8",
+        "cpu_governor": "ondemand,performance",
+        "npu_governor": "rknpu_ondemand",
         "ddr_governor": "dmc_ondemand",
         "release": "1.2.3",
     }
@@ -172,45 +191,6 @@ def test_every_figure_of_the_hardware_is_exported() -> None:
         assert before != after, name
 
 
-TIMINGS = Timings(
-    queue_ms=5.0,
-    prefill_ms=500.0,
-    prefill_tokens=100,
-    decode_ms=2000.0,
-    decode_tokens=40,
-    memory_mb=800.0,
-)
-HISTOGRAMS = (
-    "rkserve_request_prefill_seconds",
-    "rkserve_request_prefill_tokens_per_second",
-    "rkserve_request_decode_tokens_per_second",
-)
-
-
-@pytest.mark.parametrize(
-    ("timings", "sums"),
-    [
-        pytest.param(TIMINGS, (0.5, 200.0, 20.0), id="both phases"),
-        pytest.param(
-            replace(TIMINGS, prefill_ms=0.0, prefill_tokens=0), (0, 0, 20.0), id="all was cached"
-        ),
-        pytest.param(replace(TIMINGS, decode_tokens=0), (0.5, 200.0, 0), id="nothing was decoded"),
-        pytest.param(
-            replace(TIMINGS, prefill_ms=0.0, decode_ms=0.0), (0, 0, 0), id="nothing was timed"
-        ),
-    ],
-)
-def test_a_phase_that_happened_is_counted_once_and_another_not_at_all(
-    timings: Timings, sums: tuple[float, ...]
-) -> None:
-    registry = CollectorRegistry()
-    RouterMetrics(registry).observe("m", timings)
-    for name, expected in zip(HISTOGRAMS, sums, strict=True):
-        count = registry.get_sample_value(f"{name}_count", {"model": "m"})
-        assert (count or 0) == (1 if expected else 0), name
-        assert (registry.get_sample_value(f"{name}_sum", {"model": "m"}) or 0) == expected, name
-
-
 def test_without_boards_there_are_no_samples_and_no_errors() -> None:
     assert b"sim-0" not in generate_latest(registry_of())
 
@@ -230,7 +210,6 @@ def test_the_exposition_parses_as_prometheus_text() -> None:
     metrics = RouterMetrics(registry)
     metrics.requests.labels("/v1/models", "200").inc()
     metrics.ttft.labels("m").observe(0.3)
-    metrics.observe("m", TIMINGS)
     families = list(text_string_to_metric_families(generate_latest(registry).decode()))
     assert all(family.documentation for family in families)
     assert len({family.name for family in families}) == len(families)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
 import signal
@@ -20,10 +21,18 @@ from rkserve.core.desired_state import BaseVersion, Desired
 from rkserve.core.errors import AdapterBroken, ConfigError, LoadFailed
 from rkserve.core.files import UnsafeFolder, write_private
 from rkserve.core.messages import GenerateRequest
-from rkserve.deployments.board_factory import BoardLocation, assemble, claim_slot, vision_params
+from rkserve.deployments.board_factory import (
+    BoardLocation,
+    assemble,
+    claim_slot,
+    quirks_of,
+    vision_params,
+)
 from rkserve.models.adapters import adapters
 from rkserve.models.folder import open_model_folder
 from rkserve.native.engine_frames import NpuLock
+from rkserve.native.quirks import QUIRKS_FORMAT
+from rkserve.native.sim.build import ensure_built
 from tests.support.paths import PROJECT
 
 MODEL = PROJECT / "models" / "sim-chat"
@@ -59,6 +68,23 @@ def test_a_group_whose_model_sees_has_an_encoder_and_no_batches() -> None:
     )
     assert (found.width, found.height, found.tokens, found.cores) == (392, 392, 196, 3)
     assert vision_params(real, open_model_folder(MODEL)) is None
+
+
+def test_a_group_takes_the_quirks_that_a_probe_found_and_its_own_first(tmp_path: Path) -> None:
+    file = tmp_path / "quirks.json"
+    content = {
+        "format": QUIRKS_FORMAT,
+        "library_sha256": hashlib.sha256(ensure_built("1.3.0").read_bytes()).hexdigest(),
+        "quirks": {"abort_in_callback": True, "run_async": False},
+    }
+    file.write_text(json.dumps(content))
+    probed = group(MODEL, 1).model_copy(
+        update={"quirks_file": file, "quirks": {"abort_in_callback": False}}
+    )
+    assert quirks_of(probed) == {"abort_in_callback": False, "run_async": False}
+    other = probed.model_copy(update={"simulated": SimulatedConfig(release="1.2.3")})
+    with pytest.raises(ConfigError, match="Run rkserve probe again"):
+        assemble(other, place(tmp_path), "rk3588")
 
 
 def test_a_model_that_sees_is_served_without_batches(tmp_path: Path) -> None:

@@ -272,16 +272,16 @@ async def test_all_are_asked_by_one_call_and_who_fails_or_is_silent_hides_nobody
     group = Group("a", "b", "c", "d")
     heard: list[BoardReport] = []
     found = RayLink(group, "sim", 0.05)
-    await found.ask_all("emitted", timeout_s=60.0, heard=heard.append)
+    await found.ask_all("emitted", timeout_s=60.0, take=heard.append)
     assert [said.board_id for said in heard] == ["a", "b", "c", "d"]
     heard.clear()
     group.silent.add("replica of a")
     group.errors["replica of c"] = ActorDiedError()
     group.errors["replica of d"] = task_error(BoardFailed("d", "SIGSEGV"))
-    await found.ask_all("emitted", timeout_s=0.05, heard=heard.append)
+    await found.ask_all("emitted", timeout_s=0.05, take=heard.append)
     assert [said.board_id for said in heard] == ["b"]
     group.listed.clear()
-    await found.ask_all("emitted", timeout_s=60.0, heard=heard.append)
+    await found.ask_all("emitted", timeout_s=60.0, take=heard.append)
     assert len(heard) == 1
 
 

@@ -19,7 +19,7 @@ from rkserve.app import build
 from rkserve.core.child_process import free_port
 from rkserve.core.errors import ConfigError
 from rkserve.deployments.haproxy import BINARY, FLAG, available, check_environ, own_environ
-from rkserve.deployments.preflight import check_file
+from rkserve.deployments.preflight import check_file, check_token
 from tests.support.paths import PROJECT
 
 
@@ -158,6 +158,55 @@ def test_serve_ends_with_one_sentence_and_an_exit_code(
     assert done.stderr.count("\n") == 1, done.stderr
     assert done.stderr.startswith("rkserve: ")
     assert words in done.stderr
+
+
+@pytest.fixture
+def token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    return tmp_path / ".ray" / "auth_token"
+
+
+def test_a_token_that_ray_would_create_is_created_for_its_owner_only(token: Path) -> None:
+    assert check_token({}, starts=False) == ""
+    assert not token.exists(), "no Ray starts here"
+    assert check_token({"RAY_AUTH_MODE": "token"}, starts=True) == ""
+    assert (token.stat().st_mode & 0o777, token.parent.stat().st_mode & 0o777) == (0o600, 0o700)
+    made = token.read_text()
+    assert len(bytes.fromhex(made)) == 32
+    assert check_token({}, starts=True) == ""
+    assert token.read_text() == made
+    assert list(token.parent.iterdir()) == [token]
+
+
+@pytest.mark.parametrize(
+    ("environ", "mode", "words"),
+    [
+        pytest.param({}, 0o644, "mode 0644", id="as Ray creates it"),
+        pytest.param({}, 0o640, "chmod 600", id="the group"),
+        pytest.param({}, 0o600, "", id="the owner only"),
+        pytest.param({"RAY_AUTH_MODE": "disabled"}, 0o644, "", id="no authentication"),
+        pytest.param({"RAY_AUTH_TOKEN": "secret"}, 0o644, "", id="in the environment"),
+    ],
+)
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["at home", "by its path"])
+def test_a_token_that_others_may_read_is_warned_about(
+    environ: dict[str, str], mode: int, words: str, elsewhere: bool, token: Path
+) -> None:
+    file = token.parent.parent / "my token" if elsewhere else token
+    file.parent.mkdir(exist_ok=True)
+    file.write_text("secret", encoding="utf-8")
+    file.chmod(mode)
+    found = environ | ({"RAY_AUTH_TOKEN_PATH": str(file)} if elsewhere else {})
+    warning = check_token(found, starts=True)
+    assert words in warning
+    assert bool(warning) is bool(words)
+    assert "secret" not in warning
+
+
+def test_a_token_that_cannot_be_created_is_refused_by_its_path(token: Path) -> None:
+    token.parent.write_text("a file in the folder's place", encoding="utf-8")
+    with pytest.raises(ConfigError, match="auth_token cannot be"):
+        check_token({}, starts=True)
 
 
 def test_all_else_of_serve_is_rays() -> None:

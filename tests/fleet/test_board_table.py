@@ -9,21 +9,18 @@ from contextlib import aclosing
 from dataclasses import replace
 
 import pytest
+from prometheus_client import CollectorRegistry
 
 from rkserve.core.block_hashes import (
     BlockHashes,
     CachedPrefixes,
     FilePrefix,
     LivePrefix,
-    origin_of,
     pack,
-    salted,
     seed_of,
 )
 from rkserve.core.desired_state import (
     ActivePause,
-    AdapterVersion,
-    AdapterVersions,
     BaseVersion,
     BaseWeightsChange,
     Desired,
@@ -33,9 +30,10 @@ from rkserve.core.desired_state import (
     Weights,
 )
 from rkserve.core.messages import AdapterRef, Finished, GenerateRequest
+from rkserve.core.metrics import RouterMetrics
 from rkserve.fleet.fleet import Fleet
+from rkserve.fleet.measurements import CircuitBreaker
 from rkserve.router.dispatch.dispatch import Dispatch, FailoverLimits
-from rkserve.router.dispatch.failover import CircuitBreaker
 from rkserve.router.policies import PrefixPolicy
 from rkserve.router.queue.queues import ModelQueues, QueueRules
 from tests.support.boards.fake_boards import FakeBoards, Step, accepted, answer, report
@@ -55,9 +53,12 @@ class House:
         self.hold(a=EMPTY, b=EMPTY, c=EMPTY)
         self.fleet = Fleet({"only": self.boards}, {"only": MODEL}, files_per_board=16)
         breaker = CircuitBreaker()
-        places = ModelQueues(self.fleet, PrefixPolicy(), QueueRules(), breaker)
+        metrics = RouterMetrics(CollectorRegistry())
+        places = ModelQueues(self.fleet, PrefixPolicy(), QueueRules(), breaker, metrics)
         rng = random.Random(3)
-        self.dispatch = Dispatch(self.fleet, places, rng, FailoverLimits(), breaker=breaker)
+        self.dispatch = Dispatch(
+            self.fleet, places, rng, FailoverLimits(), breaker=breaker, metrics=metrics
+        )
 
     def hold(self, **held: bytes) -> None:
         """What boards report from now on."""
@@ -124,7 +125,7 @@ async def test_what_is_cleared_is_forgotten_at_once_and_believed_again_when_it_i
     house = House()
     house.hold(b=held)
     await house.fleet.refresh()
-    index = house.fleet.listing.boards[MODEL].index
+    index = house.fleet.boards[MODEL].index
     assert index is not None
     assert len(index) == 1
     house.fleet.forget_prompts(lambda board, _: board == "a")
@@ -194,7 +195,7 @@ async def test_what_boards_shall_lose_is_forgotten_in_the_same_step(
     held = pack(CachedPrefixes(True, 256, LivePrefix.of(live), files))
     house.hold(a=held, b=held)
     await house.fleet.refresh()
-    index = house.fleet.listing.boards[MODEL].index
+    index = house.fleet.boards[MODEL].index
     assert index is not None
     house.fleet.obey(desired)
     assert len(index) == left
@@ -211,25 +212,7 @@ async def test_a_board_that_falls_silent_holds_nothing() -> None:
     await house.fleet.refresh()
     house.boards.reported = [report("a", holdings=EMPTY)]
     await house.fleet.refresh()
-    boards = house.fleet.listing.boards[MODEL]
+    boards = house.fleet.boards[MODEL]
     assert [board.board_id for board in boards] == ["a"]
     assert boards.index is not None
     assert boards.index.links == 0
-
-
-def test_a_line_is_asked_for_under_the_version_that_is_served() -> None:
-    house = House()
-    ref = AdapterRef("kind", "2", "2" * 64)
-    line = AdapterVersions(MODEL, "kind", active=AdapterVersion(ref, 1))
-    request = GenerateRequest("r", MODEL, TALK, 10, line="kind")
-    before = house.fleet.listing.routing_request(request, hashed=True).chain
-    house.fleet.obey(Desired(lines=(line,)))
-    after = house.fleet.listing.routing_request(request, hashed=True).chain
-    assert before is not None
-    assert after is not None
-    assert (before.seed, after.seed) == (seed_of(None), seed_of(ref.key))
-    assert house.fleet.listing.routing_request(request, hashed=False).chain is None
-    own = replace(request, salt=salted("tenant"))
-    salty = house.fleet.listing.routing_request(own, hashed=True).chain
-    assert salty is not None
-    assert salty.seed == seed_of(origin_of(ref.key, salted("tenant")))

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
 import pytest
+from prometheus_client import CollectorRegistry
 
 from rkserve.core.board_report import BoardReport, BoardState
 from rkserve.core.desired_state import ActivePause, Desired, PauseMode, Scope
@@ -28,10 +29,11 @@ from rkserve.core.errors import (
     RkserveError,
 )
 from rkserve.core.messages import Accepted, Delta, Event, GenerateRequest, Kv, Paused
+from rkserve.core.metrics import RouterMetrics
 from rkserve.fleet.board_table import FORGET_AFTER
 from rkserve.fleet.fleet import FAILURES_EVERY, LOOK_AGAIN_S, Fleet
+from rkserve.fleet.measurements import CircuitBreaker
 from rkserve.router.dispatch.dispatch import Dispatch, FailoverLimits
-from rkserve.router.dispatch.failover import CircuitBreaker
 from rkserve.router.policies import POLICIES
 from rkserve.router.queue.queues import ModelQueues, QueueRules
 from tests.support.boards.fake_boards import FakeBoards, Step, accepted, answer, eventually, report
@@ -54,9 +56,11 @@ def dispatch(of: Fleet) -> Dispatch:
     """What sends requests to its boards, in no hurry."""
     if of not in _MADE:
         rng, breaker = random.Random(3), CircuitBreaker()
-        places = ModelQueues(of, POLICIES["least_load"](rng), QueueRules(catch_up_s=1.5), breaker)
+        metrics = RouterMetrics(CollectorRegistry())
+        policy = POLICIES["least_load"](rng)
+        places = ModelQueues(of, policy, QueueRules(catch_up_s=1.5), breaker, metrics)
         rules = FailoverLimits(accept_timeout_s=0.2, restart_wait_s=0.0)
-        _MADE[of] = Dispatch(of, places, rng, rules, breaker=breaker)
+        _MADE[of] = Dispatch(of, places, rng, rules, breaker=breaker, metrics=metrics)
     return _MADE[of]
 
 
@@ -484,7 +488,7 @@ async def test_a_board_that_fails_or_is_silent_hides_nobody_s_answer() -> None:
     boards.reported = [report(b) for b in "abd"]  # c falls silent
     await it.refresh()
     answers = await it.ask(it.addresses(), "kv", timeout_s=1)
-    assert answers.said == {"a": 7}
+    assert answers.found == {"a": 7}
     assert {b: str(exc) for b, exc in answers.failed.items()} == {
         "b": "Board b failed while it answered: its replica died.",
         "c": "Board c failed while it answered: the board's replica does not answer.",

@@ -73,13 +73,13 @@ def test_one_that_rests_takes_no_room_and_counts_again_when_it_goes_on() -> None
     board = join(known, "a")
     stay = sent(board, known)
     assert not known.any_open
-    stay.heard(Paused(None, 1, Kv.RECOMPUTED))
+    stay.observe(Paused(None, 1, Kv.RECOMPUTED))
     assert (board.load, board.unused, known.any_open) == (0, False, True)
     board.asked(1.0)
     join(known, "a")
-    stay.heard(Delta("", (), paused=True))
+    stay.observe(Delta("", (), paused=True))
     assert board.load == 0, "an edit does not end the pause"
-    stay.heard(Delta("w", (1,)))
+    stay.observe(Delta("w", (1,)))
     assert board.load == 1
     join(known, "a", running=1)
     assert (board.load, board.foreign) == (1, 0)
@@ -93,7 +93,7 @@ def test_one_that_keeps_its_board_counts_until_the_board_says_otherwise() -> Non
     board = join(known, "a")
     stay = sent(board, known)
     board.asked(1.0)
-    stay.heard(Paused(None, 1, Kv.KEPT))
+    stay.observe(Paused(None, 1, Kv.KEPT))
     assert board.load == 1, "who comes now would wait for it"
     board.asked(2.0)
     join(known, "a", running=1)

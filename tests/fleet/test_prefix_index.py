@@ -36,8 +36,17 @@ def marks_of(ids: Ids) -> list[int]:
 class Plain:
     """One board, by what is written in ``board.opening``: ids and no hashes."""
 
+    prefix: bool = False
     live: tuple[int, Ids] | None = None
     files: list[tuple[int, Ids]] = field(default_factory=list)
+
+    def in_live(self, held: Ids, prompt: Ids) -> int:
+        whole = prompt[: len(held)] == held
+        if whole and (len(held) < len(prompt) or (self.prefix and len(held) == len(prompt))):
+            return len(held)
+        most = min(len(held), len(prompt)) // BLOCK if self.prefix else 0
+        sizes = range(most * BLOCK, 0, -BLOCK)
+        return next((size for size in sizes if held[:size] == prompt[:size]), 0)
 
     def in_file(self, seed: int, prompt: Ids) -> int:
         spared = [
@@ -54,8 +63,7 @@ class Plain:
     def reuse(self, seed: int, prompt: Ids) -> Reuse:
         live = 0
         if self.live is not None and self.live[0] == seed:
-            held = self.live[1]
-            live = len(held) if len(held) < len(prompt) and prompt[: len(held)] == held else 0
+            live = self.in_live(self.live[1], prompt)
         filed = self.in_file(seed, prompt)
         if filed and filed - live >= PARK_MIN:
             return Reuse(filed)
@@ -113,10 +121,10 @@ class Index(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.index = PrefixIndex(MOST)
-        self.plain = [Plain() for _ in range(BOARDS)]
+        self.plain = [Plain(prefix=slot == 0) for slot in range(BOARDS)]
         self.now_s = 0.0
-        for slot in range(BOARDS):
-            self.index.heard(slot, CachedPrefixes(True, PARK_MIN), 0.0)
+        for slot, plain in enumerate(self.plain):
+            self.index.update(slot, CachedPrefixes(True, PARK_MIN, prefix=plain.prefix), 0.0)
 
     @rule(slot=SLOTS, seed=KEYS, prompt=CONTEXTS, answer=CONTEXTS, well=st.booleans())
     def run(self, slot: int, seed: int, prompt: Ids, answer: Ids, well: bool) -> None:
@@ -125,14 +133,17 @@ class Index(RuleBasedStateMachine):
         expected = plain.reuse(seed, prompt)
         assert self.index.began(slot, chain, self.now_s) == expected
         before, plain.live = plain.live, None
-        if before is not None and not expected.live and not plain.has(*before):
+        lost = 0 if before is None else len(before[1])
+        if expected.live:
+            lost = lost - expected.tokens if plain.prefix else 0
+        if before is not None and lost >= PARK_MIN and not plain.has(*before):
             plain.keep(*before)
         if expected.tokens and not expected.live:
             plain.use(seed, prompt)
         file = expected.tokens > 0 and not expected.live
         context = chain.extended(answer) if well else None
         self.index.ended(slot, context, self.now_s, from_file=file)
-        if context is not None and file:
+        if context is not None and file and not plain.prefix:
             plain.keep(seed, context.ids)
         elif context is not None:
             plain.live = (seed, context.ids)
@@ -150,16 +161,19 @@ class Index(RuleBasedStateMachine):
         for _, ids in wanted:
             plain.keep(seed, ids)
         told = tuple(FilePrefix(len(ids), BlockHashes(ids, seed).marks) for ids in kept)
-        held = None if live is None else LivePrefix.of(BlockHashes(live, seed))
-        self.index.heard(slot, CachedPrefixes(True, PARK_MIN, held, told), self.now_s + 0.5)
+        dense = plain.prefix
+        held = None if live is None else LivePrefix.of(BlockHashes(live, seed), dense=dense)
+        told_of = CachedPrefixes(True, PARK_MIN, held, told, dense)
+        self.index.update(slot, told_of, self.now_s + 0.5)
 
     @rule(slot=SLOTS, files=st.booleans())
     def forget(self, slot: int, files: bool) -> None:
         self.index.forget(slot, files=files)
         self.plain[slot].live = None
         if files:
-            self.plain[slot].files = []
-            self.index.heard(slot, CachedPrefixes(True, PARK_MIN), self.now_s)
+            plain = self.plain[slot]
+            plain.files = []
+            self.index.update(slot, CachedPrefixes(True, PARK_MIN, prefix=plain.prefix), self.now_s)
 
     @rule(seed=KEYS, prompt=CONTEXTS)
     def ask(self, seed: int, prompt: Ids) -> None:
@@ -200,10 +214,12 @@ SEED = SEEDS[0]
 TALK = tuple(range(1000, 1000 + 20 * BLOCK + 5))
 
 
-def board(index: PrefixIndex, slot: int, live: Ids | None = None, *files: Ids) -> None:
-    held = None if live is None else LivePrefix.of(BlockHashes(live, SEED))
+def board(
+    index: PrefixIndex, slot: int, live: Ids | None = None, *files: Ids, prefix: bool = False
+) -> None:
+    held = None if live is None else LivePrefix.of(BlockHashes(live, SEED), dense=prefix)
     filed = tuple(FilePrefix(len(ids), BlockHashes(ids, SEED).marks) for ids in files)
-    index.heard(slot, CachedPrefixes(True, PARK_MIN, held, filed), 0.0)
+    index.update(slot, CachedPrefixes(True, PARK_MIN, held, filed, prefix), 0.0)
 
 
 @pytest.mark.parametrize(
@@ -223,6 +239,28 @@ def test_a_live_context_is_of_use_as_a_whole_only(live: Ids, prompt: Ids, spared
     assert found == ({5: Reuse(spared, live=True)} if spared else {})
 
 
+@pytest.mark.parametrize(
+    ("live", "prompt", "spared"),
+    [
+        pytest.param(TALK[:333], TALK, 333, id="extended"),
+        pytest.param(TALK[:333], TALK[:333], 333, id="the same again"),
+        pytest.param(TALK[:333], TALK[:300], 9 * BLOCK, id="the blocks of a shorter one"),
+        pytest.param((*TALK[:333], 7), TALK, 10 * BLOCK, id="the blocks before a difference"),
+        pytest.param((7, *TALK[1:]), TALK, 0, id="another beginning"),
+    ],
+)
+def test_a_live_context_is_of_use_in_part_where_the_runtime_reuses_prefixes(
+    live: Ids, prompt: Ids, spared: int
+) -> None:
+    index = PrefixIndex()
+    board(index, 5, live, prefix=True)
+    found = index.holders(BlockHashes(prompt, SEED))
+    assert found == ({5: Reuse(spared, live=True)} if spared else {})
+    assert index.reuse(5, BlockHashes(prompt, SEED)) == (found.get(5) or NOTHING)
+    index.forget(5)
+    assert index.holders(BlockHashes(prompt, SEED)) == {}
+
+
 def test_of_a_file_is_used_what_agrees_at_its_marks() -> None:
     index = PrefixIndex()
     board(index, 5, None, TALK)
@@ -235,14 +273,14 @@ def test_a_report_that_was_asked_for_before_does_not_undo_what_was_sent_since() 
     index = PrefixIndex()
     board(index, 1, TALK[:100])
     index.began(1, BlockHashes(TALK[:300], SEED), 10.0)
-    index.heard(
+    index.update(
         1, CachedPrefixes(True, PARK_MIN, LivePrefix.of(BlockHashes(TALK[:100], SEED))), 9.0
     )
     assert index.holders(BlockHashes(TALK, SEED)) == {}, "the run that goes on has it"
     index.ended(1, BlockHashes(TALK[:350], SEED), 12.0)
-    index.heard(1, CachedPrefixes(True, PARK_MIN), 11.0)
+    index.update(1, CachedPrefixes(True, PARK_MIN), 11.0)
     assert index.holders(BlockHashes(TALK, SEED)) == {1: Reuse(350, live=True)}
-    index.heard(1, CachedPrefixes(True, PARK_MIN), 13.0)
+    index.update(1, CachedPrefixes(True, PARK_MIN), 13.0)
     assert index.holders(BlockHashes(TALK, SEED)) == {}
 
 
@@ -252,7 +290,7 @@ def test_what_is_displaced_is_expected_on_the_disk_until_a_report_says_otherwise
     assert index.began(1, BlockHashes(tuple(range(200)), SEED), 10.0) == NOTHING
     assert index.holders(BlockHashes(TALK, SEED)) == {1: Reuse(288)}
     index.ended(1, None, 11.0)
-    index.heard(1, CachedPrefixes(True, PARK_MIN), 12.0)
+    index.update(1, CachedPrefixes(True, PARK_MIN), 12.0)
     assert index.holders(BlockHashes(TALK, SEED)) == {}
     assert index.links == 0
 

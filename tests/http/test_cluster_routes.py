@@ -24,7 +24,7 @@ from rkserve.core.desired_state import ActivePause, Desired, PauseMode, Scope, W
 from rkserve.core.errors import ArtifactRefused, BoardFailed, EnginePaused, StaleEpoch
 from rkserve.core.messages import Delta, Finished, Kv, Paused
 from rkserve.http import cluster_routes
-from rkserve.router.admin.operations import AT_REST_S
+from rkserve.router.features.operations import AT_REST_S
 from tests.support.boards.fake_boards import (
     FakeBoards,
     Step,
@@ -47,6 +47,10 @@ K = OperationKind
 # -- the peers' words -----------------------------------------------------------------------------
 
 
+@pytest.mark.promise(
+    "Every call that changes something",
+    "The answer has the body of vLLM or SGLang, and the result of each board",
+)
 @pytest.mark.parametrize(
     ("path", "query", "body", "params"),
     [
@@ -79,6 +83,10 @@ def test_a_pause_is_asked_for_in_every_peer_s_words(
     assert call.params == {**SHARED, "mode": mode, "clear_cache": clear, "lease_s": None}
 
 
+@pytest.mark.promise(
+    "Every call that changes something",
+    "It takes `model`, `selector`, `timeout_s`, `lease_s` and an idempotency key",
+)
 def test_what_every_changing_call_may_say_reaches_the_coordinator() -> None:
     of = house("a", "b")
     response = send(
@@ -98,6 +106,10 @@ def test_what_every_changing_call_may_say_reaches_the_coordinator() -> None:
     assert call.who == "local 127.0.0.1"
 
 
+@pytest.mark.promise(
+    "Every call that changes something",
+    "The answer has the body of vLLM or SGLang, and the result of each board",
+)
 def test_an_answer_has_the_peer_s_body_and_what_became_of_each_board() -> None:
     results = {
         "a": BoardOutcome(ResultStatus.OK, 12.34567, details={"stopped": 3}),
@@ -135,6 +147,9 @@ def undone(call: OperationRequest) -> OperationOutcome:
     return FakeHead().outcome(call, 504, state=OperationState.UNDONE, error=error)
 
 
+@pytest.mark.promise(
+    "Every call that changes something", "Some boards but not all are a 207, never a 200"
+)
 def test_where_some_boards_did_not_follow_the_answer_is_a_207_that_names_them() -> None:
     response = send(house("a", "b", says={"perform": partly}), "POST", "/resume")
     assert response.status_code == 207
@@ -145,6 +160,9 @@ def test_where_some_boards_did_not_follow_the_answer_is_a_207_that_names_them() 
     assert failed["error"] == "board_silent"
 
 
+@pytest.mark.promise(
+    "Every call that changes something", "After the time limit it is undone, and a 504"
+)
 def test_what_was_undone_is_an_error_object_with_its_operation() -> None:
     response = send(house(says={"perform": undone}), "POST", "/pause")
     assert response.status_code == 504
@@ -163,6 +181,7 @@ def test_what_the_coordinator_refuses_keeps_its_status() -> None:
     assert response.json()["error"]["code"] == "stale_epoch"
 
 
+@pytest.mark.promise("Every call that changes something", "`async` is a 202 with an operation")
 def test_an_asynchronous_call_is_a_202_with_its_operation() -> None:
     response = send(house(), "POST", "/pause", params={"async": "true"})
     assert response.status_code == 202
@@ -380,6 +399,10 @@ CLIENTS = [
 ]
 
 
+@pytest.mark.promise(
+    "Every call that changes something",
+    "It needs the admin key; without one it accepts loopback only",
+)
 @pytest.mark.parametrize(("method", "path"), OPERATORS)
 def test_control_needs_the_admin_key_or_this_machine(method: str, path: str) -> None:
     of = house()
@@ -395,6 +418,10 @@ def test_control_needs_the_admin_key_or_this_machine(method: str, path: str) -> 
     assert send(of, method, path, host="10.0.0.7", headers=good).status_code != 403
 
 
+@pytest.mark.promise(
+    "Every call that changes something",
+    "It needs the admin key; without one it accepts loopback only",
+)
 @pytest.mark.parametrize(("method", "path"), CLIENTS)
 def test_with_api_keys_every_other_route_needs_one_or_the_admin_key(
     method: str, path: str, tmp_path: Path
@@ -441,6 +468,7 @@ def paused(tokens: int) -> Paused:
     return Paused("cluster", tokens, Kv.RECOMPUTED)
 
 
+@pytest.mark.promise("Pause", "It is answered when every selected board has stopped emitting")
 @pytest.mark.parametrize(
     "earlier",
     [
@@ -598,21 +626,21 @@ def test_what_not_all_boards_have_is_not_rolled_out() -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "registered"),
+    "body",
     [
-        pytest.param({"path": "/srv/a.rkllm"}, "register_path", id="a path"),
-        pytest.param({"url": "https://models/a"}, "register_url", id="a URL"),
+        pytest.param({"path": "/srv/a.rkllm"}, id="a path"),
+        pytest.param({"url": "https://models/a"}, id="a URL"),
     ],
 )
-def test_a_registered_file_may_only_be_staged(body: dict[str, str], registered: str) -> None:
+def test_a_registered_file_may_only_be_staged(body: dict[str, str]) -> None:
     of = house()
     asked = {"name": "tone", "version": "v9", "activate": False, "sha256": "a" * 64, **body}
     response = send(of, "POST", ADAPTERS, json=asked)
     assert response.status_code == 200, response.text
     method, args = of.head.asked[0]
-    assert method == registered
+    assert method == "register"
     claim = DeclaredArtifact("tone", "v9", "sim-chat", sha256="a" * 64)
-    assert args == (next(iter(body.values())), claim, 1.0)
+    assert args == (*next(iter(body.items())), claim, 1.0)
     assert [call.kind for call in of.head.calls] == [K.ADAPTER_STAGE]
 
 
@@ -709,6 +737,7 @@ def pause(*boards: str, adapter: str | None = None) -> ActivePause:
     return ActivePause("op", Scope((), boards, adapter), PauseMode.KEEP)
 
 
+@pytest.mark.promise("Pause", "`GET /is_paused` has any, all, the epoch and each board")
 @pytest.mark.parametrize(
     ("pauses", "told"),
     [
@@ -813,6 +842,9 @@ def test_before_the_coordinator_was_ever_heard_an_unknown_name_is_not_denied() -
 # -- pauses as requests see them ------------------------------------------------------------------
 
 
+@pytest.mark.promise(
+    "Pause", "`abort` and `wait`: new requests get 503 `engine_paused` with `Retry-After`"
+)
 def test_the_pause_of_all_boards_is_a_503_that_says_when_to_come_back() -> None:
     boards = FakeBoards([report("a")], {"replica of a": [[EnginePaused("the cluster", 7)]]})
     response = send(House(boards), "POST", CHAT, json=chat())

@@ -197,13 +197,14 @@ def test_to_change_what_sleeps_needs_the_admin_key(path: str) -> None:
     assert send(of, "POST", path, json={"model": MODEL}, headers=good).status_code == 200
 
 
+@pytest.mark.promise("Sleep", "Nothing stale is left in admission, index, adapters or reservations")
 def test_the_prefixes_of_boards_that_sleep_are_forgotten() -> None:
     of = house("a", "b")
     of.boards.reported = [
         replace(one, holdings=pack(CachedPrefixes(appends=True))) for one in of.boards.reported
     ]
     assert send(of, "POST", CHAT, json=chat()).status_code == 200
-    index = of.service.fleet.listing.boards[MODEL].index
+    index = of.service.fleet.boards[MODEL].index
     assert index is not None
     assert len(index) == 1
     of.head.desired = slept()

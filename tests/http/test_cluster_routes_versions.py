@@ -37,6 +37,9 @@ def stamped(*spans: tuple[str, int, int]) -> FakeBoards:
     return FakeBoards([report("a")], {"replica of a": [script]})
 
 
+@pytest.mark.promise(
+    "Versions in answers", "Every answer has the versions of its weights, range by range"
+)
 def test_an_answer_says_which_weights_its_last_token_comes_from() -> None:
     tone = line(previous=version("tone", "v0"))
     of = House(
@@ -57,6 +60,9 @@ def test_an_answer_says_which_weights_its_last_token_comes_from() -> None:
     assert plain["system_fingerprint"] == told["system_fingerprint"]
 
 
+@pytest.mark.promise(
+    "Versions in answers", "Every answer has the versions of its weights, range by range"
+)
 def test_a_stream_is_stamped_at_its_end_with_what_it_was_generated_with() -> None:
     tone = line(previous=version("tone", "v0"))
     of = House(
@@ -133,6 +139,7 @@ def test_what_a_request_for_a_line_asks_of_its_board(
     assert request.keep_version is ("@" in model)
 
 
+@pytest.mark.promise("Versions in answers", "`x-version-policy` is satisfied, or refused")
 @pytest.mark.parametrize(
     ("model", "policy", "status", "code"),
     [

@@ -65,6 +65,7 @@ def paused_house(gate: asyncio.Event, by: str | None = "</t>") -> House:
     return House(boards, RouterConfig(ping_s=0.005))
 
 
+@pytest.mark.promise("Pause", "`keep`: streams stay open, new requests wait")
 @pytest.mark.parametrize("asked", [True, False], ids=["with pause_on", "without"])
 async def test_the_stream_of_a_paused_generation_stays_open_and_goes_on(asked: bool) -> None:
     gate = asyncio.Event()

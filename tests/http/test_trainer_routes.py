@@ -13,7 +13,7 @@ import pytest
 
 from rkserve import __version__
 from rkserve.api.common.calls import named_answer
-from rkserve.api.json.body import JsonObject
+from rkserve.api.json.fields import JsonObject
 from rkserve.api.sglang_generate import parse_generate
 from rkserve.control.calls import OperationKind
 from rkserve.core.messages import Delta, FinishReason, GenerateRequest
@@ -488,7 +488,7 @@ def test_the_only_model_that_generates_is_meant_beside_one_for_vectors(
     of = rollout()
     generates = of.served
     models = {"vectors": embedding_boards.model(), generates.folder.id: generates}
-    of.service.models._models = models
+    of.service.models.by_name = models
     assert send(of, "POST", path, json=body).status_code == 200
     assert asked(of).model == generates.folder.id
     models["another"] = generates

@@ -231,7 +231,7 @@ def test_all_rows_of_hidden_states_end_with_the_vector_of_the_last_token() -> No
             (found,) = [event for event in events if isinstance(event, Embedded)]
             return found.vectors[0]
 
-        rows, last = opened._call(made(Pooling.ALL)), opened._call(made(Pooling.LAST))
+        rows, last = opened._thread.call(made(Pooling.ALL)), opened._thread.call(made(Pooling.LAST))
         assert len(rows) == 3 * len(last)
         assert rows[-len(last) :] == last
         assert sum(opened.kv().entries) == 0

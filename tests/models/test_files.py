@@ -84,7 +84,7 @@ def written(place: Path, **found: Any) -> Path:
 def test_the_tokens_of_a_text_say_that_text(text: str) -> None:
     vocabulary = read_vocabulary(SIM_CHAT)
     ids = Tokenizer.from_file(str(SIM_CHAT)).encode(text).ids
-    assert b"".join(vocabulary.said(token_id) for token_id in ids).decode() == text
+    assert b"".join(vocabulary.bytes_of(token_id) for token_id in ids).decode() == text
 
 
 def test_every_id_has_its_piece_and_markup_says_nothing() -> None:
@@ -93,14 +93,14 @@ def test_every_id_has_its_piece_and_markup_says_nothing() -> None:
     assert None not in vocabulary.pieces
     ids = Tokenizer.from_file(str(SIM_CHAT)).get_vocab()
     end, think = ids["<|im_end|>"], ids["<think>"]
-    assert (vocabulary.piece(end), vocabulary.said(end)) == (b"<|im_end|>", b"")
-    assert vocabulary.said(think) == b"<think>"  # visible markup
+    assert (vocabulary.piece(end), vocabulary.bytes_of(end)) == (b"<|im_end|>", b"")
+    assert vocabulary.bytes_of(think) == b"<think>"  # visible markup
 
 
 @pytest.mark.parametrize("token_id", [-1, 10**6])
 def test_an_id_beyond_the_vocabulary_says_nothing(token_id: int) -> None:
     vocabulary = read_vocabulary(SIM_CHAT)
-    assert (vocabulary.piece(token_id), vocabulary.said(token_id)) == (b"", b"")
+    assert (vocabulary.piece(token_id), vocabulary.bytes_of(token_id)) == (b"", b"")
 
 
 def test_sentencepiece_writes_blanks_and_bytes_in_its_own_way(tmp_path: Path) -> None:

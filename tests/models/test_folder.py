@@ -106,6 +106,20 @@ def test_a_missing_folder_says_which_key_to_check(tmp_path: Path) -> None:
         open_model_folder(tmp_path / "nowhere")
 
 
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [(b"\xff\xfe\x00", "can't decode"), (b"[" * 20_000, "nested too deeply")],
+    ids=["binary", "deep"],
+)
+def test_settings_that_are_no_text_are_a_configuration_error(
+    tmp_path: Path, content: bytes, why: str
+) -> None:
+    made = folder(tmp_path / "m")
+    (made / "rkserve.yaml").write_bytes(content)
+    with pytest.raises(ConfigError, match=why):
+        open_model_folder(made)
+
+
 def test_settings_are_read_and_the_rest_keeps_its_default(tmp_path: Path) -> None:
     text = "context_length: 2048\neos_token_ids: [7, 9]\nsampling: {temperature: 0.1}\n"
     settings = open_model_folder(folder(tmp_path / "m", rkserve__yaml=text)).settings

@@ -8,15 +8,20 @@ import pytest
 from pydantic import SecretStr
 
 from rkserve.config.router import RouterConfig
-from rkserve.core.errors import ConfigError
-from rkserve.router.auth import Keys, open_keys
+from rkserve.core.block_hashes import salted
+from rkserve.core.errors import ConfigError, RateLimited
+from rkserve.router.auth import Caller, CallerLimits, Keys, open_keys
+
+
+def opens(keys: Keys, key: bytes) -> bool:
+    return keys.client(key) is not None or keys.is_admin(key)
 
 
 def test_without_any_setting_there_are_no_keys() -> None:
     keys = open_keys(RouterConfig())
     assert keys == Keys()
     assert not keys.is_admin(b"")
-    assert not keys.is_client(b"")
+    assert not opens(keys, b"")
 
 
 def test_keys_are_read_from_files_without_comments_and_blanks(tmp_path: Path) -> None:
@@ -26,9 +31,9 @@ def test_keys_are_read_from_files_without_comments_and_blanks(tmp_path: Path) ->
     keys = open_keys(RouterConfig(admin_key_file=admin, api_keys_file=clients))
     assert keys.is_admin("gehëim".encode())
     assert not keys.is_admin(b"second line")
-    assert all(keys.is_client(key) for key in (b"one", b"two"))
-    assert not any(keys.is_client(key) for key in (b"three", b"#three", b"# ours", b"", b"one "))
-    assert keys.is_client("gehëim".encode()), "the admin key opens everything"
+    assert all(opens(keys, key) for key in (b"one", b"two"))
+    assert not any(opens(keys, key) for key in (b"three", b"#three", b"# ours", b"", b"one "))
+    assert opens(keys, "gehëim".encode()), "the admin key opens everything"
     assert not keys.is_admin(b"one")
 
 
@@ -44,6 +49,15 @@ def test_white_space_around_a_key_is_not_of_the_key() -> None:
     keys = open_keys(RouterConfig(admin_key=SecretStr(" lion\n")))
     assert keys.is_admin(b"lion")
     assert not keys.is_admin(b"lion\n")
+
+
+def test_callers_with_keys_share_no_kv_cache() -> None:
+    anybody, one, two = (Caller(name, CallerLimits()) for name in ("", "one", "two"))
+    salts = ["", salted("tenant")]
+    assert [anybody.salt(salt) for salt in salts] == salts, "as without any keys"
+    made = [caller.salt(salt) for caller in (one, two) for salt in salts]
+    assert len({*made, *salts}) == 6
+    assert one.salt("") == Caller("one", CallerLimits()).salt(""), "at every Router"
 
 
 @pytest.mark.parametrize("given", ["", " ", "\n"])
@@ -82,6 +96,10 @@ def test_a_file_without_a_key_stops_the_router(
         open_keys(RouterConfig.model_validate({setting: file}))
 
 
+@pytest.mark.promise(
+    "Every call that changes something",
+    "It needs the admin key; without one it accepts loopback only",
+)
 def test_nothing_that_is_printed_shows_a_key(tmp_path: Path) -> None:
     file = tmp_path / "clients"
     file.write_text("tiger\n")
@@ -89,3 +107,58 @@ def test_nothing_that_is_printed_shows_a_key(tmp_path: Path) -> None:
     shown = f"{open_keys(config)!r} {config!r}"
     assert "lion" not in shown
     assert "tiger" not in shown
+
+
+# -- limits of a key ------------------------------------------------------------------------------
+
+
+def test_requests_per_minute_come_back_evenly() -> None:
+    now_s = [0.0]
+    caller = Caller("key", CallerLimits(requests_per_minute=60), lambda: now_s[0])
+    for _ in range(60):
+        caller.enter()
+    with pytest.raises(RateLimited, match="60 requests per minute") as caught:
+        caller.enter()
+    assert caught.value.retry_after_s == 1
+    now_s[0] = 1.0
+    caller.enter()
+    with pytest.raises(RateLimited):
+        caller.enter()
+    now_s[0] = 1000.0
+    for _ in range(60):
+        caller.enter()
+    with pytest.raises(RateLimited):
+        caller.enter()  # no more than a minute's worth is saved up
+
+
+def test_tokens_may_get_into_debt_which_is_waited_out() -> None:
+    now_s = [0.0]
+    caller = Caller("key", CallerLimits(tokens_per_minute=600), lambda: now_s[0])
+    caller.enter()
+    caller.spend(900)
+    with pytest.raises(RateLimited, match="600 tokens per minute") as caught:
+        caller.enter()
+    assert caught.value.retry_after_s == 31, "the debt, and the first token beyond it"
+    now_s[0] = 31.0
+    caller.enter()
+
+
+def test_only_so_many_calls_go_on_at_once_and_one_that_is_refused_costs_nothing() -> None:
+    caller = Caller("key", CallerLimits(concurrent=2, requests_per_minute=3), lambda: 0.0)
+    caller.enter()
+    caller.enter()
+    for _ in range(5):
+        with pytest.raises(RateLimited, match="2 calls at once"):
+            caller.enter()
+    caller.leave()
+    caller.enter()
+    caller.leave()
+    with pytest.raises(RateLimited, match="3 requests per minute"):
+        caller.enter()
+
+
+def test_a_key_without_limits_is_never_refused() -> None:
+    caller = Caller("key", CallerLimits())
+    for _ in range(1000):
+        caller.enter()
+        caller.spend(10_000)

@@ -22,6 +22,7 @@ from tests.support.http.router_house import CHAT, House, chat, events
 from tests.support.http.sleeping_house import MODEL, K, house, napping, send, slept, woken
 
 
+@pytest.mark.promise("Sleep", "A request wakes its model if that is configured")
 def test_many_requests_wake_their_model_once_and_are_answered() -> None:
     async def wake(call: OperationRequest) -> OperationOutcome:
         await asyncio.sleep(1.0)  # of the loop's own time: until then all of them have come
@@ -171,6 +172,7 @@ def test_a_model_that_no_request_wakes_takes_requests_as_its_sleep_says() -> Non
     assert keeps.head.calls == refuses.head.calls == []
 
 
+@pytest.mark.promise("Sleep", "Sleeping boards are skipped while another is awake")
 def test_boards_that_sleep_are_passed_over_while_another_one_is_awake() -> None:
     of = napping("a", "b", "c", desired=slept("a", "b"))
     of.boards.reported[2] = report("c", queue_limit=99)
@@ -180,6 +182,7 @@ def test_boards_that_sleep_are_passed_over_while_another_one_is_awake() -> None:
     assert of.head.calls == []
 
 
+@pytest.mark.promise("Sleep", "Sleeping boards are skipped while another is awake")
 def test_a_board_that_fell_asleep_a_moment_ago_sends_requests_on_to_one_that_is_awake() -> None:
     of = house("a", "b")
     asleep = BoardAsleep("a", "its model is unloaded")
@@ -189,7 +192,7 @@ def test_a_board_that_fell_asleep_a_moment_ago_sends_requests_on_to_one_that_is_
     first = [request for replica, request in of.boards.opened if replica == "replica of a"]
     assert first, "none was sent there first"
     assert not any(request.patient for request in first)
-    candidate = of.service.fleet.listing.boards[MODEL].get("replica of a")
+    candidate = of.service.fleet.boards[MODEL].get("replica of a")
     assert candidate is not None
     assert candidate.ready  # it is well
 

@@ -12,7 +12,7 @@ import pytest
 
 from rkserve.core.errors import RateLimited, RequestError
 from rkserve.core.run_params import Guide, GuideKind
-from rkserve.router.off_loop import KEPT, GrammarChecker, GrammarCheckRules
+from rkserve.router.off_loop import KEPT, GrammarChecker
 from rkserve.sampling.trial import MAX_CHARS
 from tests.support.boards.fake_boards import FakeBoards
 from tests.support.http.router_house import CHAT, House, chat
@@ -30,7 +30,7 @@ HOSTILE = schema({"allOf": [{"type": "string", "pattern": f"a{n}"} for n in rang
 
 @asynccontextmanager
 async def guiding(**rules: Any) -> AsyncIterator[GrammarChecker]:
-    made = GrammarChecker(GrammarCheckRules(**rules))
+    made = GrammarChecker(**rules)
     try:
         yield made
     finally:
@@ -78,7 +78,7 @@ class Gated(GrammarChecker):
     """Trials that end when the test says so."""
 
     def __init__(self, **rules: Any) -> None:
-        super().__init__(GrammarCheckRules(**rules))
+        super().__init__(**rules)
         self.begun: list[Guide] = []
         self.ended: list[Guide] = []
         self.gates: dict[Guide, asyncio.Event] = {}

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rkserve.fleet.load import PauseEffect
-from rkserve.fleet.requests import InFlightRequest
 from rkserve.router.policies import POLICIES, SendTo
+from rkserve.router.queue.reservation import InFlightRequest
 from tests.support.paths import PROJECT
 from tests.support.routing import (
     ask,
@@ -95,7 +95,7 @@ def test_the_same_requests_with_the_same_chance_go_to_the_same_boards(
     def play() -> list[str]:
         known = boards(7)
         for key in "abcdef":
-            join(known, key, holdings=holds(), counters=speed(key, 3, 60))
+            join(known, key, holdings=holds(), **speed(3, 60))
         chooses, said, open_stays = POLICIES[name](random.Random(7)), [], []
         for now, (talk, tokens, ends) in enumerate(steps):
             ids = tuple(range(10_000 * talk, 10_000 * talk + tokens))
@@ -106,7 +106,7 @@ def test_the_same_requests_with_the_same_chance_go_to_the_same_boards(
                 open_stays.append(InFlightRequest(known, verdict.board, one, float(now)))
             if ends and open_stays:
                 stay = open_stays.pop(0)
-                stay.heard(finished())
+                stay.observe(finished())
                 stay.ended(now + 0.5, left=False)
         return said
 

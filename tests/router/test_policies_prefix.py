@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from prometheus_client import CollectorRegistry
 
 from rkserve.core.block_hashes import BlockHashes, seed_of
 from rkserve.core.messages import (
@@ -17,17 +16,16 @@ from rkserve.core.messages import (
     Delta,
     Event,
 )
-from rkserve.core.metrics import RouterMetrics
 from rkserve.fleet.load import PauseEffect
 from rkserve.fleet.prefix_index import Reuse
-from rkserve.fleet.requests import InFlightRequest, RoutingRequest
 from rkserve.router.policies import (
-    InstrumentedPolicy,
     PolicySettings,
     PrefixPolicy,
+    RoutingRequest,
     SendTo,
     WaitFor,
 )
+from rkserve.router.queue.reservation import InFlightRequest
 from tests.support.routing import (
     NOTHING_ELSE,
     TALK,
@@ -59,9 +57,9 @@ def test_what_has_just_been_said_is_known_before_any_report() -> None:
     board = known.get("b")
     assert board is not None
     stay = InFlightRequest(known, board, first, 0.0)
-    stay.heard(Accepted("board b", "1.3.0", 0))
-    stay.heard(Delta("words", TALK[400:450]))
-    stay.heard(finished())
+    stay.observe(Accepted("board b", "1.3.0", 0))
+    stay.observe(Delta("words", TALK[400:450]))
+    stay.observe(finished())
     stay.ended(1.0, left=False)
     verdict = PrefixPolicy().choose(ask(TALK[:500]), known, 2.0)
     assert isinstance(verdict, SendTo)
@@ -88,7 +86,7 @@ def test_a_run_that_ends_otherwise_leaves_nothing(events: list[Event], left: boo
     board = join(known, "a", holdings=holds())
     stay = InFlightRequest(known, board, ask(TALK[:400]), 0.0)
     for event in events:
-        stay.heard(event)
+        stay.observe(event)
     stay.ended(1.0, left=left)
     assert known.index is not None
     assert known.index.holders(BlockHashes(TALK, seed_of(None))) == {}
@@ -103,12 +101,12 @@ def test_a_run_that_ends_otherwise_leaves_nothing(events: list[Event], left: boo
 )
 def test_what_is_held_is_weighed_against_speed(slow_ms: float, wins: str) -> None:
     known = boards()
-    join(known, "fast", counters=speed("fast", 2.6, 60), kind="RK3588")
+    join(known, "fast", **speed(2.6, 60), platform="RK3588")
     join(
         known,
         "holds",
-        counters=speed("holds", slow_ms, 70),
-        kind="RK3576",
+        **speed(slow_ms, 70),
+        platform="RK3576",
         holdings=holds(TALK[:1400]),
     )
     assert chosen(PrefixPolicy().choose(ask(), known, 0.0)) == wins
@@ -116,8 +114,8 @@ def test_what_is_held_is_weighed_against_speed(slow_ms: float, wins: str) -> Non
 
 def test_it_waits_for_the_board_that_will_be_sooner_and_others_know() -> None:
     known = boards()
-    busy = join(known, "a", counters=speed("a", 3, 10), holdings=holds(None, TALK[:1400]))
-    join(known, "b", counters=speed("b", 3, 10))
+    busy = join(known, "a", **speed(3, 10), holdings=holds(None, TALK[:1400]))
+    join(known, "b", **speed(3, 10))
     stay = InFlightRequest(known, busy, ask((1, 2, 3), "other"), 0.0)
     verdict = PrefixPolicy(settings=NOTHING_ELSE).choose(ask(), known, 0.0)
     assert isinstance(verdict, WaitFor)
@@ -135,8 +133,8 @@ def test_it_waits_for_the_board_that_will_be_sooner_and_others_know() -> None:
 
 def test_it_does_not_wait_longer_than_it_is_told() -> None:
     known = boards()
-    busy = join(known, "a", counters=speed("a", 3, 10), holdings=holds(None, TALK[:1400]))
-    join(known, "b", counters=speed("b", 3, 10))
+    busy = join(known, "a", **speed(3, 10), holdings=holds(None, TALK[:1400]))
+    join(known, "b", **speed(3, 10))
     InFlightRequest(known, busy, ask((1, 2, 3), "other"), 0.0)
     assert (
         chosen(PrefixPolicy(settings=PolicySettings(max_wait_s=0.1)).choose(ask(), known, 0.0))
@@ -147,7 +145,7 @@ def test_it_does_not_wait_longer_than_it_is_told() -> None:
 def test_a_session_is_a_hint_where_nothing_else_is_known_and_no_more() -> None:
     known = boards()
     for number in range(8):
-        join(known, str(number), counters=speed(str(number), 3, 60))
+        join(known, str(number), **speed(3, 60))
     board = known.get("5")
     assert board is not None
     stay = InFlightRequest(known, board, ask((1, 2), session="s"), 0.0)
@@ -155,7 +153,7 @@ def test_a_session_is_a_hint_where_nothing_else_is_known_and_no_more() -> None:
     strange = ask(tuple(range(300)), session="s")
     for _ in range(5):
         assert chosen(PrefixPolicy().choose(strange, known, 2.0)) == "5"
-    join(known, "3", counters=speed("3", 3, 60), holdings=holds(TALK[:900]))
+    join(known, "3", **speed(3, 60), holdings=holds(TALK[:900]))
     assert chosen(PrefixPolicy().choose(ask(session="s"), known, 2.0)) == "3"
     InFlightRequest(known, board, ask((1, 2), "other"), 2.0)
     assert chosen(PrefixPolicy().choose(strange, known, 2.0)) not in ("5", None)
@@ -214,7 +212,7 @@ def test_a_hit_never_costs_a_longer_estimated_wait(
         key = str(number)
         context = TALK[:held]
         held_so = holds(context) if live else holds(None, context)
-        join(known, key, counters=speed(key, prefill_ms, 20 * prefill_ms), holdings=held_so)
+        join(known, key, **speed(prefill_ms, 20 * prefill_ms), holdings=held_so)
         if busy:
             board = known.get(key)
             assert board is not None
@@ -262,7 +260,7 @@ PRICES = PolicySettings(restore_ms=0.5, park_ms=0.25)
 
 def test_a_hit_in_a_file_pays_for_restoring_it() -> None:
     known = boards()
-    join(known, "a", counters=speed("a", 3, 10), holdings=holds(None, TALK[:FILED]))
+    join(known, "a", **speed(3, 10), holdings=holds(None, TALK[:FILED]))
     verdict = PrefixPolicy(settings=PRICES).choose(ask(), known, 0.0)
     assert isinstance(verdict, SendTo)
     assert verdict.reuse == Reuse(FILED, live=False)
@@ -272,7 +270,7 @@ def test_a_hit_in_a_file_pays_for_restoring_it() -> None:
 
 def test_a_hit_in_the_context_costs_the_rest_of_the_prefill_only() -> None:
     known = boards()
-    join(known, "a", counters=speed("a", 3, 10), holdings=holds(TALK[:900]))
+    join(known, "a", **speed(3, 10), holdings=holds(TALK[:900]))
     verdict = PrefixPolicy(settings=PRICES).choose(ask(), known, 0.0)
     assert isinstance(verdict, SendTo)
     assert verdict.spared_ms == pytest.approx(900 * 3)
@@ -281,7 +279,7 @@ def test_a_hit_in_the_context_costs_the_rest_of_the_prefill_only() -> None:
 
 def test_who_displaces_a_context_waits_until_it_is_parked() -> None:
     known = boards()
-    join(known, "a", counters=speed("a", 3, 10), holdings=holds(TALK[:900]))
+    join(known, "a", **speed(3, 10), holdings=holds(TALK[:900]))
     verdict = PrefixPolicy(settings=PRICES).choose(ask(tuple(range(300))), known, 0.0)
     assert isinstance(verdict, SendTo)
     assert verdict.reuse == Reuse(0, live=False)
@@ -291,7 +289,7 @@ def test_who_displaces_a_context_waits_until_it_is_parked() -> None:
 
 def test_a_short_context_is_displaced_at_once() -> None:
     known = boards()
-    join(known, "a", counters=speed("a", 3, 10), holdings=holds(TALK[:200]))
+    join(known, "a", **speed(3, 10), holdings=holds(TALK[:200]))
     verdict = PrefixPolicy(settings=PRICES).choose(ask(tuple(range(300))), known, 0.0)
     assert isinstance(verdict, SendTo)
     assert verdict.ttft_ms == pytest.approx(300 * 3)
@@ -299,8 +297,8 @@ def test_a_short_context_is_displaced_at_once() -> None:
 
 def test_a_request_that_waits_books_its_prefill_and_a_part_of_its_answer() -> None:
     known = boards()
-    busy = join(known, "a", counters=speed("a", 3, 10), holdings=holds(None, TALK[:FILED]))
-    join(known, "b", counters=speed("b", 3, 10))
+    busy = join(known, "a", **speed(3, 10), holdings=holds(None, TALK[:FILED]))
+    join(known, "b", **speed(3, 10))
     other = InFlightRequest(known, busy, ask((1, 2, 3), "other"), 0.0)
     policy = PrefixPolicy(settings=NOTHING_ELSE)
     verdict = policy.choose(ask(), known, 0.0)
@@ -316,8 +314,8 @@ def test_a_request_that_waits_books_its_prefill_and_a_part_of_its_answer() -> No
 
 def test_the_time_that_a_request_has_waited_counts_against_its_limit() -> None:
     known = boards()
-    busy = join(known, "a", counters=speed("a", 3, 10), holdings=holds(None, TALK[:FILED]))
-    join(known, "b", counters=speed("b", 3, 10))
+    busy = join(known, "a", **speed(3, 10), holdings=holds(None, TALK[:FILED]))
+    join(known, "b", **speed(3, 10))
     InFlightRequest(known, busy, ask((1, 2, 3), "other"), 0.0)
     policy = PrefixPolicy(settings=PolicySettings(max_wait_s=3.0, restore_ms=0.0, park_ms=0.0))
     asked = ask()
@@ -332,7 +330,7 @@ def test_the_time_that_a_request_has_waited_counts_against_its_limit() -> None:
 def test_a_hit_on_a_slow_board_is_taken_where_every_board_has_one() -> None:
     known = boards()
     for key, prefill_ms in (("a", 3.0), ("b", 4.0)):
-        join(known, key, counters=speed(key, prefill_ms, 10), holdings=holds(TALK[:FILED]))
+        join(known, key, **speed(prefill_ms, 10), holdings=holds(TALK[:FILED]))
     verdict = PrefixPolicy(settings=NOTHING_ELSE).choose(ask(), known, 0.0)
     assert isinstance(verdict, SendTo)
     assert verdict.board.key == "a"
@@ -381,8 +379,8 @@ def test_a_board_that_may_not_be_asked_is_not_chosen_for_its_context(
 
 def test_a_hit_that_is_slower_than_a_miss_elsewhere_is_not_taken_for_its_faster_decoding() -> None:
     known = boards()
-    join(known, "hit", counters=speed("hit", 40, 1), kind="slow", holdings=holds(TALK[:FILED]))
-    join(known, "miss", counters=speed("miss", 3, 60), kind="fast")
+    join(known, "hit", **speed(40, 1), platform="slow", holdings=holds(TALK[:FILED]))
+    join(known, "miss", **speed(3, 60), platform="fast")
     assert chosen(PrefixPolicy().choose(ask(), known, 0.0)) == "miss"
 
 
@@ -400,34 +398,3 @@ def test_the_context_that_is_idle_for_longest_is_displaced_first() -> None:
     for key, used_s in (("a", 100.0), ("b", 0.0), ("c", 90.0)):
         join(known, key, holdings=holds(TALK)).used_s = used_s
     assert chosen(PrefixPolicy().choose(ask(tuple(range(300))), known, 100.0)) == "b"
-
-
-# -- metrics of decisions -------------------------------------------------------------------------
-
-
-def test_decisions_are_counted_by_what_was_expected_of_their_board() -> None:
-    registry = CollectorRegistry()
-    policy = InstrumentedPolicy(PrefixPolicy(settings=NOTHING_ELSE), RouterMetrics(registry))
-    known = boards()
-    policy.watch("m", known)
-    board = join(known, "a")
-    assert (policy.name, policy.uses_prefixes) == ("prefix", True)
-    for reuse in (Reuse(0, live=False), Reuse(8, live=False), Reuse(8, live=True)):
-        offer = (ask(), SendTo(board, reuse))
-        assert policy.satisfied(offer[1]) is (reuse.tokens > 0)
-        assert policy.first([offer]) == 0
-    assert isinstance(policy.choose(ask(), known, 0.0), SendTo)
-    for tell in known.listeners:
-        tell(Reuse(80, live=True), 64)
-
-    def counted(name: str, **labels: str) -> float | None:
-        return registry.get_sample_value(name, labels)
-
-    found = {
-        reuse: counted("rkserve_routing_decisions_total", model="m", reuse=reuse)
-        for reuse in ("none", "file", "live", "wait")
-    }
-    assert found == {"none": 1, "file": 1, "live": 1, "wait": None}
-    assert counted("rkserve_routing_decision_seconds_count") == 1
-    assert counted("rkserve_prefix_tokens_total", model="m", what="expected") == 80
-    assert counted("rkserve_prefix_tokens_total", model="m", what="found") == 64

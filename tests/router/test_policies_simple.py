@@ -7,8 +7,8 @@ import random
 import pytest
 
 from rkserve.fleet.prefix_index import Reuse
-from rkserve.fleet.requests import InFlightRequest
 from rkserve.router.policies import POLICIES, PolicySettings, SendTo, WaitFor
+from rkserve.router.queue.reservation import InFlightRequest
 from tests.support.routing import (
     ask,
     boards,
@@ -46,7 +46,7 @@ def test_round_robin_gives_each_its_turn() -> None:
 def test_a_session_keeps_its_board_while_others_come_and_waits_for_it() -> None:
     known, chooses = boards(), POLICIES["session"](random.Random(1), PolicySettings(max_wait_s=5))
     for number in range(8):
-        join(known, str(number), counters=speed(str(number), 1, 10))
+        join(known, str(number), **speed(1, 10))
     mine = {s: chosen(chooses.choose(ask(session=s), known, 0.0)) for s in map(str, range(40))}
     assert len(set(mine.values())) > 3
     board = known.get(mine["7"] or "")

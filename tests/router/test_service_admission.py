@@ -491,6 +491,16 @@ def keyed(tmp_path: Path, *lines: str, **config: Any) -> House:
     return house("a", "b", api_keys_file=file, **config)
 
 
+async def test_requests_of_two_keys_share_no_kv_cache(tmp_path: Path) -> None:
+    of = keyed(tmp_path, "tiger", "lion")
+    for key in ("tiger", "lion", "tiger"):
+        assert (await of("POST", CHAT, json=chat(), headers=authorized(key))).is_success
+    one, two, again = (asked.salt for _, asked in of.boards.opened)
+    assert one == again
+    assert one != two
+    of.expect_nothing_left()
+
+
 @pytest.mark.parametrize(
     ("limits", "calls", "what"),
     [

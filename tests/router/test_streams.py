@@ -51,7 +51,7 @@ class Boards:
             counts = (
                 (name, n) for name, n in self.tokens.items() if self.where[name] == seat.board_id
             )
-            answers.said[seat.board_id] = Emitted(seat.board_id, tuple(counts))
+            answers.found[seat.board_id] = Emitted(seat.board_id, tuple(counts))
         return answers
 
 

@@ -78,7 +78,7 @@ def test_who_goes_on_with_a_transcript_draws_what_would_have_been_drawn(
     penalised = with_(repeat_penalty=1.2, frequency_penalty=0.5, presence_penalty=0.3)
 
     def run(said: list[int]) -> list[int]:
-        one = sampler(penalised, seed, context=(3, 4), said=tuple(said))
+        one = sampler(penalised, seed, context=(3, 4), generated=tuple(said))
         said = list(said)
         for row in rows[len(said) :]:
             token_id = one.choose(row)
@@ -136,7 +136,7 @@ def test_of_equals_the_lower_ids_are_kept() -> None:
 def test_penalties_hold_the_answer_against_a_token_and_the_factor_the_context(
     sampling: Sampling, context: tuple[int, ...], said: tuple[int, ...], best: int
 ) -> None:
-    assert sampler(sampling, context=context, said=said).choose(LIKELY) == best
+    assert sampler(sampling, context=context, generated=said).choose(LIKELY) == best
 
 
 def test_only_what_is_allowed_comes() -> None:

@@ -14,17 +14,17 @@ from rkserve.core.block_hashes import (
     pack,
     seed_of,
 )
+from rkserve.core.board_report import BoardReport, BoardState
 from rkserve.core.messages import (
     Finished,
     FinishReason,
     Timings,
     Usage,
 )
-from rkserve.fleet.load import Candidate, ModelBoards, RoutingStatus
+from rkserve.fleet.load import Candidate, ModelBoards, PauseEffect
 from rkserve.fleet.prefix_index import PrefixIndex
-from rkserve.fleet.requests import InFlightRequest, RoutingRequest
-from rkserve.fleet.speeds import WorkCounters
-from rkserve.router.policies import Decision, PolicySettings, SendTo
+from rkserve.router.policies import Decision, PolicySettings, RoutingRequest, SendTo
+from rkserve.router.queue.reservation import InFlightRequest
 
 TALK = tuple(range(5000, 6500))
 NOTHING_ELSE = PolicySettings(restore_ms=0.0, park_ms=0.0)
@@ -35,15 +35,29 @@ def boards(seed: int = 1) -> ModelBoards:
     return ModelBoards(random.Random(seed), PrefixIndex())
 
 
-def join(of: ModelBoards, key: str, running: int = 0, **said: Any) -> Candidate:
+def join(
+    of: ModelBoards,
+    key: str,
+    running: int = 0,
+    *,
+    ready: bool = True,
+    held: PauseEffect = PauseEffect.NOT,
+    **said: Any,
+) -> Candidate:
     """Add a board by its report; by default it runs one request, and two may wait."""
-    known = {"queue_limit": 2, "running": running, **said}
-    return of.heard(key, "group", f"board {key}", RoutingStatus(**known))
+    known: dict[str, Any] = {"queue_limit": 2, "running": running, "replica": key, **said}
+    report = BoardReport(f"board {key}", "m", BoardState.READY, **known)
+    return of.update("group", report, ready=ready, held=held)
 
 
-def speed(key: str, prefill_ms: float, decode_ms: float) -> WorkCounters:
+def speed(prefill_ms: float, decode_ms: float) -> dict[str, Any]:
     """Return the counters of a board with these times per token."""
-    return WorkCounters(key, 10_000, 10_000 * prefill_ms, 10_000, 10_000 * decode_ms)
+    return {
+        "prefill_tokens": 10_000,
+        "prefill_ms": 10_000 * prefill_ms,
+        "decode_tokens": 10_000,
+        "decode_ms": 10_000 * decode_ms,
+    }
 
 
 def holds(live: tuple[int, ...] | None = None, *files: tuple[int, ...]) -> bytes:

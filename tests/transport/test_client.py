@@ -146,8 +146,8 @@ async def test_a_connection_that_is_lost_ends_the_wait_for_a_report() -> None:
         board.mute = asyncio.Event()
         asked = asyncio.ensure_future(line.ask("report"))
         await until(lambda: board.reports[-1] == "channel")
-        for one in list(board.outlet._open):
-            one._transport.abort()  # type: ignore[union-attr] # as its kernel does
+        for one in list(board.outlet.connections):
+            one.line._transport.abort()  # type: ignore[union-attr] # as its kernel does
         with pytest.raises(ChannelLost):
             await asked
 
@@ -161,7 +161,7 @@ async def test_boards_are_told_what_the_cluster_shall_be_over_their_connections(
         with pytest.raises(StageFailed, match="no room"):
             await link.ask("replica of sim-0", "adopt", Desired(8), timeout_s=60.0)
         heard: list[Emitted] = []
-        await link.ask_all("emitted", timeout_s=60.0, heard=heard.append)
+        await link.ask_all("emitted", timeout_s=60.0, take=heard.append)
         assert heard == [Emitted("sim-0", (("r", 7),))]
 
 
@@ -183,8 +183,8 @@ async def test_a_call_whose_connection_is_lost_goes_through_ray() -> None:
         )
         await until(lambda: board.told == [7])
         board.mute = None
-        for one in list(board.outlet._open):
-            one._transport.abort()  # type: ignore[union-attr] # as its kernel does
+        for one in list(board.outlet.connections):
+            one.line._transport.abort()  # type: ignore[union-attr] # as its kernel does
         assert (await asked).epoch == 7
         assert board.told[-1] == 7
 
@@ -201,5 +201,5 @@ async def test_a_router_that_ends_cuts_its_connections() -> None:
     await channels.close()
     with pytest.raises(BoardFailed):
         await anext(events)
-    await until(lambda: board.running == 0 and not board.outlet._open)
+    await until(lambda: board.running == 0 and not board.outlet.connections)
     await board.outlet.close()

@@ -77,7 +77,7 @@ async def test_every_event_is_read_and_then_the_end(
     assert [*HELLO, finished(1)][:events] == found
     assert raised is error
     assert inbox.lost is lost
-    assert inbox.heard is (steps != "lost")
+    assert inbox.received is (steps != "lost")
     assert inbox.over
 
 
@@ -101,5 +101,5 @@ async def test_a_reader_who_leaves_is_not_waited_for() -> None:
     reading.cancel()
     with pytest.raises(asyncio.CancelledError):
         await reading
-    inbox.close()
+    inbox.end()
     play(inbox, ["events", "end", "lost"])

@@ -87,8 +87,8 @@ async def test_hanging_up_frees_the_board() -> None:
 
 async def test_a_board_that_dies_ends_its_streams_and_comes_back() -> None:
     async with answering(Delta("half", (1,))) as (board, channels, link, events):
-        for line in list(board.outlet._open):
-            line._transport.abort()  # type: ignore[union-attr] # as its kernel does
+        for one in list(board.outlet.connections):
+            one.line._transport.abort()  # type: ignore[union-attr] # as its kernel does
         with pytest.raises(BoardFailed):
             await anext(events)
         await until(lambda: board.running == 0)
@@ -102,17 +102,17 @@ async def test_a_connection_that_ends_before_the_board_reads_the_call_costs_noth
     board = Board("sim-0")
     board.steps = words("Hello")
     async with router(board) as (channels, [link]):
-        for line in list(board.outlet._open):
-            line._transport.abort()  # type: ignore[union-attr] # the Router has not heard yet
+        for one in list(board.outlet.connections):
+            one.line._transport.abort()  # type: ignore[union-attr] # the Router has not heard yet
         assert spoken(await read(link, board)) == "Hello"
         assert (board.streamed, channels.streams) == (1, {"channel": 0, "ray": 1})
 
 
 async def test_a_frozen_board_is_noticed_by_its_silence() -> None:
     async with answering(pulse=HASTY, config=HASTY) as (board, _, _link, events):
-        for line in board.outlet._open:
-            line._timer.cancel()  # type: ignore[union-attr] # it neither ticks nor reads
-            line._transport.pause_reading()  # type: ignore[union-attr]
+        for one in board.outlet.connections:
+            one.line._timer.cancel()  # type: ignore[union-attr] # it neither ticks nor reads
+            one.line._transport.pause_reading()  # type: ignore[union-attr]
         with pytest.raises(BoardSilent, match="no sign of life"):
             await anext(events)
         assert board.streamed == 0, "Ray would say nothing for long"
@@ -141,8 +141,8 @@ async def test_a_connection_at_rest_stays() -> None:
 )
 async def test_a_peer_that_talks_nonsense_loses_its_connection(garbage: bytes) -> None:
     async with answering() as (board, channels, link, events):
-        (line,) = board.outlet._open
-        line._transport.write(garbage)  # type: ignore[union-attr]
+        (one,) = board.outlet.connections
+        one.line._transport.write(garbage)  # type: ignore[union-attr]
         with pytest.raises(BoardFailed):
             await anext(events)
         await until(lambda: board.running == 0)
@@ -157,8 +157,8 @@ async def test_half_a_frame_is_waited_for() -> None:
     async with router(board) as (_, [link]):
         events = link.open(REQUEST, "replica of sim-0")
         await anext(events)
-        (line,) = board.outlet._open
-        transport = line._transport
+        (one,) = board.outlet.connections
+        transport = one.line._transport
         assert transport is not None
         for byte in frame(b'[[1,0,"a",[1]]]'):
             transport.write(bytes([byte]))

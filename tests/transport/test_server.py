@@ -25,7 +25,7 @@ async def test_a_router_that_is_frozen_frees_the_board() -> None:
         line.line._timer.cancel()  # type: ignore[union-attr]
         line.line._transport.pause_reading()  # type: ignore[union-attr]
         await until(lambda: board.running == 0)
-        assert not board.outlet._lines
+        assert not board.outlet.connections
         await events.aclose()
 
 
@@ -36,8 +36,8 @@ async def test_a_router_that_does_not_read_fills_no_memory_and_misses_nothing() 
     async with router(board) as (channels, [link]):
         line = channels.line("replica of sim-0")
         assert line is not None
-        (guest,) = board.outlet._lines.values()
-        ends = [line.line._transport, guest._line._transport]  # type: ignore[union-attr]
+        (guest,) = board.outlet.connections
+        ends = [line.line._transport, guest.line._transport]
         for end in ends:
             shrink(end)
         reading = asyncio.ensure_future(read(link, board))
@@ -45,8 +45,7 @@ async def test_a_router_that_does_not_read_fills_no_memory_and_misses_nothing() 
         ends[0].pause_reading()  # type: ignore[union-attr]
         go.set()
         await until(lambda: not guest.tasks)
-        assert guest._line is not None
-        assert guest._line.full
+        assert guest.line.full
         assert len(guest._waiting) <= 3, "what waits has been merged"
         ends[0].resume_reading()  # type: ignore[union-attr]
         found = await reading
@@ -100,7 +99,7 @@ async def test_a_stranger_who_says_nothing_is_cut_off() -> None:
         assert address is not None
         reader, writer = await asyncio.open_connection(address.host, address.port)
         assert await opened(reader)
-        while board.outlet._open:
+        while board.outlet.connections:
             writer.write(b"x")  # a byte now and then is no proof
             await asyncio.sleep(0.02)
         writer.close()
@@ -119,7 +118,7 @@ async def test_strangers_never_have_more_than_a_few_connections() -> None:
         cut = [asyncio.ensure_future(reader.read(-1)) for reader, _ in strangers]
         # Whoever is cut off reads to the end, or finds the connection reset.
         await until(lambda: sum(one.done() for one in cut) == 20)
-        assert len(board.outlet._open) == MAX_UNPROVEN + 1
+        assert len(board.outlet.connections) == MAX_UNPROVEN + 1
         assert spoken(await read(link, board)) == "Hello"
         for one, (_, writer) in zip(cut, strangers, strict=True):
             one.cancel()
@@ -146,8 +145,8 @@ async def test_a_router_that_talks_nonsense_is_cut_off(said: list[list[object]])
         line = channels.line("replica of sim-0")
         assert line is not None
         line.line.send(said)
-        await until(lambda: not line.open)
-        await until(lambda: board.running == 0 and not board.outlet._open)
+        await until(lambda: not line.line.open)
+        await until(lambda: board.running == 0 and not board.outlet.connections)
         await connect(channels, [board], [link])
         board.steps = words("again")
         assert spoken(await read(link, board)) == "again"

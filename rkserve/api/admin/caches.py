@@ -27,15 +27,13 @@ from rkserve.api.admin.generations import (
     Choice,
     FailedEntry,
     PositionRanges,
-    Ranges,
 )
 from rkserve.api.admin.pause import NAMES, read_names
-from rkserve.api.admin.query import ControlRequest, NoParameters, ParameterKind, QueryOrBody
+from rkserve.api.admin.query import ControlRequest, ParameterKind, QueryOrBody
 from rkserve.api.common.calls import ChatMessage, TextOrIds, read_prompt
-from rkserve.api.common.output import told
+from rkserve.api.common.output import public_message
 from rkserve.api.common.renderer import PromptHeader, Renderer
-from rkserve.api.json.fields import Fields, missing
-from rkserve.api.json.limits import MAX_MODEL_CHARS
+from rkserve.api.json.fields import MAX_MODEL_CHARS, Fields, missing
 from rkserve.api.json.schemas import Count, Seconds, one_of
 from rkserve.api.prompting.conversation import Message, read_messages
 from rkserve.core.board_report import CacheEntry, KvReport
@@ -80,15 +78,9 @@ class KvSizeQuery(QueryOrBody):
 class KvClearBody(KvSizeQuery):
     """Either boards, or `ranges` of one paused `generation`."""
 
-    all: bool | None = Field(
-        None, description="All boards; needed where neither of these three is there."
-    )
-    keep_system_prompt: bool | None = Field(
-        None, description="Spare the system prompt; true unless it is said."
-    )
-    generation: Text | None = Field(
-        None, description="The id of a paused answer, instead of boards."
-    )
+    all: bool | None = Field(None, description="All boards; needed if no other is named.")
+    keep_system_prompt: bool | None = Field(None, description="Spare the system prompt (default).")
+    generation: Text | None = Field(None, description="The id of a paused answer, not boards.")
     ranges: PositionRanges | None = Field(None, description="Positions of that answer's context.")
     choice: Choice | None = Field(None, description=CHOICE_MEANS)
 
@@ -110,22 +102,14 @@ class KvClearBody(KvSizeQuery):
                 raise RequestError(f"'{name}' {why}.", name)
 
 
-def _prompt(value: object) -> TextOrIds:
-    return read_prompt(value, "prompt")
-
-
-def _cache_name(value: str) -> str:
-    return check_cache_name(value, "cache_name")
-
-
 class CacheBody(QueryOrBody):
     """A name, and either `prompt` or `messages`."""
 
-    cache_name: Annotated[str, AfterValidator(_cache_name)]
+    cache_name: Annotated[str, AfterValidator(lambda name: check_cache_name(name, "cache_name"))]
     prompt: (
         Annotated[
             TextOrIds,
-            PlainValidator(_prompt),
+            PlainValidator(lambda value: read_prompt(value, "prompt")),
             WithJsonSchema(
                 {
                     "anyOf": [
@@ -158,44 +142,12 @@ class KvScope:
 
 
 @dataclass(frozen=True)
-class ClearCall:
-    """POST /v1/cache/kv/clear: either of boards, or of one paused generation."""
-
-    keep_system_prompt: bool = True
-    where: KvScope = KvScope()
-    generation: str | None = None
-    choice: int | None = None
-    ranges: Ranges = ()
-
-
-@dataclass(frozen=True)
 class BuildCall:
     """The body of POST /v1/cache/{model}: a name, and either a prompt or messages."""
 
     cache_name: str
     prompt: TextOrIds | None = None
     messages: tuple[Message, ...] = ()
-
-
-def parse_size(asked: ControlRequest) -> KvScope:
-    """Read GET /v1/cache/kv/size.
-
-    Raises:
-        RequestError: with the ``param`` at fault.
-    """
-    return asked.read(KvSizeQuery).where
-
-
-def parse_clear(asked: ControlRequest) -> ClearCall:
-    """Read POST /v1/cache/kv/clear, which clears only the caches that it names.
-
-    Raises:
-        RequestError: with the ``param`` at fault.
-    """
-    body = asked.read(KvClearBody)
-    if body.generation is None:
-        return ClearCall(body.keep_system_prompt is not False, body.where)
-    return ClearCall(generation=body.generation, choice=body.choice, ranges=body.ranges or ())
 
 
 def _check_named(where: KvScope, *, whole: bool) -> None:
@@ -211,24 +163,11 @@ def _check_named(where: KvScope, *, whole: bool) -> None:
 
 
 def parse_build(asked: ControlRequest) -> BuildCall:
-    """Read POST /v1/cache/{model}.
-
-    Raises:
-        RequestError: with the ``param`` at fault.
-    """
+    """Read POST /v1/cache/{model}. Raises ``RequestError``."""
     body = asked.read(CacheBody)
     if body.messages is None:
         return BuildCall(body.cache_name, body.prompt)
     return BuildCall(body.cache_name, messages=read_messages(Fields({"messages": body.messages})))
-
-
-def check_delete(asked: ControlRequest) -> None:
-    """Read DELETE /v1/cache/{model}/{cache_name}, which takes no parameters.
-
-    Raises:
-        RequestError: with the ``param`` at fault.
-    """
-    asked.read(NoParameters)
 
 
 def ids_of(call: BuildCall, renderer: Renderer, context_len: int) -> tuple[int, ...]:
@@ -473,6 +412,6 @@ def built(
 def failures(failed: Failures) -> list[FailedEntry]:
     """Return the errors by board."""
     return [
-        {"board": board, "error": exc.code or exc.kind, "message": told(exc)}
+        {"board": board, "error": exc.code or exc.kind, "message": public_message(exc)}
         for board, exc in sorted(failed.items())
     ]

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from typing_extensions import TypedDict
 
-from rkserve.api.admin.operations import ModeName
+from rkserve.api.admin.pause import ModeName
 from rkserve.api.admin.weights import (
     VersionEntry,
     WeightInfoAnswer,
@@ -19,7 +19,7 @@ from rkserve.api.admin.weights import (
     loaded_digest,
     weights_entry,
 )
-from rkserve.api.json.body import JsonObject
+from rkserve.api.json.fields import JsonObject
 from rkserve.api.json.schemas import Count
 from rkserve.core.board_report import BoardReport, BoardState, VersionFigures
 from rkserve.core.desired_state import ActivePause, Desired
@@ -36,16 +36,8 @@ class BoardStatus:
     position_bytes: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class CoordinatorStatus:
-    """Reachability of the Coordinator, and the seconds since its last answer."""
-
-    reachable: bool
-    heard_s_ago: float | None
-
-
 class CoordinatorEntry(TypedDict):
-    """The Coordinator, as this Router sees it."""
+    """The Coordinator, as this Router sees it, and the seconds since its last answer."""
 
     reachable: bool
     heard_s_ago: float | None
@@ -147,17 +139,17 @@ class ServerLoadAnswer(TypedDict):
 
 
 def cluster_entry(
-    desired: Desired, models: Sequence[str], boards: Iterable[BoardStatus], head: CoordinatorStatus
+    desired: Desired, models: Sequence[str], boards: Iterable[BoardStatus], head: CoordinatorEntry
 ) -> ClusterAnswer:
     """Return the answer of GET /v1/cluster."""
     known = sorted(boards, key=lambda one: one.report.board_id)
     by_model = {model: [one for one in known if one.report.model == model] for model in models}
-    ago_s = head.heard_s_ago
+    ago_s = head["heard_s_ago"]
     return {
         "object": "cluster",
         "epoch": desired.epoch,
         "coordinator": {
-            "reachable": head.reachable,
+            "reachable": head["reachable"],
             "heard_s_ago": None if ago_s is None else round(ago_s, 3),
         },
         "total": _total(known, desired),
@@ -175,12 +167,12 @@ def is_paused_entry(
     ``paused`` is the desired state, in force once its pause was answered; ``reported`` is the
     board's latest report. A sleeping board is paused as well, and has a level.
     """
-    told: dict[str, BoardPauseEntry] = {}
+    states: dict[str, BoardPauseEntry] = {}
     adapters: dict[str, AdapterPauseEntry] = {}
     for board in sorted(boards, key=lambda one: one.board_id):
         target = desired.target(board.board_id, board.model)
         mode = None if target.hold is None else target.hold.mode.value
-        told[board.board_id] = {
+        states[board.board_id] = {
             "paused": mode is not None,
             "mode": mode,
             "level": target.level,
@@ -188,15 +180,13 @@ def is_paused_entry(
             "epoch": board.epoch,
         }
         adapters |= {name: {"mode": hold.mode.value} for name, hold in target.adapter_holds}
-    paused = [entry["paused"] for entry in told.values()]
-    whole = (pause for pause in desired.pauses if pause.scope.adapter is None)
-    # A pause holds even without any board.
-    meant = any(not pause.scope.models or model in (None, *pause.scope.models) for pause in whole)
+    whole = [pause for pause in desired.pauses if pause.scope.adapter is None]
+    some, all_of = _held([entry["paused"] for entry in states.values()], whole, model)
     return {
-        "is_paused": any(paused) or (not told and meant),
-        "all": all(paused) if told else meant,
+        "is_paused": some,
+        "all": all_of,
         "epoch": desired.epoch,
-        "boards": told,
+        "boards": states,
         "adapters": dict(sorted(adapters.items())),
     }
 
@@ -209,26 +199,35 @@ def is_sleeping_entry(
     ``sleeping`` is the desired state, in force once its sleep was answered; ``reported`` is the
     level in the board's latest report.
     """
-    told: dict[str, BoardSleepEntry] = {}
+    states: dict[str, BoardSleepEntry] = {}
     for board in sorted(boards, key=lambda one: one.board_id):
         level = desired.target(board.board_id, board.model).level
-        told[board.board_id] = {
+        states[board.board_id] = {
             "sleeping": level is not None,
             "level": level,
             "reported": board.level,
             "state": board.state.value,
             "epoch": board.epoch,
         }
-    sleeping = [entry["sleeping"] for entry in told.values()]
-    sleeps = (pause for pause in desired.pauses if pause.level is not None)
-    # A sleep holds even without any board.
-    meant = any(not pause.scope.models or model in (None, *pause.scope.models) for pause in sleeps)
+    sleeps = [pause for pause in desired.pauses if pause.level is not None]
+    some, all_of = _held([entry["sleeping"] for entry in states.values()], sleeps, model)
     return {
-        "is_sleeping": any(sleeping) or (not told and meant),
-        "all": all(sleeping) if told else meant,
+        "is_sleeping": some,
+        "all": all_of,
         "epoch": desired.epoch,
-        "boards": told,
+        "boards": states,
     }
+
+
+def _held(
+    boards: list[bool], pauses: Iterable[ActivePause], model: str | None
+) -> tuple[bool, bool]:
+    """Return whether any and all boards are held; a pause or sleep holds even without a board."""
+    if boards:
+        return any(boards), all(boards)
+    scopes = [pause.scope.models for pause in pauses]
+    meant = any(not models or model in (None, *models) for models in scopes)
+    return meant, meant
 
 
 def weight_info(
@@ -248,7 +247,11 @@ def weight_info(
         "models": {
             one: {
                 **weights_entry(desired, one, boards),
-                "adapters": _adapters(desired, one),
+                "adapters": {
+                    line.name: None if line.active is None else line.active.ref.version
+                    for line in desired.lines
+                    if line.model == one
+                },
                 "adapter_digests": {
                     line.name: line.active.digest
                     for line in desired.lines
@@ -268,14 +271,6 @@ def _model(desired: Desired, model: str, boards: Sequence[BoardStatus]) -> Model
         "weight_version": meant.label,
         "step": meant.step,
         "base": base,
-    }
-
-
-def _adapters(desired: Desired, model: str) -> dict[str, str | None]:
-    return {
-        line.name: None if line.active is None else line.active.ref.version
-        for line in desired.lines
-        if line.model == model
     }
 
 
@@ -356,8 +351,10 @@ def _hits(reports: Sequence[BoardReport]) -> float | None:
 
 
 def _heat(reports: Sequence[BoardReport]) -> float | None:
-    told = (report.hardware.temperature_c for report in reports if report.hardware is not None)
-    return max((one for one in told if one is not None), default=None)
+    temperatures = (
+        report.hardware.temperature_c for report in reports if report.hardware is not None
+    )
+    return max((one for one in temperatures if one is not None), default=None)
 
 
 def _speed(tokens: int, ms: float) -> float | None:

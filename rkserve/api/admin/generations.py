@@ -10,14 +10,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from pydantic import Field, PlainValidator, ValidationInfo, WithJsonSchema, model_validator
+from pydantic import AfterValidator, Field, WithJsonSchema, model_validator
+from pydantic_core import PydanticCustomError
 from typing_extensions import NotRequired, TypedDict
 
 from rkserve.api.admin.query import ControlRequest, QueryOrBody
 from rkserve.api.common.renderer import Renderer
-from rkserve.api.json.body import JsonObject
-from rkserve.api.json.fields import ANY, as_integer, wrong_type
-from rkserve.api.json.limits import MAX_CHOICES, MAX_CLEAR_RANGES
+from rkserve.api.json.fields import (
+    MAX_CHOICES,
+    MAX_CLEAR_RANGES,
+    JsonObject,
+)
 from rkserve.api.json.schemas import Count, one_of
 from rkserve.core.board_report import GenerationInfo, GenerationState
 from rkserve.core.errors import RequestError
@@ -41,51 +44,23 @@ CHOICE_MEANS = "Which choice is meant; all without it."
 Choice = Annotated[int, Field(ge=0, le=MAX_CHOICES - 1)]
 
 
-def _ranges(value: object, info: ValidationInfo) -> Ranges:
-    """Read half-open ranges of positions; the board checks their upper bound."""
-    path = str(info.field_name)
-    if not isinstance(value, list):
-        raise wrong_type(path, "an array", value)
-    if not value:
-        raise RequestError(f"Invalid '{path}': empty array.", path)
-    if len(value) > MAX_CLEAR_RANGES:
-        raise RequestError(
-            f"Invalid '{path}': array too long. Expected at most {MAX_CLEAR_RANGES} ranges, but "
-            f"got {len(value)}.",
-            path,
-        )
-    return tuple(_range(one, f"{path}[{index}]") for index, one in enumerate(value))
+def _ordered(value: tuple[int, int]) -> tuple[int, int]:
+    if not 0 <= value[0] <= value[1]:
+        about = f"expected [start, end] with 0 <= start <= end; got {[*value]}"
+        raise PydanticCustomError("range", about)
+    return value
 
 
-def _range(value: object, path: str) -> tuple[int, int]:
-    if not isinstance(value, list) or len(value) != 2:  # noqa: PLR2004 - a start and an end
-        raise wrong_type(path, "an array [start, end]", value)
-    start, end = (as_integer(one, f"{path}[{at}]", ANY) for at, one in enumerate(value))
-    if not 0 <= start <= end:
-        raise RequestError(
-            f"Invalid '{path}': a range begins at 0 or later and does not end before it begins, "
-            f"but this is [{start}, {end}).",
-            path,
-        )
-    return start, end
-
-
+_POSITION: JsonObject = {"type": "integer", "minimum": 0}
+_RANGE: JsonObject = {"type": "array", "items": _POSITION, "minItems": 2, "maxItems": 2}
+# Half-open ranges of positions; the board checks their upper bound.
 PositionRanges = Annotated[
-    Ranges,
-    PlainValidator(_ranges),
-    WithJsonSchema(
-        {
-            "type": "array",
-            "items": {
-                "type": "array",
-                "items": {"type": "integer", "minimum": 0},
-                "minItems": 2,
-                "maxItems": 2,
-            },
-            "minItems": 1,
-            "maxItems": MAX_CLEAR_RANGES,
-        }
-    ),
+    tuple[
+        Annotated[tuple[int, int], Field(strict=False), AfterValidator(_ordered)],
+        ...,
+    ],
+    Field(strict=False, min_length=1, max_length=MAX_CLEAR_RANGES),
+    WithJsonSchema({"type": "array", "items": _RANGE, "minItems": 1, "maxItems": MAX_CLEAR_RANGES}),
 ]
 
 
@@ -140,18 +115,13 @@ class EditCall:
 def read_choice(asked: ControlRequest) -> int | None:
     """Read the choice that a pause, resume or abort names; None for all.
 
-    Raises:
-        RequestError: with the ``param`` at fault.
+    Raises ``RequestError``.
     """
     return asked.read(ChoiceBody).choice
 
 
 def parse_edit(asked: ControlRequest) -> EditCall:
-    """Read an edit.
-
-    Raises:
-        RequestError: with the ``param`` at fault.
-    """
+    """Read an edit. Raises ``RequestError``."""
     body = asked.read(EditBody)
     return EditCall(
         choice=body.choice,
@@ -237,13 +207,7 @@ class ControlledEntry(ProgressEntry):
     status: Annotated[str, one_of(("paused", "resumed", "aborted"))]
     state: StateName
     board: str
-    applied: NotRequired[
-        Annotated[
-            str,
-            one_of((AT_RESUME,)),
-            Field(description="Of an edit: when the KV cache follows it."),
-        ]
-    ]
+    applied: NotRequired[Applied]
 
 
 class ControlledAnswer(ControlledEntry):

@@ -6,7 +6,7 @@ The models state names, ranges and meanings; files and boards are not known here
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -22,15 +22,14 @@ from typing_extensions import NotRequired, TypedDict
 
 from rkserve.api.admin.operations import Envelope
 from rkserve.api.admin.pause import ONLY_FALSE, CallOptions, ControlBody, refused
-from rkserve.api.admin.query import ControlRequest, ParameterKind
-from rkserve.api.json.body import JsonObject
-from rkserve.api.json.fields import quoted
-from rkserve.api.json.limits import MAX_NAMED, MAX_OBSERVE_S, MAX_PATH_CHARS
+from rkserve.api.admin.query import ParameterKind
+from rkserve.api.json.fields import MAX_NAMED, MAX_OBSERVE_S, MAX_PATH_CHARS, JsonObject, quoted
 from rkserve.api.json.schemas import Count, one_of
+from rkserve.control.calls import AdapterRolloutAction, DeclaredArtifact, Strategy
 from rkserve.core.board_report import BoardReport
 from rkserve.core.desired_state import AdapterVersion, AdapterVersions, Desired, InFlight
 from rkserve.core.errors import RequestError
-from rkserve.core.files import DIGEST, NAME
+from rkserve.core.files import NAME
 from rkserve.models.files import Parameter, read_parameters
 
 MAX_SCALE = 100  # as in manifest.json
@@ -64,7 +63,7 @@ PARAMETERS: JsonObject = {
 }
 
 
-def check_name(name: str, param: str) -> str:
+def check_name(name: str, param: str | None) -> str:
     """Return a name that an adapter or a version may have. Raises ``RequestError``."""
     if not NAME.fullmatch(name):
         raise RequestError(
@@ -75,21 +74,9 @@ def check_name(name: str, param: str) -> str:
     return name
 
 
-def _name(name: str, info: ValidationInfo) -> str:
-    return check_name(name, str(info.field_name))
-
-
-def _digest(digest: str, info: ValidationInfo) -> str:
-    name = info.field_name
-    if not DIGEST.fullmatch(digest):
-        raise RequestError(f"Invalid '{name}': expected 64 lower-case hexadecimal digits.", name)
-    return digest
-
-
 def _path(path: str, info: ValidationInfo) -> str:
-    name = info.field_name
-    if not 1 <= len(path) <= MAX_PATH_CHARS or "\0" in path:
-        raise RequestError(f"Invalid '{name}': it has 1 to {MAX_PATH_CHARS} characters.", name)
+    if "\0" in path:
+        raise RequestError(f"Invalid '{info.field_name}': it has a NUL.", info.field_name)
     return path
 
 
@@ -106,17 +93,11 @@ def _parameters(given: object) -> tuple[Parameter, ...]:
 
 ArtifactName = Annotated[
     str,
-    AfterValidator(_name),
+    AfterValidator(lambda name, info: check_name(name, info.field_name)),
     WithJsonSchema({"type": "string", "pattern": "^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"}),
 ]
-Digest = Annotated[
-    str, AfterValidator(_digest), WithJsonSchema({"type": "string", "pattern": "^[0-9a-f]{64}$"})
-]
-Place = Annotated[
-    str,
-    AfterValidator(_path),
-    WithJsonSchema({"type": "string", "minLength": 1, "maxLength": MAX_PATH_CHARS}),
-]
+Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+Place = Annotated[str, Field(min_length=1, max_length=MAX_PATH_CHARS), AfterValidator(_path)]
 Parameters = Annotated[
     tuple[Parameter, ...],
     PlainValidator(_parameters),
@@ -130,7 +111,7 @@ Handling = Annotated[InFlight, Field(strict=False)]
 
 VERSION_MEANS = "Its version; without it the beginning of the file's digest."
 SHA_MEANS = "What the file must have."
-SCALE_MEANS = "How strongly it is applied; 1 unless it is said."
+SCALE_MEANS = "The strength with which it is applied; the default is 1."
 PATH_MEANS = "Where the file is on the head."
 URL_MEANS = "Where the file is fetched from."
 SIZE_MEANS = "How long the file is."
@@ -138,32 +119,6 @@ TENSORS_MEAN = "The tensors in the file; in a query as JSON."
 IN_FLIGHT_MEANS = "What becomes of requests that run with the version before."
 BOARDS_MEAN = "Boards that may load at once."
 ONE_SOURCE = "Send either 'path' or 'url', or the file itself as application/octet-stream."
-
-
-@dataclass(frozen=True)
-class RolloutOptions:
-    """The rollout of a version; the Coordinator chooses the values that are None."""
-
-    strategy: str = "atomic"
-    max_unavailable: int | None = None
-    weight: float | None = None
-    in_flight: InFlight = InFlight.PIN
-    observe_s: float | None = None
-    auto: bool = True
-
-    def params(self) -> JsonObject:
-        """Return it as an operation's parameters."""
-        given = {
-            "max_unavailable": self.max_unavailable,
-            "weight": self.weight,
-            "observe_s": self.observe_s,
-        }
-        return {
-            "strategy": self.strategy,
-            "in_flight": self.in_flight.value,
-            "auto": self.auto,
-            **{name: value for name, value in given.items() if value is not None},
-        }
 
 
 class RolloutBody(ControlBody):
@@ -176,12 +131,8 @@ class RolloutBody(ControlBody):
     weight: Share | None = Field(None, description="Of a canary: the share of sessions.")
     canary_weight: Share | None = Field(None, description="Another name of `weight`.")
     in_flight: Handling = Field(InFlight.PIN, description=IN_FLIGHT_MEANS)
-    observe_s: Annotated[float, Field(ge=0, le=MAX_OBSERVE_S)] | None = Field(
-        None, description="Of a canary: how long it is watched."
-    )
-    auto: bool = Field(
-        True, description="Of a canary: whether it is promoted, or rolled back, by itself."
-    )
+    observe_s: float | None = Field(None, ge=0, le=MAX_OBSERVE_S, description="Of a canary, in s.")
+    auto: bool = Field(True, description="Of a canary: promoted, or rolled back, by itself.")
 
     @model_validator(mode="after")
     def _check_rollout(self) -> RolloutBody:
@@ -196,16 +147,21 @@ class RolloutBody(ControlBody):
                 raise RequestError(f"'{name}' goes with the strategy 'canary' only.", name)
         return self
 
-    @property
-    def rollout(self) -> RolloutOptions:
-        """The rollout as one value."""
-        return RolloutOptions(
-            strategy=self.strategy,
-            max_unavailable=self.max_unavailable,
-            weight=self.canary_weight if self.weight is None else self.weight,
+    def rollout(self, model: str, name: str, version: str) -> AdapterRolloutAction:
+        """Return the rollout of a version; the Coordinator chooses what is left out."""
+        given: dict[str, Any] = {
+            "max_unavailable": self.max_unavailable,
+            "weight": self.canary_weight if self.weight is None else self.weight,
+            "observe_s": self.observe_s,
+        }
+        return AdapterRolloutAction(
+            model=model,
+            name=name,
+            version=version,
+            strategy=Strategy(self.strategy),
             in_flight=self.in_flight,
-            observe_s=self.observe_s,
             auto=self.auto,
+            **{key: value for key, value in given.items() if value is not None},
         )
 
 
@@ -223,13 +179,21 @@ class AdapterBody(RolloutBody):
     sha256: Digest | None = Field(None, description=SHA_MEANS)
     scale: Scale = Field(1.0, description=SCALE_MEANS)
     base_model: str | None = Field(None, description="The model that it is for.")
-    base_digest: Digest | None = Field(
-        None, description="The sha256 of the weights that it was trained on."
-    )
+    base_digest: Digest | None = Field(None, description="Of the weights it was trained on.")
     parameters: Parameters = Field((), description=TENSORS_MEAN)
-    activate: bool = Field(
-        True, description="Whether it is served at once; true unless it is said."
-    )
+    activate: bool = Field(True, description="Whether it is served at once; the default.")
+
+    def claim(self, model: str, size_bytes: int | None = None) -> DeclaredArtifact:
+        """Return the file that is declared."""
+        return DeclaredArtifact(
+            self.name,
+            self.version,
+            model,
+            size_bytes,
+            self.sha256,
+            parameters=self.parameters,
+            base_digest=self.base_digest,
+        )
 
     @property
     def terms(self) -> CallOptions:
@@ -255,6 +219,11 @@ class RegisterBody(AdapterBody):
             raise RequestError(ONE_SOURCE, "path")
         return self
 
+    @property
+    def source(self) -> tuple[str, str]:
+        """``path`` or ``url``, and which."""
+        return source_of(self.path, self.url)
+
 
 class AdapterQuery(RegisterBody, UploadBody):
     """The query of POST /v1/lora_adapters, whatever its body is."""
@@ -265,9 +234,7 @@ class LoadAdapterBody(RolloutBody):
 
     lora_name: ArtifactName = Field(description="The adapter.")
     lora_path: Place = Field(description="Where its file is on the head.")
-    load_inplace: bool = Field(
-        False, description="Whether another version of it may be served already."
-    )
+    load_inplace: bool = Field(False, description="Another version of it may be served.")
     base_model_name: str | None = Field(None, description="The model that it is for.")
     version: ArtifactName | None = Field(None, description=VERSION_MEANS)
     sha256: Digest | None = Field(None, description=SHA_MEANS)
@@ -284,6 +251,19 @@ class LoadAdapterBody(RolloutBody):
     pinned: bool = Field(False, description="SGLang's, and of no use here.")
 
     @property
+    def push(self) -> RegisterBody:
+        """The same in rkserve's own form."""
+        own = {name: getattr(self, name) for name in RolloutBody.model_fields}
+        return RegisterBody.model_construct(
+            **{**own, "async": self.background, "model": self.terms.models, "models": ()},
+            name=self.lora_name,
+            version=self.version,
+            sha256=self.sha256,
+            scale=self.scale,
+            path=self.lora_path,
+        )
+
+    @property
     def terms(self) -> CallOptions:
         """The parameters of every call; ``base_model_name`` is another name of the model."""
         return _for_base(super().terms, self.base_model_name, "base_model_name")
@@ -296,6 +276,11 @@ class UnloadAdapterBody(ControlBody):
     lora_int_id: float | None = Field(None, description="Read by vLLM, and of no use here.")
 
 
+def source_of(path: str | None, url: str | None) -> tuple[str, str]:
+    """Return the kind of a source and the source: one of the two is there."""
+    return ("path", path) if path is not None else ("url", url or "")
+
+
 def _for_base(terms: CallOptions, base: str | None, param: str) -> CallOptions:
     if base is None:
         return terms
@@ -304,95 +289,6 @@ def _for_base(terms: CallOptions, base: str | None, param: str) -> CallOptions:
             f"The adapter is for the model {quoted(base)}, and 'model' is another.", param
         )
     return replace(terms, models=(base,))
-
-
-@dataclass(frozen=True)
-class NewAdapter:
-    """A new version of an adapter. ``path`` and ``url`` are None where its bytes are the body's.
-
-    ``parameters`` are the tensors in it, and ``base_digest`` is the sha256 of the base weights that
-    it was trained on; both are optional.
-    """
-
-    terms: CallOptions
-    name: str
-    version: str | None
-    scale: float
-    sha256: str | None
-    rollout: RolloutOptions
-    activate: bool = True
-    size: int | None = None
-    path: str | None = None
-    url: str | None = None
-    parameters: tuple[Parameter, ...] = ()
-    base_digest: str | None = None
-
-
-@dataclass(frozen=True)
-class LoadAdapterCall:
-    """vLLM's load. ``again``: a known adapter may get a new version."""
-
-    push: NewAdapter
-    again: bool
-
-
-def parse_upload(asked: ControlRequest) -> NewAdapter:
-    """Read POST /v1/lora_adapters with a file as its body: everything else is in the query."""
-    body = ControlRequest(asked.query).read(UploadBody)
-    return _new_adapter(body, size=body.size)
-
-
-def parse_register(asked: ControlRequest) -> NewAdapter:
-    """Read POST /v1/lora_adapters with a path or a URL."""
-    body = asked.read(RegisterBody)
-    return _new_adapter(body, path=body.path, url=body.url)
-
-
-def _new_adapter(body: AdapterBody, **source: Any) -> NewAdapter:
-    return NewAdapter(
-        body.terms,
-        body.name,
-        body.version,
-        body.scale,
-        body.sha256,
-        body.rollout,
-        activate=body.activate,
-        parameters=body.parameters,
-        base_digest=body.base_digest,
-        **source,
-    )
-
-
-def parse_load(asked: ControlRequest) -> LoadAdapterCall:
-    """Read POST /v1/load_lora_adapter."""
-    body = asked.read(LoadAdapterBody)
-    adapter = NewAdapter(
-        body.terms,
-        body.lora_name,
-        body.version,
-        body.scale,
-        body.sha256,
-        body.rollout,
-        path=body.lora_path,
-    )
-    return LoadAdapterCall(adapter, body.load_inplace)
-
-
-def parse_unload(asked: ControlRequest) -> tuple[CallOptions, str]:
-    """Read POST /v1/unload_lora_adapter."""
-    body = asked.read(UnloadAdapterBody)
-    return body.terms, body.lora_name
-
-
-def parse_rollout(asked: ControlRequest) -> tuple[CallOptions, str, RolloutOptions]:
-    """Read the version and the rollout of POST /v1/lora_adapters/{name}/rollout."""
-    body = asked.read(NamedRolloutBody)
-    return body.terms, body.version, body.rollout
-
-
-def parse_named(asked: ControlRequest) -> CallOptions:
-    """Read a rollback, promotion or retirement of the adapter in the path."""
-    return asked.read(ControlBody).terms
 
 
 class AdapterBoardEntry(TypedDict):

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, cast
 from pydantic import ConfigDict, with_config
 from typing_extensions import TypedDict
 
-from rkserve.api.json.body import JsonObject
+from rkserve.api.json.fields import JsonObject
 from rkserve.api.json.schemas import Count, Seconds, one_of
 from rkserve.control.calls import OperationKind
 from rkserve.control.operations import (
@@ -18,34 +18,15 @@ from rkserve.control.operations import (
     OperationState,
     ResultStatus,
 )
-from rkserve.core.desired_state import PauseMode
 
-ACCEPTED = 202
+OK, ACCEPTED = 200, 202
 REFUSED = 400  # statuses from here on carry an error object
 
-# The status of a board's success, by the kind of operation.
-_DONE = {
-    "pause": "paused",
-    "resume": "resumed",
-    "sleep": "sleeping",
-    "wake": "awake",
-    "cache_reset": "cleared",
-    "abort": "aborted",
-    "adapter_stage": "staged",
-    "adapter_rollout": "serving",
-    "adapter_rollback": "serving",
-    "adapter_promote": "serving",
-    "adapter_retire": "retired",
-    "label": "labelled",
-    "weight_update": "updated",
-    "rebase": "updated",
-}
 _KINDS = {400: "invalid_request_error", 404: "invalid_request_error", 409: "invalid_request_error"}
 
 
 Kind = Annotated[str, one_of(OperationKind)]
 State = Annotated[str, one_of(OperationState)]
-ModeName = Annotated[str, one_of(PauseMode)]
 
 
 @with_config(ConfigDict(extra="allow"))
@@ -124,78 +105,6 @@ class AuditAnswer(TypedDict):
     data: list[dict[str, Any]]
 
 
-# Answers of the calls that change the cluster; ``changed`` adds the envelope to their own part.
-
-
-class StatusDone(Envelope):
-    """A change of the state of boards."""
-
-    status: str
-
-
-class PauseDone(StatusDone):
-    """A pause."""
-
-    mode: ModeName
-
-
-class MessageDone(StatusDone):
-    """A change in SGLang's form."""
-
-    message: str
-
-
-class PauseMessageDone(MessageDone):
-    """A pause in SGLang's form."""
-
-    mode: ModeName
-
-
-class AbortDone(StatusDone):
-    """Ended requests."""
-
-    aborted: Count
-
-
-class SuccessDone(Envelope):
-    """A change that tells its success."""
-
-    success: bool
-
-
-class LabelDone(SuccessDone):
-    """The new label of a model's weights."""
-
-    new_version: str
-    model: str
-
-
-class SleepDone(StatusDone):
-    """A sleep."""
-
-    level: Count
-    mode: ModeName
-
-
-class WakeDone(StatusDone):
-    """The end of a sleep."""
-
-    tags: list[str]
-
-
-class ModelLoadDone(StatusDone):
-    """A model that is loaded on all of its boards."""
-
-    id: str
-    object: Literal["model"]
-
-
-class ModelUnloadDone(ModelLoadDone):
-    """A model that is unloaded from all of its boards."""
-
-    level: Count
-
-
 def envelope(record: ControlOperation, *, applied: bool) -> Envelope:
     """Return the facts about an operation in an answer."""
     return {
@@ -210,10 +119,10 @@ def envelope(record: ControlOperation, *, applied: bool) -> Envelope:
 
 def changed(body: Mapping[str, object], record: ControlOperation, *, applied: bool) -> JsonObject:
     """Return the answer of a changing call; ``body`` is the dialect's own part on success."""
-    told = envelope(record, applied=applied)
+    entry = envelope(record, applied=applied)
     if record.error is None:
-        return {**body, **told}
-    return {"error": error_of(record.error), **told}
+        return {**body, **entry}
+    return {"error": error_of(record.error), **entry}
 
 
 def error_of(failure: ControlError) -> JsonObject:
@@ -256,12 +165,11 @@ def total_of(record: ControlOperation, figure: str) -> int:
 
 
 def _boards(record: ControlOperation) -> ResultsEntry:
-    done = _DONE.get(record.kind.value, "ok")
     ordered = sorted(record.results.items())
     return {
         "total": len(ordered),
         "succeeded": sum(result.good for _, result in ordered),
-        "results": {board: _result(one, done) for board, one in ordered if one.good},
+        "results": {board: _result(one, record.action.done) for board, one in ordered if one.good},
         "failed": [
             {
                 "board": board,
@@ -278,8 +186,8 @@ def _boards(record: ControlOperation) -> ResultsEntry:
 
 def _result(result: BoardOutcome, done: str) -> BoardResultEntry:
     status = done if result.status is ResultStatus.OK else result.status.value
-    told = {**result.details, "status": status, "latency_ms": round(result.latency_ms, 3)}
-    return cast("BoardResultEntry", told)  # its type has no names for the details
+    entry = {**result.details, "status": status, "latency_ms": round(result.latency_ms, 3)}
+    return cast("BoardResultEntry", entry)  # its type has no names for the details
 
 
 def _phases(phases: Iterable[tuple[str, float]]) -> dict[str, float]:

@@ -15,15 +15,22 @@ from typing import Annotated, Any, TypeVar
 from pydantic import Field, GetJsonSchemaHandler
 from pydantic_core import CoreSchema, from_json
 
-from rkserve.api.json.body import JsonObject, parse_object
-from rkserve.api.json.fields import Fields, quoted
-from rkserve.api.json.limits import MAX_KEY_CHARS, MAX_LISTED, MAX_MODEL_CHARS
+from rkserve.api.json.fields import (
+    MAX_KEY_CHARS,
+    MAX_LISTED,
+    MAX_MODEL_CHARS,
+    Fields,
+    JsonObject,
+    parse_object,
+    quoted,
+)
 from rkserve.api.json.schemas import RequestModel, nullable, read_model
 from rkserve.core.errors import RequestError
 
 _KEY = re.compile(rf"[\x21-\x7e]{{1,{MAX_KEY_CHARS}}}")
 _FLAGS = {"true": True, "1": True, "false": False, "0": False}
 M = TypeVar("M", bound=RequestModel)
+Name = Annotated[str, Field(min_length=1, max_length=MAX_MODEL_CHARS)]
 
 
 class ParameterKind(Enum):
@@ -86,8 +93,7 @@ class ControlRequest:
     def fields(self, kinds: ParameterKinds) -> Fields:
         """Return the parameters of query and body together.
 
-        Raises:
-            RequestError: an unknown name, one in both places, or a text of another type.
+        Raises ``RequestError``: an unknown name, one in both places, or a text of another type.
         """
         return Fields(self._values(kinds))
 
@@ -179,17 +185,13 @@ def _number(name: str, text: str) -> int | float:
 class ModelQuery(RequestModel):
     """Query of a call about one model, or about all."""
 
-    model: Annotated[str, Field(min_length=1, max_length=MAX_MODEL_CHARS)] | None = Field(
-        None, description="Only this model; all without it."
-    )
+    model: Name | None = Field(None, description="Only this model; all without it.")
 
 
 class ListQuery(RequestModel):
     """Query of a list of the latest records."""
 
-    limit: Annotated[int, Field(ge=1, le=MAX_LISTED)] | None = Field(
-        None, description="How many; 100 unless it is said."
-    )
+    limit: int | None = Field(None, ge=1, le=MAX_LISTED, description="The default is 100.")
 
 
 class WorldSizeQuery(RequestModel):

@@ -1,32 +1,33 @@
-"""Bodies of the calls that put boards to sleep and wake them, and that unload and load models.
-
-The models state names, ranges and meanings; which boards exist and how a call is carried out is
-not known here.
-"""
+"""Calls that put boards to sleep and wake them, and that unload and load models; see ``pause``."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Annotated
+from collections.abc import Mapping
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
+from rkserve.api.admin.operations import ACCEPTED, OK
 from rkserve.api.admin.pause import (
     LEASE_MEANS,
     MODE_MEANS,
     BoardsBody,
-    CallOptions,
-    ControlBody,
+    ControlCall,
     Lease,
     Mode,
+    ModeName,
+    OperationBody,
+    StatusDone,
     names_of,
 )
-from rkserve.api.admin.query import ControlRequest, ParameterKind
-from rkserve.api.json.body import JsonObject
-from rkserve.core.desired_state import PauseMode, SleepLevel
+from rkserve.api.admin.query import ParameterKind
+from rkserve.api.json.fields import JsonObject
+from rkserve.api.json.schemas import Count, Example
+from rkserve.control.calls import KV_CACHE, WEIGHTS, AnyAction, SleepAction, WakeAction
+from rkserve.control.operations import OperationOutcome
+from rkserve.core.desired_state import Desired, PauseMode, Scope, SleepLevel
 from rkserve.core.errors import RequestError, UnsupportedParameter
 
-WEIGHTS, KV_CACHE = "weights", "kv_cache"
 TAGS = (WEIGHTS, KV_CACHE)
 _TAG: JsonObject = {"type": "string", "enum": list(TAGS)}
 
@@ -74,14 +75,32 @@ class SleepBody(BoardsBody):
             )
         return self
 
+    def action(self, scope: Scope) -> AnyAction:
+        level = SleepLevel(self.level)
+        return _sleep(scope, self.mode, level, self.lease_s, wakes=self.wake_on_request)
+
+    def reply(self, outcome: OperationOutcome, _desired: Desired) -> Mapping[str, object]:
+        status = "falling_asleep" if outcome.status == ACCEPTED else "sleeping"
+        return {"status": status, "level": self.level, "mode": self.mode.value}
+
 
 class WakeBody(BoardsBody):
     """POST /wake_up: of a model the ``tags``, all without them."""
 
     tags: Tags = Field((), description="vLLM's.")
 
+    def action(self, scope: Scope) -> AnyAction:
+        return WakeAction(models=scope.models, boards=scope.boards, tags=self.tags)
 
-class LoadBody(ControlBody):
+    def reply(self, outcome: OperationOutcome, desired: Desired) -> Mapping[str, object]:
+        # Part of a sleep was ended, now or before; without a sleep there is no part.
+        partly = outcome.applied or any(pause.level is not None for pause in desired.pauses)
+        held = partly and frozenset(self.tags) == {WEIGHTS}
+        status = "waking" if outcome.status == ACCEPTED else "sleeping" if held else "awake"
+        return {"status": status, "tags": list(self.tags or TAGS)}
+
+
+class LoadBody(OperationBody):
     """POST /v1/models/load, for one model."""
 
     @classmethod
@@ -95,6 +114,13 @@ class LoadBody(ControlBody):
             raise RequestError("Say which model: 'model' names one.", "model")
         return self
 
+    def action(self, scope: Scope) -> AnyAction:
+        return WakeAction(models=scope.models, boards=scope.boards, tags=())
+
+    def reply(self, outcome: OperationOutcome, _desired: Desired) -> Mapping[str, object]:
+        status = "ready" if outcome.status == OK else "loading"
+        return {"id": self.terms.models[0], "object": "model", "status": status}
+
 
 class UnloadBody(LoadBody):
     """POST /v1/models/unload: running requests are finished by default."""
@@ -106,52 +132,96 @@ class UnloadBody(LoadBody):
     lease_s: Lease | None = Field(None, description=LEASE_MEANS)
     wake_on_request: bool | None = Field(None, description=WAKE_MEANS)
 
+    def action(self, scope: Scope) -> AnyAction:
+        level = SleepLevel(self.level)
+        return _sleep(scope, self.mode, level, self.lease_s, wakes=self.wake_on_request)
 
-@dataclass(frozen=True)
-class SleepCall:
-    """A sleep or unload. ``wakes``: a request ends it; None means as configured."""
-
-    terms: CallOptions
-    mode: PauseMode
-    level: SleepLevel
-    lease_s: float | None = None
-    wakes: bool | None = False
+    def reply(self, outcome: OperationOutcome, desired: Desired) -> Mapping[str, object]:
+        status = "unloading" if outcome.status == ACCEPTED else "asleep"
+        return {**super().reply(outcome, desired), "status": status, "level": self.level}
 
 
-@dataclass(frozen=True)
-class WakeCall:
-    """A wake-up or load: of a model the ``tags``, all without them."""
-
-    terms: CallOptions
-    tags: tuple[str, ...] = ()
-
-    @property
-    def whole(self) -> bool:
-        """Return whether nothing that is named stays asleep."""
-        return frozenset(self.tags) != {WEIGHTS}
-
-
-def parse_sleep(asked: ControlRequest) -> SleepCall:
-    """Read POST /sleep."""
-    return _sleep(asked.read(SleepBody))
+def _sleep(
+    scope: Scope, mode: PauseMode, level: SleepLevel, lease_s: float | None, *, wakes: bool | None
+) -> SleepAction:
+    return SleepAction(
+        models=scope.models,
+        boards=scope.boards,
+        mode=mode,
+        level=level,
+        lease_s=lease_s,
+        wakes=wakes,
+    )
 
 
-def parse_unload(asked: ControlRequest) -> SleepCall:
-    """Read POST /v1/models/unload."""
-    return _sleep(asked.read(UnloadBody))
+class SleepDone(StatusDone):
+    """A sleep."""
+
+    level: Count
+    mode: ModeName
 
 
-def _sleep(body: SleepBody | UnloadBody) -> SleepCall:
-    level = SleepLevel(body.level)
-    return SleepCall(body.terms, body.mode, level, body.lease_s, body.wake_on_request)
+class WakeDone(StatusDone):
+    """The end of a sleep."""
+
+    tags: list[str]
 
 
-def parse_wake(asked: ControlRequest) -> WakeCall:
-    """Read POST /wake_up."""
-    body = asked.read(WakeBody)
-    return WakeCall(body.terms, body.tags)
+class ModelLoadDone(StatusDone):
+    """A model that is loaded on all of its boards."""
+
+    id: str
+    object: Literal["model"]
 
 
-def parse_load(asked: ControlRequest) -> WakeCall:
-    """Read POST /v1/models/load."""
-    return WakeCall(asked.read(LoadBody).terms)
+class ModelUnloadDone(ModelLoadDone):
+    """A model that is unloaded from all of its boards."""
+
+    level: Count
+
+
+_ONE = Example({"model": "sim-chat"})
+_BOTH_TAGS = Example({"tags": [WEIGHTS, KV_CACHE]})
+CALLS = (
+    ControlCall(
+        "/sleep",
+        SleepBody,
+        SleepDone,
+        "Put boards to sleep, and answer when their models are unloaded.",
+        Example(query={"level": "1", "mode": "wait"}),
+    ),
+    ControlCall(
+        "/wake_up", WakeBody, WakeDone, "Wake boards, and answer when their models are loaded."
+    ),
+    ControlCall("/wakeup", WakeBody, WakeDone, "Wake boards, in Ray's words."),
+    ControlCall(
+        "/v1/models/load",
+        LoadBody,
+        ModelLoadDone,
+        "Load a model on all of its boards.",
+        _ONE,
+    ),
+    ControlCall(
+        "/v1/models/unload",
+        UnloadBody,
+        ModelUnloadDone,
+        "Unload a model from all of its boards.",
+        _ONE,
+    ),
+    ControlCall(
+        "/release_memory_occupation",
+        SleepBody,
+        SleepDone,
+        "Unload models, in SGLang's words.",
+        _BOTH_TAGS,
+        "Trainers",
+    ),
+    ControlCall(
+        "/resume_memory_occupation",
+        WakeBody,
+        WakeDone,
+        "Load models again, in SGLang's words.",
+        _BOTH_TAGS,
+        "Trainers",
+    ),
+)

@@ -6,15 +6,12 @@ The models state names, ranges and meanings; files are not known here.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal, cast
 
 from pydantic import (
-    AfterValidator,
     ConfigDict,
     Field,
     PlainValidator,
-    ValidationInfo,
     WithJsonSchema,
     model_validator,
 )
@@ -37,15 +34,17 @@ from rkserve.api.admin.lora import (
     Handling,
     Parameters,
     Place,
+    source_of,
 )
 from rkserve.api.admin.operations import ACCEPTED, Envelope
-from rkserve.api.admin.pause import ONLY_FALSE, CallOptions, ControlBody, Label, Name, refused
-from rkserve.api.admin.query import ControlRequest, ParameterKind
+from rkserve.api.admin.pause import ONLY_FALSE, ControlBody, Label, refused
+from rkserve.api.admin.query import ControlRequest, Name, ParameterKind
 from rkserve.api.json.schemas import Count, RequestModel, Seconds, one_of
+from rkserve.control.calls import DeclaredArtifact
 from rkserve.control.operations import ControlOperation, OperationState
 from rkserve.core.board_report import HASHING, UNREADABLE, BoardReport
 from rkserve.core.desired_state import Artifact, BaseVersion, Desired, InFlight, Weights
-from rkserve.core.errors import ArtifactRefused, RequestError, UnsupportedParameter
+from rkserve.core.errors import ArtifactRefused, RequestError
 from rkserve.models.files import Parameter, difference, read_parameters
 
 OWN = "default"  # stands for the file in the model's own folder
@@ -69,31 +68,7 @@ def _parameters_info(given: object) -> tuple[Parameter, ...]:
     return read_parameters(given, "parameters_info")
 
 
-def _true(value: bool, info: ValidationInfo) -> bool:
-    if not value:
-        raise UnsupportedParameter(
-            "Unsupported parameter: 'flush_cache' must be true. The KV cache was computed with the "
-            "weights that are replaced; with others it would be wrong.",
-            info.field_name,
-        )
-    return value
-
-
-def _auto(value: str, info: ValidationInfo) -> str:
-    if value != "auto":
-        raise UnsupportedParameter(
-            "Unsupported parameter: 'load_format'. A board loads an .rkllm file.", info.field_name
-        )
-    return value
-
-
-def _unused(value: float, info: ValidationInfo) -> float:
-    if value:
-        raise UnsupportedParameter(f"Unsupported parameter: '{info.field_name}'.", info.field_name)
-    return value
-
-
-GpuFlag = Annotated[bool, AfterValidator(_unused), ONLY_FALSE]
+GpuFlag = Annotated[bool, refused(), ONLY_FALSE]
 
 
 class UpdateBody(ControlBody):
@@ -110,6 +85,11 @@ class UpdateBody(ControlBody):
     timestamp: float | None = Field(None, description="The trainer's clock.")
     artifact: Name | None = Field(None, description="`<adapter>@<version>` or `<model>@<version>`.")
     in_flight: Handling = Field(InFlight.SWITCH, description=IN_FLIGHT_MEANS)
+
+    @model_validator(mode="after")
+    def _check_weights(self) -> UpdateBody:
+        _ = self.weights
+        return self
 
     @property
     def weights(self) -> str:
@@ -131,22 +111,28 @@ class DiskBody(ControlBody):
 
     model_path: Place = Field(description="A path of the head, `default`, or `<model>@<version>`.")
     load_format: Annotated[
-        str, AfterValidator(_auto), WithJsonSchema({"type": "string", "enum": ["auto"]})
+        str,
+        refused("'load_format'. A board loads an .rkllm file.", "auto"),
+        WithJsonSchema({"type": "string", "enum": ["auto"]}),
     ] = Field("auto", description="SGLang's; there is one format.")
     abort_all_requests: bool = Field(False, description="Whether running requests are ended.")
     weight_version: Label | None = Field(None, description="The label of the new weights.")
-    flush_cache: Annotated[bool, AfterValidator(_true), WithJsonSchema({"const": True})] = Field(
-        True, description="KV caches of other weights would be wrong."
-    )
+    flush_cache: Annotated[
+        bool,
+        refused(
+            "'flush_cache' must be true. The KV cache was computed with the weights that are "
+            "replaced; with others it would be wrong.",
+            True,
+        ),
+        WithJsonSchema({"const": True}),
+    ] = Field(True, description="KV caches of other weights would be wrong.")
     keep_pause: Annotated[
         bool, refused("'keep_pause'. What is paused stays paused in any case."), ONLY_FALSE
     ] = Field(False, description="What is paused stays paused in any case.")
     is_async: GpuFlag = Field(False, description="SGLang's.")
     torch_empty_cache: GpuFlag = Field(False, description="SGLang's.")
     recapture_cuda_graph: GpuFlag = Field(False, description="SGLang's.")
-    token_step: Annotated[float, AfterValidator(_unused)] = Field(
-        0.0, description="SGLang's; only 0."
-    )
+    token_step: Annotated[float, refused()] = Field(0.0, description="Only 0.")
     max_unavailable: Boards = Field(1, description=BOARDS_MEAN)
     in_flight: Handling | None = Field(None, description=IN_FLIGHT_MEANS)
 
@@ -159,6 +145,12 @@ class DiskBody(ControlBody):
             )
         return self
 
+    @property
+    def handling(self) -> InFlight:
+        """The effect on running requests; SGLang's flag decides by default."""
+        default = InFlight.ABORT if self.abort_all_requests else InFlight.PIN
+        return self.in_flight or default
+
 
 class NewWeightsBody(ControlBody):
     """POST /v1/weights."""
@@ -170,55 +162,37 @@ class NewWeightsBody(ControlBody):
     url: Place | None = Field(None, description=URL_MEANS)
     parameters: Parameters = Field((), description=TENSORS_MEAN)
 
+    @property
+    def source(self) -> tuple[str, str]:
+        """``path`` or ``url``, and which."""
+        return source_of(self.path, self.url)
 
-@dataclass(frozen=True)
-class WeightUpdate:
-    """A trainer's update. ``artifact`` is ``<name>@<version>``."""
-
-    terms: CallOptions
-    step: int
-    artifact: str
-    parameters: tuple[Parameter, ...]
-    in_flight: InFlight
-
-
-@dataclass(frozen=True)
-class DiskUpdate:
-    """Other base weights, board by board. ``place`` is a path, ``default``, or a version's name."""
-
-    terms: CallOptions
-    place: str
-    label: str | None
-    in_flight: InFlight
-    max_unavailable: int
+    def claim(self, model: str, size_bytes: int | None) -> DeclaredArtifact:
+        """Return the file that is declared."""
+        return DeclaredArtifact(
+            model,
+            self.version,
+            model,
+            size_bytes,
+            self.sha256,
+            base=True,
+            parameters=self.parameters,
+        )
 
 
-@dataclass(frozen=True)
-class NewWeights:
-    """Base weights for the head's store. ``path`` and ``url`` are None where the body has them."""
-
-    terms: CallOptions
-    version: str | None
-    sha256: str | None
-    size: int | None
-    parameters: tuple[Parameter, ...]
-    path: str | None = None
-    url: str | None = None
+def read_weights(asked: ControlRequest, *, from_body: bool) -> NewWeightsBody:
+    """Read POST /v1/weights, with the file as its body or with a path or URL."""
+    body = (ControlRequest(asked.query) if from_body else asked).read(NewWeightsBody)
+    if (body.path is None) + (body.url is None) != (2 if from_body else 1):
+        raise RequestError(ONE_SOURCE, "path")
+    return body
 
 
-def parse_update(asked: ControlRequest) -> WeightUpdate:
-    """Read POST /receive_weight_update."""
-    body = asked.read(UpdateBody)
-    return WeightUpdate(
-        body.terms, body.version, body.weights, body.parameters_info, body.in_flight
-    )
-
-
-def check_fits(update: WeightUpdate, version: Artifact, known: tuple[Parameter, ...]) -> None:
+def check_fits(update: UpdateBody, version: Artifact, known: tuple[Parameter, ...]) -> None:
     """Raise ``ArtifactRefused`` unless the trainer's parameter list fits the weights sent."""
-    asked = update.parameters
-    if len(asked) == 1 and asked[0].name == update.artifact:
-        whole = Parameter(update.artifact, (version.size_bytes,), WHOLE_FILE)
+    asked = update.parameters_info
+    if len(asked) == 1 and asked[0].name == update.weights:
+        whole = Parameter(update.weights, (version.size_bytes,), WHOLE_FILE)
         why = difference(asked, (whole,))
     elif asked and not known:
         why = "it was sent without its list of 'parameters'."
@@ -226,37 +200,8 @@ def check_fits(update: WeightUpdate, version: Artifact, known: tuple[Parameter, 
         why = difference(asked, known)
     if why is not None:
         raise ArtifactRefused(
-            f"The update does not fit '{update.artifact}': {why}", "parameters_info"
+            f"The update does not fit '{update.weights}': {why}", "parameters_info"
         )
-
-
-def parse_disk(asked: ControlRequest) -> DiskUpdate:
-    """Read POST /update_weights_from_disk."""
-    body = asked.read(DiskBody)
-    default = InFlight.ABORT if body.abort_all_requests else InFlight.PIN
-    return DiskUpdate(
-        body.terms,
-        body.model_path,
-        body.weight_version,
-        body.in_flight or default,
-        body.max_unavailable,
-    )
-
-
-def parse_weights(asked: ControlRequest, *, from_body: bool) -> NewWeights:
-    """Read POST /v1/weights, with the file as its body or with a path or URL."""
-    body = (ControlRequest(asked.query) if from_body else asked).read(NewWeightsBody)
-    if (body.path is None) + (body.url is None) != (2 if from_body else 1):
-        raise RequestError(ONE_SOURCE, "path")
-    return NewWeights(
-        body.terms,
-        body.version,
-        body.sha256,
-        body.size,
-        body.parameters,
-        body.path,
-        body.url,
-    )
 
 
 class TimingEntry(TypedDict):
@@ -374,9 +319,7 @@ class WeightDirBody(RequestModel):
 
     model_config = ConfigDict(extra="ignore")
 
-    weight_dir: str | None = Field(
-        None, description="prime-rl's: the path; without it the folder's own."
-    )
+    weight_dir: str | None = Field(None, description="A path; without it the folder's own.")
     update_info: dict[str, Any] | None = Field(None, description="vLLM's; only with `model_path`.")
     model: str | None = None
     weight_version: str | None = None
@@ -398,12 +341,12 @@ def timing(
     spent: dict[str, float] = {}
     for name, ms in phases:
         spent[name] = spent.get(name, 0.0) + ms
-    told = {
+    entry = {
         name: round(sum(spent.get(phase, 0.0) for phase in of), 3) for name, of in _TIMING.items()
     }
     total = sum(spent.values()) if finished_s is None else (finished_s - created_s) * 1e3
-    told["total_ms"] = round(max(total, 0.0), 3)
-    return cast("TimingEntry", told)  # its names are those of the table
+    entry["total_ms"] = round(max(total, 0.0), 3)
+    return cast("TimingEntry", entry)  # its names are those of the table
 
 
 def disk_body(record: ControlOperation, status: int, paused: int) -> _Loaded:
@@ -499,12 +442,12 @@ def own_digest(boards: Iterable[BoardReport]) -> str:
     """Return the sha256 of the file in the model folders of these boards, or ``hashing``,
     ``mixed`` if the boards have different files, or ``unknown``.
     """
-    told = {board.own_digest for board in boards} - {"", UNREADABLE}
-    if len(told) > 1:
-        told.discard(HASHING)
-    if len(told) > 1:
+    digests = {board.own_digest for board in boards} - {"", UNREADABLE}
+    if len(digests) > 1:
+        digests.discard(HASHING)
+    if len(digests) > 1:
         return MIXED
-    return told.pop() if told else UNKNOWN
+    return digests.pop() if digests else UNKNOWN
 
 
 def taken_entry(model: str, base: BaseVersion | None, parameters: int) -> WeightsTakenAnswer:

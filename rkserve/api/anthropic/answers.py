@@ -15,15 +15,16 @@ from rkserve.api.common import output
 from rkserve.api.common.answer import (
     AnswerOrigin,
     AnyCall,
-    BaseAnswer,
     Dialect,
+    DialectAnswer,
     TimingsAnswer,
     WeightSpans,
     pause_status,
+    retracted,
     timings_of,
 )
 from rkserve.api.common.output import error_object
-from rkserve.api.json.body import JsonObject
+from rkserve.api.json.fields import JsonObject
 from rkserve.api.json.schemas import Count
 from rkserve.api.parsing.answer_parser import TOOL_CALLS
 from rkserve.api.parsing.tool_choice import as_object
@@ -136,7 +137,7 @@ class TokenCountAnswer(TypedDict):
     input_tokens: Count
 
 
-class MessageAnswer(BaseAnswer):
+class MessageAnswer(DialectAnswer):
     """The answer to a call of /v1/messages."""
 
     def __init__(self, call: AnyCall, answer_id: str, created: int, stamp: AnswerOrigin) -> None:
@@ -154,12 +155,8 @@ class MessageAnswer(BaseAnswer):
         message = self._message([], None, None, usage)
         return output.event("message_start", {"type": "message_start", "message": message})
 
-    def delta(self, _index: int, delta: Delta) -> bytes:
-        """Return the events of a delta."""
-        if self._stamp.reading.plain:  # the path of most tokens, which need no parser
-            void = self._part(Retraction(delta.retract)) if delta.retract else b""
-            return void + (self._more(_TEXT, delta.text) if delta.text else b"")
-        return b"".join([self._part(part) for part in self.add(0, delta)])
+    def delta(self, index: int, delta: Delta) -> bytes:
+        return b"".join([self._part(part) for part in self._parts(index, delta)])
 
     def _part(self, part: Part) -> bytes:
         match part:
@@ -172,14 +169,9 @@ class MessageAnswer(BaseAnswer):
                 return self._begin(_CALL, {"id": call_id, "name": name})
             case ToolCallDelta(arguments=arguments, index=index):
                 return output.event(_PIECE, _piece(_CALL, self._calls[index], arguments))
-            case Retraction(words=words, thoughts=thoughts, calls=calls):
-                void = {
-                    "retract": words,
-                    "retract_thinking": thoughts,
-                    "retract_tool_use": calls,
-                }
-                told = {key: count for key, count in void.items() if count}
-                return output.event("ping", {"type": "ping", "rkserve": told})
+            case Retraction():
+                entry = retracted(part, ("retract", "retract_thinking", "retract_tool_use"))
+                return output.event("ping", {"type": "ping", "rkserve": entry})
 
     def paused(self, index: int, paused: Paused) -> bytes:
         """Return a ping, with the pause's status for clients that asked for pauses."""
@@ -196,20 +188,17 @@ class MessageAnswer(BaseAnswer):
             "type": "message_delta",
             "delta": {"stop_reason": reason, "stop_sequence": stop},
             "usage": _usage(self.usage()),
-            **self._told(),
+            **self._own_fields(),
         }
         return ended + output.event("message_delta", event)
 
     def closing(self) -> bytes:
-        """Return the last event."""
         return output.event("message_stop", {"type": "message_stop"})
 
     def broken(self, exc: BaseException) -> bytes:
-        """Return the event that ends a message which breaks off."""
         return _broken(exc)
 
     def whole(self) -> JsonObject:
-        """Return the message."""
         speech = self.speech(0)
         content: list[JsonObject] = []
         if speech.thoughts:
@@ -219,10 +208,10 @@ class MessageAnswer(BaseAnswer):
         for one in speech.calls:
             given = as_object(one.arguments)
             content.append({"type": _CALL, "id": one.call_id, "name": one.name, "input": given})
-        told = self._message(content, *self._reason(self._ends[0]), _usage(self.usage()))
-        return {**told, **self._told()}
+        entry = self._message(content, *self._reason(self._ends[0]), _usage(self.usage()))
+        return {**entry, **self._own_fields()}
 
-    def _told(self) -> JsonObject:
+    def _own_fields(self) -> JsonObject:
         """Return rkserve's own keys."""
         timings = {"timings": timings_of([self._ends[0]])}
         return {**self._seal(self.versions), **timings, **self._spans(0)}
@@ -298,11 +287,6 @@ def _usage(counts: Mapping[str, Any]) -> MessageUsage:
     }
 
 
-def tokens_counted(tokens: int) -> TokenCountAnswer:
-    """Return the answer of /v1/messages/count_tokens."""
-    return {"input_tokens": tokens}
-
-
 # -- errors ---------------------------------------------------------------------------------------
 
 _ERRORS = {
@@ -321,16 +305,16 @@ _SERVER = 500
 def anthropic_error(exc: BaseException) -> tuple[int, dict[str, str], JsonObject]:
     """Return status, headers and body for an exception, as ``errors.error_object`` does."""
     status, headers, body = error_object(exc)
-    told = body["error"]
+    error = body["error"]
     usual = "api_error" if status >= _SERVER else "invalid_request_error"
-    message = told["message"]
+    message = error["message"]
     if isinstance(exc, ContextOverflow):  # Anthropic's words, by which agents know it
         message = f"prompt is too long: {exc.size} tokens > {exc.context_len} maximum. {message}"
     error = {
         "type": _ERRORS.get(status, usual),
         "message": message,
-        "param": told["param"],
-        "code": told["code"],
+        "param": error["param"],
+        "code": error["code"],
     }
     return status, headers, {"type": "error", "error": error}
 
@@ -339,8 +323,4 @@ def _broken(exc: BaseException) -> bytes:
     return output.event("error", anthropic_error(exc)[2])
 
 
-def _ping(_: AnyCall) -> bytes:
-    return PING
-
-
-MESSAGES = Dialect(parse_messages, MessageAnswer, "msg_", _ping, _broken)
+MESSAGES = Dialect(parse_messages, MessageAnswer, "msg_", lambda _call: PING, _broken)

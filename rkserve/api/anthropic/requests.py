@@ -23,15 +23,28 @@ from rkserve.api.common.parameters import (
     StepParameters,
     StopSequences,
 )
-from rkserve.api.json.body import parse_object
-from rkserve.api.json.fields import Fields, Range, as_fields, missing, quoted, wrong_type
-from rkserve.api.json.limits import MAX_MESSAGES, MAX_TOOLS
+from rkserve.api.json.fields import (
+    MAX_MESSAGES,
+    MAX_TOOLS,
+    Fields,
+    Range,
+    missing,
+    parse_object,
+    quoted,
+    wrong_type,
+)
 from rkserve.api.parsing import sampling
 from rkserve.api.parsing.answer_parser import EFFORTS, ReasoningOptions
 from rkserve.api.parsing.sampling import Named, schema_guide
-from rkserve.api.parsing.tool_choice import NO_TOOLS, ToolOptions, read_definitions
+from rkserve.api.parsing.tool_choice import (
+    NO_TOOLS,
+    ToolOptions,
+    check_known,
+    check_offered,
+    read_definitions,
+)
 from rkserve.api.prompting.conversation import Message, check_prefill
-from rkserve.api.prompting.images import ImagePart, image_at, image_file, shown
+from rkserve.api.prompting.images import image_at, image_file, shown
 from rkserve.core.errors import RequestError, UnsupportedParameter
 from rkserve.models.settings import CONTEXT_MAX
 
@@ -132,18 +145,7 @@ def _format(fields: Fields) -> Named | None:
         raise UnsupportedParameter(
             f"Unsupported format: {quoted(kind)}. Only 'json_schema' is known.", form.path("type")
         )
-    path = form.path("schema")
-    if form.get("schema") is None:
-        raise missing(path)
-    return path, schema_guide(form.get("schema"), path)
-
-
-def _empty(value: Any, _: Fields) -> bool:
-    return value in ([], {})
-
-
-def _never(_value: Any, _: Fields) -> bool:
-    return False
+    return form.path("schema"), schema_guide(form)
 
 
 def _clears_nothing(value: Any, _: Fields) -> bool:
@@ -170,55 +172,39 @@ def _is_harmless_edit(edit: Any) -> bool:
 _REFUSED: dict[str, sampling.Harmless] = {
     **sampling.UNSUPPORTED,
     **sampling.UNSUPPORTED_TOKENS,
-    "mcp_servers": _empty,
+    "mcp_servers": sampling.empty,
     "context_management": _clears_nothing,
-    "container": _never,
+    "container": sampling.never,
 }
 
 
 def _tools(fields: Fields) -> ToolOptions:
     """Read the client-side tools of ``tools`` and ``tool_choice``."""
     offer = read_definitions(fields, "custom", "input_schema", default="custom")
-    none = replace(NO_TOOLS, left_out=offer.left_out)
     choice = fields.child("tool_choice")
     kind = None if choice is None else choice.choice("type", "auto", "any", "tool", "none")
     if choice is None or kind is None:
-        return ToolOptions(offer.tools, strict=offer.strict, left_out=offer.left_out)
+        return offer
     parallel = not choice.flag("disable_parallel_tool_use")
     if kind == "none":
-        return none
+        return replace(NO_TOOLS, left_out=offer.left_out)
     named = choice.required_text("name") if kind == "tool" else None
-    if kind != "auto" and not offer.tools:
-        raise RequestError(
-            "'tool_choice' asks for a call, but there are no tools of the type 'custom' to call.",
-            "tool_choice",
-        )
-    if named is not None and named not in offer.names:
-        path = choice.path("name")
-        raise RequestError(
-            f"Invalid '{path}': there is no tool {quoted(named)} of the type 'custom'.", path
-        )
-    return ToolOptions(
-        offer.tools,
-        forced=kind != "auto",
-        named=named,
-        parallel=parallel,
-        strict=offer.strict,
-        left_out=offer.left_out,
-    )
+    if kind != "auto":
+        check_offered(offer.given, "tool_choice")
+    if named is not None:
+        check_known(named, offer.given, choice.path("name"))
+    return replace(offer, forced=kind != "auto", named=named, parallel=parallel)
 
 
 def _wish(own: ReasoningOptions, fields: Fields) -> ReasoningOptions:
     """Read the reasoning options; without any there is no reasoning, as in Anthropic's API."""
     config, thinking = fields.child("output_config"), fields.child("thinking")
     effort = None if config is None else config.choice("effort", *EFFORTS)
-    kind = None if thinking is None else thinking.required_text("type")
+    kind = "disabled" if thinking is None else thinking.required_text("type")
     if thinking is None or kind == "disabled":
-        return (
-            own
-            if own.enabled is not None
-            else ReasoningOptions(enabled=False, variables=own.variables)
-        )
+        if own.enabled is not None:
+            return own
+        return ReasoningOptions(enabled=False, variables=own.variables)
     if kind not in ("enabled", "adaptive"):
         raise RequestError(
             f"Invalid '{thinking.path('type')}': {quoted(kind)}. Supported values are: 'enabled', "
@@ -237,12 +223,8 @@ def _system(fields: Fields) -> Iterator[Message]:
 
 
 def _messages(fields: Fields) -> Iterator[Message]:
-    found = fields.items("messages", MAX_MESSAGES)
-    for index, value in enumerate(found):
-        message = as_fields(value, f"messages[{index}]")
-        role = message.choice("role", *_ROLES)
-        if role is None:
-            raise missing(message.path("role"))
+    for message in fields.objects("messages", MAX_MESSAGES):
+        role = message.required_choice("role", *_ROLES)
         if message.get("content") is None:
             raise missing(message.path("content"))
         yield from _read_message(message, role)
@@ -277,11 +259,10 @@ def _done(turn: Message) -> Message:
 
 
 def _blocks(fields: Fields, name: str) -> Iterator[Fields]:
-    path = fields.path(name)
-    if not isinstance(fields.get(name), list):
-        raise wrong_type(path, "a string or an array of content blocks", fields.get(name))
-    for index, block in enumerate(fields.items(name, MAX_MESSAGES)):
-        yield as_fields(block, f"{path}[{index}]")
+    value = fields.get(name)
+    if not isinstance(value, list):
+        raise wrong_type(fields.path(name), "a string or an array of content blocks", value)
+    yield from fields.objects(name, MAX_MESSAGES)
 
 
 def _read_block(block: Fields, role: str, turn: Message) -> Message | None:
@@ -291,42 +272,24 @@ def _read_block(block: Fields, role: str, turn: Message) -> Message | None:
     if read is None:
         raise UnsupportedParameter(
             f"Unsupported content block: {quoted(kind)} in a message of the role '{role}'. This "
-            f"server reads {_readable(role)} there.",
+            f"server reads {', '.join(repr(kind) for of, kind in _BLOCKS if of == role)} there.",
             block.path("type"),
         )
     return read(block, turn)
 
 
-def _readable(role: str) -> str:
-    return ", ".join(repr(kind) for of, kind in _BLOCKS if of == role)
-
-
 def _text_block(block: Fields, turn: Message) -> None:
-    turn["content"].append(_needed_text(block))
+    turn["content"].append(block.any_text("text"))
 
 
 def _image(block: Fields, turn: Message) -> None:
-    turn["content"].append(_image_of(block))
-
-
-def _image_of(block: Fields) -> ImagePart:
-    source = block.child("source")
-    if source is None:
-        raise missing(block.path("source"))
-    kind = source.choice("type", "base64", "url")
-    if kind is None:
-        raise missing(source.path("type"))
+    source = block.required_child("source")
+    kind = source.required_choice("type", "base64", "url")
     if kind == "url":
-        return image_at(source.required_text("url"), source.path("url"))
+        turn["content"].append(image_at(source.required_text("url"), source.path("url")))
+        return
     source.choice("media_type", *_MEDIA_TYPES)  # the type is read from the file
-    return image_file(source.required_text("data"), source.path("data"))
-
-
-def _needed_text(block: Fields) -> str:
-    text = block.text("text")
-    if text is None:
-        raise missing(block.path("text"))
-    return text
+    turn["content"].append(image_file(source.required_text("data"), source.path("data")))
 
 
 def _tool_use(block: Fields, turn: Message) -> None:
@@ -385,4 +348,4 @@ def _texts(fields: Fields, name: str) -> Iterator[str]:
                 f"Unsupported content block: {quoted(kind)}. This server reads text only.",
                 block.path("type"),
             )
-        yield _needed_text(block)
+        yield block.any_text("text")

@@ -8,22 +8,24 @@ cache.
 from __future__ import annotations
 
 import hashlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from typing_extensions import NotRequired, TypedDict
 
 from rkserve.api.common import output
 from rkserve.api.common.calls import ChatCall, CompletionCall
 from rkserve.api.common.logprobs import ChoiceTokens, SpecialTokens, TokenTexts
-from rkserve.api.json.body import JsonObject
+from rkserve.api.json.fields import JsonObject
 from rkserve.api.json.schemas import Count, Seconds
 from rkserve.api.parsing.answer_parser import PLAIN, AnswerParser, ParserOptions
-from rkserve.api.parsing.tools.base import Part
+from rkserve.api.parsing.tools.base import Part, Retraction, TextPart
 from rkserve.core.messages import FIRST_LABEL, Delta, Finished, FinishReason, Paused, Timings
 from rkserve.core.run_params import Sampling
 
+AnyCall = ChatCall | CompletionCall
 FinishedBy = Literal["stop", "length", "tool_calls", "function_call", "abort"]
 
 
@@ -124,12 +126,13 @@ class AnswerOrigin:
         return "" if version == FIRST_LABEL else version
 
 
-class BaseAnswer:
-    """Base of the answers of all dialects. ``created`` is in seconds since 1970."""
+class DialectAnswer(ABC):
+    """The answer to a call, base of those of all dialects. ``created`` is in seconds since 1970.
 
-    def __init__(
-        self, call: ChatCall | CompletionCall, answer_id: str, created: int, stamp: AnswerOrigin
-    ) -> None:
+    ``delta`` and ``finish`` stream it; ``add``, ``end`` and ``whole`` collect it.
+    """
+
+    def __init__(self, call: AnyCall, answer_id: str, created: int, stamp: AnswerOrigin) -> None:
         self.id = answer_id
         self._model = call.model
         self._created = created
@@ -153,9 +156,50 @@ class BaseAnswer:
         """Return the parser of a choice, with its text, reasoning and tool calls."""
         return self._speeches[index]
 
+    # -- streamed -------------------------------------------------------------------------------
+
+    def opening(self, index: int) -> bytes:  # noqa: ARG002 - most dialects open with nothing
+        """Return the bytes before the first delta of a choice."""
+        return b""
+
+    @abstractmethod
+    def delta(self, index: int, delta: Delta) -> bytes:
+        """Return the bytes of a delta; nothing if it neither adds nor retracts anything."""
+
+    def paused(self, index: int, paused: Paused) -> bytes:  # noqa: ARG002 - a comment has no facts
+        """Return the bytes of a pause."""
+        return output.PAUSED
+
+    @abstractmethod
+    def finish(self, index: int, finished: Finished) -> bytes:
+        """Return the bytes that end a choice, with the parts that were held back."""
+
+    def closing(self) -> bytes:
+        """Return the bytes after the last choice."""
+        return output.DONE
+
+    def broken(self, exc: BaseException) -> bytes:
+        """Return the bytes that end a stream which breaks."""
+        return output.broken_stream(exc)
+
+    # -- whole ----------------------------------------------------------------------------------
+
     def add(self, index: int, delta: Delta) -> list[Part]:
         """Add a delta of a choice, and return its parts."""
         return self._speeches[index].feed(self._taken(index, delta))
+
+    @abstractmethod
+    def whole(self) -> JsonObject:
+        """Return the whole answer. Every choice must have ended."""
+
+    # -- for dialects ---------------------------------------------------------------------------
+
+    def _parts(self, index: int, delta: Delta) -> list[Part]:
+        """Return the parts of a delta. Plain text, the path of most tokens, needs no parser."""
+        if self._tokens or not self._stamp.reading.plain:
+            return DialectAnswer.add(self, index, delta)
+        found: list[Part] = [Retraction(delta.retract)] if delta.retract else []
+        return [*found, TextPart(delta.text)] if delta.text else found
 
     def _taken(self, index: int, delta: Delta) -> Delta:
         """Count the tokens of a delta; return it with all visible text."""
@@ -220,6 +264,15 @@ class BaseAnswer:
         }
 
 
+def retracted(
+    void: Retraction,
+    names: tuple[str, ...] = ("retract", "retract_reasoning", "retract_tool_calls"),
+) -> JsonObject:
+    """Return a retraction's counts of characters, reasoning and calls by ``names``, without 0."""
+    counts = zip(names, (void.words, void.thoughts, void.calls), strict=False)
+    return {name: count for name, count in counts if count}
+
+
 def pause_status(index: int, paused: Paused) -> JsonObject:
     """Return the stream's status for a paused choice."""
     return {
@@ -235,7 +288,7 @@ def timings_of(ends: list[Finished]) -> TimingsAnswer:
     """Return the measured board times, added up over choices."""
     measured = [end.timings for end in ends]
     decode_ms, decode_tokens = _total(measured, "decode_ms"), _total(measured, "decode_tokens")
-    told: TimingsAnswer = {
+    timings: TimingsAnswer = {
         "queue_ms": round(_total(measured, "queue_ms"), 3),
         "prefill_ms": round(_total(measured, "prefill_ms"), 3),
         "prefill_tokens": _total(measured, "prefill_tokens"),
@@ -245,61 +298,21 @@ def timings_of(ends: list[Finished]) -> TimingsAnswer:
         "cached": sum(end.usage.cached_tokens for end in ends),
     }
     if paused_ms := _total(measured, "paused_ms"):
-        told["paused_ms"] = round(paused_ms, 3)
+        timings["paused_ms"] = round(paused_ms, 3)
     if (batch := max(timings.batch for timings in measured)) > 1:
-        told["batch"] = batch
+        timings["batch"] = batch
     if batch_wait_ms := _total(measured, "batch_wait_ms"):
-        told["batch_wait_ms"] = round(batch_wait_ms, 3)
+        timings["batch_wait_ms"] = round(batch_wait_ms, 3)
     if encode_ms := _total(measured, "encode_ms"):
-        told["encode_ms"] = round(encode_ms, 3)
+        timings["encode_ms"] = round(encode_ms, 3)
     if continued := _total(measured, "continued"):
-        told["continued"] = continued
-        told["lost_ms"] = round(_total(measured, "lost_ms"), 3)
-    return told
+        timings["continued"] = continued
+        timings["lost_ms"] = round(_total(measured, "lost_ms"), 3)
+    return timings
 
 
 def _total(measured: list[Timings], name: str) -> Any:
     return sum(getattr(timings, name) for timings in measured)
-
-
-AnyCall = ChatCall | CompletionCall
-
-
-class DialectAnswer(Protocol):
-    """The answer to a call: ``delta`` and ``finish`` stream it, ``add`` and ``end`` collect it."""
-
-    id: str
-
-    @property
-    def versions(self) -> list[str]:
-        """The version of the weights behind each choice, as far as it is known."""
-
-    def opening(self, index: int) -> bytes:
-        """Return the bytes before the first delta of a choice."""
-
-    def delta(self, index: int, delta: Delta) -> bytes:
-        """Return the bytes of a delta."""
-
-    def paused(self, index: int, paused: Paused) -> bytes:
-        """Return the event of a pause."""
-
-    def finish(self, index: int, finished: Finished) -> bytes:
-        """Return the bytes that end a choice."""
-
-    def closing(self) -> bytes:
-        """Return the bytes after the last choice."""
-
-    def broken(self, exc: BaseException) -> bytes:
-        """Return the event that ends a broken stream."""
-
-    def add(self, index: int, delta: Delta) -> object:
-        """Add a delta to a whole answer."""
-
-    def end(self, index: int, finished: Finished) -> object:
-        """End a choice of a whole answer."""
-
-    def whole(self) -> JsonObject:
-        """Return the whole answer. Every choice must have ended."""
 
 
 @dataclass(frozen=True)
@@ -314,6 +327,6 @@ class Dialect:
     parse: Callable[[bytes], AnyCall]
     answer: Callable[[AnyCall, str, int, AnswerOrigin], DialectAnswer]
     prefix: str
-    ping: Callable[[AnyCall], bytes]
-    broken: Callable[[BaseException], bytes]
+    ping: Callable[[AnyCall], bytes] = lambda _call: output.PING
+    broken: Callable[[BaseException], bytes] = output.broken_stream
     headers: Mapping[str, str] = field(default_factory=lambda: output.HEADERS)

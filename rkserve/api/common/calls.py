@@ -27,15 +27,22 @@ from rkserve.api.common.parameters import (
     TopLogprobs,
 )
 from rkserve.api.common.tensors import read_embeds, read_encoder
-from rkserve.api.json.body import JsonObject, parse_object
-from rkserve.api.json.fields import Fields, missing, wrong_type
-from rkserve.api.json.limits import DEFAULT_COMPLETION_TOKENS, MAX_CHOICES, MAX_TOOLS
+from rkserve.api.json.fields import (
+    DEFAULT_COMPLETION_TOKENS,
+    MAX_CHOICES,
+    MAX_TOOLS,
+    Fields,
+    JsonObject,
+    missing,
+    parse_object,
+    wrong_type,
+)
 from rkserve.api.parsing import sampling
 from rkserve.api.parsing.answer_parser import NO_WISH, ReasoningOptions
 from rkserve.api.parsing.sampling import SamplingOptions
-from rkserve.api.parsing.tool_choice import NO_TOOLS, ToolOptions, read_tools
-from rkserve.api.prompting.conversation import Message, read_messages, read_prefill
-from rkserve.api.prompting.images import ImagePart, images_of
+from rkserve.api.parsing.tool_choice import NO_TOOLS, TOOL_KEYS, ToolOptions, read_tools
+from rkserve.api.prompting.conversation import Message, images_of, read_messages, read_prefill
+from rkserve.api.prompting.images import ImagePart
 from rkserve.core.errors import RequestError
 from rkserve.core.run_params import Embeds, EncoderStates
 
@@ -58,7 +65,8 @@ class GenerationCall:
     One of ``stop_ids`` ends an answer, too; with ``include_stop`` the stop string or token is part
     of it. ``request_id`` is the client's own name of the request, by which it can be aborted. With
     ``token_ids`` the answer lists IDs, with ``tokens_as_ids`` its log-probabilities name tokens by
-    ID, and with ``special_tokens`` its text contains them.
+    ID, and with ``special_tokens`` its text contains them. ``encoder`` is an encoder's output, for
+    models that need one.
     """
 
     model: str
@@ -85,11 +93,29 @@ class GenerationCall:
     tokens_as_ids: bool = False
     special_tokens: bool = False
     request_id: str | None = None
+    encoder: EncoderStates | None = None
+
+    # Facts that calls of one kind have, and their values for the other kind.
 
     @property
     def left_out(self) -> tuple[str, ...]:
         """The types of offered tools that were left out."""
         return ()
+
+    @property
+    def images(self) -> tuple[ImagePart, ...]:
+        """All images of the conversation."""
+        return ()
+
+    @property
+    def embedded(self) -> bool:
+        """Return whether its prompts are embeddings."""
+        return False
+
+    @property
+    def ranked(self) -> bool:
+        """Return whether more answers are generated than returned."""
+        return False
 
 
 @dataclass(frozen=True)
@@ -106,12 +132,10 @@ class ChatCall(GenerationCall):
 
     @property
     def left_out(self) -> tuple[str, ...]:
-        """The types of offered tools that were left out."""
         return self.tools.left_out
 
     @property
     def images(self) -> tuple[ImagePart, ...]:
-        """All images of the conversation."""
         return images_of(self.messages)
 
     @property
@@ -139,7 +163,6 @@ class CompletionCall(GenerationCall):
     prompt_top: int | None = None
     prompt_param: str = "prompt"
     best_of: int | None = None
-    encoder: EncoderStates | None = None
 
     @property
     def choices(self) -> int:
@@ -153,12 +176,10 @@ class CompletionCall(GenerationCall):
 
     @property
     def embedded(self) -> bool:
-        """Return whether its prompts are embeddings."""
         return any(isinstance(one, Embeds) for one in self.prompts)
 
     @property
     def ranked(self) -> bool:
-        """Return whether more answers are generated than returned."""
         return self.tries > self.n
 
 
@@ -186,14 +207,10 @@ class ChatMessage(OpenModel):
         None, description="A text, or parts: `text`, `refusal`, and of a user `image_url`."
     )
     name: str | None = None
-    tool_call_id: str | None = Field(
-        None, description="Without it a result answers the first open call."
-    )
+    tool_call_id: str | None = Field(None, description="Without it: of the first open call.")
     tool_calls: list[AnyObject] | None = None
     reasoning_content: str | None = None
-    prefix: bool = Field(
-        False, description="Of a final message of the assistant: the answer continues it."
-    )
+    prefix: bool = Field(False, description="Of the final message: the answer continues it.")
 
 
 Messages = SkipValidation[Annotated[list[ChatMessage], Field(min_length=1)]]
@@ -205,9 +222,7 @@ class TokenParameters(OpenModel):
     """vLLM's keys about single tokens of an answer."""
 
     return_token_ids: bool = Field(False, description="Token ids of prompt and answer.")
-    return_tokens_as_token_ids: bool = Field(
-        False, description="Log-probabilities name tokens by their ids."
-    )
+    return_tokens_as_token_ids: bool = Field(False, description="Also in log-probabilities.")
     skip_special_tokens: bool = Field(True, description="False shows special tokens in the text.")
 
     def token_options(self) -> dict[str, Any]:
@@ -265,12 +280,8 @@ class EncoderOutput(OpenModel):
 
     k_cache: str = Field(description="`[layers, tokens, KV heads, head size]`.")
     v_cache: str = Field(description="`[layers, KV heads, head size, tokens]`.")
-    mask: Annotated[list[float], Field(min_length=1)] = Field(
-        description="One number for each token."
-    )
-    positions: Annotated[list[TokenId], Field(min_length=1)] = Field(
-        description="One for each token."
-    )
+    mask: list[float] = Field(min_length=1, description="One number for each token.")
+    positions: list[TokenId] = Field(min_length=1, description="One for each token.")
 
 
 class CompletionRequest(OpenAIParameters, TokenParameters):
@@ -304,10 +315,8 @@ def parse_chat(body: bytes) -> ChatCall:
 def read_chat(values: JsonObject) -> ChatCall:
     """Read a chat completion call.
 
-    ``max_completion_tokens`` wins over the deprecated ``max_tokens`` where both are given.
-
-    Raises:
-        RequestError: with the ``param`` at fault.
+    ``max_completion_tokens`` wins over the deprecated ``max_tokens`` where both are given. Raises
+    ``RequestError``.
     """
     asked, fields = ChatRequest.read(values), Fields(values)
     messages = read_messages(fields)
@@ -319,7 +328,7 @@ def read_chat(values: JsonObject) -> ChatCall:
         max_tokens=asked.max_tokens if newer is None else newer,
         messages=messages,
         prefill=prefill,
-        tools=read_tools(fields),
+        tools=NO_TOOLS if TOOL_KEYS.isdisjoint(values) else read_tools(fields),
         wish=asked.reasoning_options(),
         n=asked.n,
         steps=asked.steps(fields, asked.top()),
@@ -329,11 +338,7 @@ def read_chat(values: JsonObject) -> ChatCall:
 
 
 def parse_completion(body: bytes) -> CompletionCall:
-    """Read the body of POST /v1/completions.
-
-    Raises:
-        RequestError: with the ``param`` at fault.
-    """
+    """Read the body of POST /v1/completions. Raises ``RequestError``."""
     values = parse_object(body)
     asked, fields = CompletionRequest.read(values), Fields(values)
     prompts = _prompts(fields, asked.n)

@@ -12,7 +12,7 @@ from itertools import takewhile
 
 from typing_extensions import TypedDict
 
-from rkserve.api.json.body import JsonObject
+from rkserve.api.json.fields import JsonObject
 from rkserve.core.messages import Delta, TokenOrigin
 from rkserve.core.run_params import Scored
 from rkserve.models.files import Vocabulary
@@ -82,7 +82,9 @@ class TokenTexts:
         if text is not None:
             return text
         known = self.vocabulary
-        data = b"" if known is None else b"".join(known.said(one) for one in self.prompts[index])
+        data = (
+            b"" if known is None else b"".join(known.bytes_of(one) for one in self.prompts[index])
+        )
         return data.decode(errors="replace")
 
 
@@ -128,19 +130,19 @@ class CompletionLog:
 
     def of(self, chosen: Iterable[Chosen], *, top: int) -> JsonObject:
         """Return ``logprobs`` of the next tokens; the first token of a prompt has none."""
-        told: JsonObject = {
+        result: JsonObject = {
             "tokens": [],
             "token_logprobs": [],
             "top_logprobs": [],
             "text_offset": [],
         }
         for token_id, scored in chosen:
-            told["tokens"].append(self._token(token_id))
-            told["token_logprobs"].append(None if scored is None else scored.logprob)
-            told["top_logprobs"].append(self._top(token_id, scored, top))
-            told["text_offset"].append(self.offset)
-            self._advance(self.lexicon.known.said(token_id))
-        return told
+            result["tokens"].append(self._token(token_id))
+            result["token_logprobs"].append(None if scored is None else scored.logprob)
+            result["top_logprobs"].append(self._top(token_id, scored, top))
+            result["text_offset"].append(self.offset)
+            self._advance(self.lexicon.known.bytes_of(token_id))
+        return result
 
     def _top(self, token_id: int, scored: Scored | None, top: int) -> JsonObject | None:
         if scored is None or top == 0:

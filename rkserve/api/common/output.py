@@ -11,9 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from rkserve.api.json.body import JsonObject
-from rkserve.api.json.fields import Range, quoted
-from rkserve.api.json.limits import MAX_TIMEOUT_S, MAX_TYPES_NAMED
+from rkserve.api.json.fields import MAX_TIMEOUT_S, MAX_TYPES_NAMED, JsonObject, Range, quoted
 from rkserve.core.errors import NativeError, RequestError, RkserveError
 from rkserve.core.errors.requests import without_folders
 from rkserve.core.messages import Accepted
@@ -112,17 +110,17 @@ def error_object(exc: BaseException) -> tuple[int, dict[str, str], JsonObject]:
         return status, {}, _body(UNEXPECTED, kind, None, code)
     seconds = exc.retry_after_s
     headers = {} if seconds is None else {"retry-after": str(seconds)}
-    return exc.http_status, headers, _body(told(exc), exc.kind, exc.param, exc.code)
+    return exc.http_status, headers, _body(public_message(exc), exc.kind, exc.param, exc.code)
 
 
-def told(exc: RkserveError) -> str:
+def public_message(exc: RkserveError) -> str:
     """Return an error's message for a client, without the folders in it."""
     return without_folders(exc.message) if isinstance(exc, NativeError) else exc.message
 
 
-def error_event(exc: BaseException) -> bytes:
-    """Return the event that ends a stream after it has begun with status 200."""
-    return data(error_object(exc)[2])
+def broken_stream(exc: BaseException) -> bytes:
+    """Return OpenAI's end of a stream that breaks after it has begun with status 200."""
+    return data(error_object(exc)[2]) + DONE
 
 
 def _body(message: str, kind: str, param: str | None, code: str | None) -> JsonObject:

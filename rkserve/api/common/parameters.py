@@ -1,7 +1,7 @@
 """Parameters that the bodies of several APIs share: parts of which their models are made.
 
 A body's model states names, types, bounds and meanings, and reads the values. Messages, tools and
-grammars are read by functions of their own, which check what a schema cannot say: their keys are
+grammars are read by functions of their own, which check more than a schema can: their keys are
 declared with ``SkipValidation``.
 """
 
@@ -25,9 +25,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 from typing_extensions import Self
 
-from rkserve.api.json.body import JsonObject
-from rkserve.api.json.fields import Fields
-from rkserve.api.json.limits import (
+from rkserve.api.json.fields import (
     MAX_CHOICES,
     MAX_GUIDE_CHOICES,
     MAX_MIROSTAT_TAU,
@@ -42,6 +40,8 @@ from rkserve.api.json.limits import (
     MAX_TIMEOUT_S,
     MAX_TOOL_NAME_CHARS,
     MAX_TOP_LOGPROBS,
+    Fields,
+    JsonObject,
 )
 from rkserve.api.json.schemas import RequestModel, request_error
 from rkserve.api.parsing.answer_parser import EFFORTS, MOST_TOKENS, ReasoningOptions, read_wish
@@ -78,8 +78,8 @@ def _stops(value: object, read: Callable[[object], tuple[str, ...]]) -> tuple[st
             raise PydanticCustomError("wrong_type", "wrong type", expected)
         return read(value)
     if not 1 <= len(value) <= MAX_STOP_CHARS:
-        told = f"it may have 1 to {MAX_STOP_CHARS} characters, but has {len(value)}"
-        raise PydanticCustomError("length", told)
+        message = f"it may have 1 to {MAX_STOP_CHARS} characters, but has {len(value)}"
+        raise PydanticCustomError("length", message)
     return (value,)
 
 
@@ -128,28 +128,18 @@ def _number(value: object) -> object:
     return None if value is False else value
 
 
+_LOGPROBS = {"type": "integer", "minimum": 0, "maximum": MAX_TOP_LOGPROBS}
 CompletionLogprobs = Annotated[
     TopLogprobs | None,
     BeforeValidator(_number),
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {"type": "integer", "minimum": 0, "maximum": MAX_TOP_LOGPROBS},
-                {"const": False},
-            ]
-        }
-    ),
+    WithJsonSchema({"anyOf": [_LOGPROBS, {"const": False}]}),
 ]
 CacheName = Annotated[str, AfterValidator(lambda name: check_cache_name(name, "use_cache"))]
+_BIAS = {"type": "number", "minimum": -100, "maximum": 100}
 LogitBias = Annotated[
     tuple[Any, ...],  # of pairs of a token id and its bias
     PlainValidator(read_logit_bias),
-    WithJsonSchema(
-        {
-            "type": "object",
-            "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
-        }
-    ),
+    WithJsonSchema({"type": "object", "additionalProperties": _BIAS}),
 ]
 
 
@@ -213,8 +203,7 @@ class SamplingParameters(BaseSampling):
     def sampling(self) -> dict[str, Any]:
         """Return the values that a client set itself, by the names of ``run_params.Sampling``.
 
-        Raises:
-            RequestError: the two names of the repeat penalty have different values.
+        Raises ``RequestError``: the two names of the repeat penalty have different values.
         """
         own, alias = self.repeat_penalty, self.repetition_penalty
         if own is not None and alias is not None and own != alias:
@@ -222,13 +211,8 @@ class SamplingParameters(BaseSampling):
                 "'repeat_penalty' and 'repetition_penalty' are two names of one value, but differ.",
                 "repetition_penalty",
             )
-        asked = {
-            "mirostat_tau": self.mirostat_tau,
-            "mirostat_eta": self.mirostat_eta,
-            "repeat_penalty": own,
-            "mirostat": self.mirostat,
-        }
-        given = {name: value for name, value in asked.items() if value is not None}
+        names = ("mirostat_tau", "mirostat_eta", "repeat_penalty", "mirostat")
+        given = {name: value for name in names if (value := getattr(self, name)) is not None}
         return super().sampling() | given
 
 
@@ -264,12 +248,8 @@ class GrammarParameters(OpenModel):
 class LengthParameters(DrawParameters):
     """Values of sampling and of an answer's end that need single steps."""
 
-    ignore_eos: bool = Field(
-        False, description="The model does not end the answer: `max_tokens` does."
-    )
-    min_tokens: int = Field(
-        0, ge=0, le=NEVER_ENDS, description="The model does not end the answer before."
-    )
+    ignore_eos: bool = Field(False, description="Only `max_tokens` ends the answer.")
+    min_tokens: int = Field(0, ge=0, le=NEVER_ENDS, description="No end of the answer before.")
 
     def steps(
         self, fields: Fields, top: int | None = None, guide: Named | None = None
@@ -282,7 +262,7 @@ class LengthParameters(DrawParameters):
         own = read_guide(fields)
         if own is not None and guide is not None:
             raise RequestError(
-                f"Only one of '{guide[0]}' and '{own[0]}' can say what the answer follows.", own[0]
+                f"Only one of '{guide[0]}' and '{own[0]}' can constrain the answer.", own[0]
             )
         return SamplingOptions(
             seed=self.seed,
@@ -303,13 +283,9 @@ class Scheduling(OpenModel):
     """Values for the queue."""
 
     priority: int | None = Field(None, description="Lower goes first.")
-    timeout: float | None = Field(
-        None, gt=0, le=MAX_TIMEOUT_S, description="Seconds for which the answer is of use."
-    )
+    timeout: float | None = Field(None, gt=0, le=MAX_TIMEOUT_S, description="The time limit, in s.")
     # Values that are not strings are ignored, as before these keys were used.
-    prompt_cache_key: SkipValidation[str | None] = Field(
-        None, description="Keeps the requests of a session together."
-    )
+    prompt_cache_key: SkipValidation[str | None] = Field(None, description="Names a session.")
     user: SkipValidation[str | None] = Field(None, description="As `prompt_cache_key`.")
 
     def scheduling(self) -> dict[str, Any]:
@@ -322,22 +298,16 @@ class Scheduling(OpenModel):
 class RunParameters(Scheduling):
     """rkserve's own keys, which have the same names in all APIs."""
 
-    strict_sampling: bool = Field(
-        False, description="Refuse sampling that the runtime cannot honour."
-    )
+    strict_sampling: bool = Field(False, description="Refuse sampling that RKLLM cannot honour.")
     pause_on: Annotated[
         tuple[PauseEntry, ...], Field(strict=False, min_length=1, max_length=MAX_PAUSE_ON)
     ] = Field((), description="Texts and token ids after which the generation pauses.")
-    native_pause: bool | None = Field(
-        None, description="The runtime itself pauses, with the KV cache kept."
-    )
+    native_pause: bool | None = Field(None, description="RKLLM pauses, with the KV cache kept.")
     use_cache: CacheName | None = Field(None, description="The name of a prompt cache.")
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARS)] | None = Field(
-        None, description="KV cache is shared with requests of the same salt only."
+        None, description="KV cache is shared with requests of the same key and salt only."
     )
-    return_weight_versions: bool = Field(
-        False, description="Tell which tokens come from which weights."
-    )
+    return_weight_versions: bool = Field(False, description="Tell the weights of each token.")
     keep_version: bool = Field(False, description="No switch of adapters while it runs.")
 
     def own(self) -> dict[str, Any]:
@@ -360,12 +330,8 @@ class RunParameters(Scheduling):
 class OwnParameters(RunParameters):
     """rkserve's own keys, and vLLM's about the end of an answer."""
 
-    stop_token_ids: StopIds = Field(
-        (), description="Token ids that end the answer, as an EOS does."
-    )
-    include_stop_str_in_output: bool = Field(
-        False, description="What ended the answer is part of it."
-    )
+    stop_token_ids: StopIds = Field((), description="Token ids that end it, as an EOS does.")
+    include_stop_str_in_output: bool = Field(False, description="The end is part of the answer.")
 
     def own(self) -> dict[str, Any]:
         """Return the values by the names of ``GenerationCall``."""
@@ -386,8 +352,7 @@ class ReasoningParameters(OpenModel):
     def reasoning_options(self, effort: str | None = None) -> ReasoningOptions:
         """Return the options; ``effort`` is from the dialect's own key.
 
-        Raises:
-            RequestError: a variable of the template that rkserve itself sets.
+        Raises ``RequestError``: a variable of the template that rkserve itself sets.
         """
         return read_wish(
             self.chat_template_kwargs,
@@ -403,27 +368,30 @@ class StreamOptions(OpenModel):
     include_usage: bool = False
 
 
-def include_usage(options: StreamOptions | None, stream: bool) -> bool:
-    """Return whether a stream ends with its usage.
-
-    Raises:
-        RequestError: there are options and no stream.
-    """
-    if options is None:
-        return False
-    if not stream:
-        raise RequestError(
-            "The 'stream_options' parameter is only allowed when 'stream' is enabled.",
-            "stream_options",
-        )
-    return options.include_usage
-
-
-class OpenAIParameters(SamplingParameters, StepParameters, OwnParameters):
-    """Parameters of OpenAI's chats and completions, and of programs that send the same."""
+class StreamParameters(OpenModel):
+    """Values of a stream."""
 
     stream: bool = False
     stream_options: StreamOptions | None = None
+
+    def streaming(self) -> dict[str, Any]:
+        """Return the values by the names of ``GenerationCall``.
+
+        Raises ``RequestError``: there are options and no stream.
+        """
+        options = self.stream_options
+        if options is not None and not self.stream:
+            raise RequestError(
+                "The 'stream_options' parameter is only allowed when 'stream' is enabled.",
+                "stream_options",
+            )
+        usage = options is not None and options.include_usage
+        return {"stream": self.stream, "include_usage": usage}
+
+
+class OpenAIParameters(SamplingParameters, StepParameters, OwnParameters, StreamParameters):
+    """Parameters of OpenAI's chats and completions, and of programs that send the same."""
+
     n: int = Field(1, ge=1, le=MAX_CHOICES)
     stop: Stops = ()
     response_format: SkipValidation[AnyObject | None] = Field(
@@ -435,13 +403,11 @@ class OpenAIParameters(SamplingParameters, StepParameters, OwnParameters):
     def shared(self) -> JsonObject:
         """Return the values by the names of ``GenerationCall``.
 
-        Raises:
-            RequestError: values that contradict each other.
+        Raises ``RequestError``: values that contradict each other.
         """
         return {
             "sampling": self.sampling(),
             "stop": self.stop,
-            "stream": self.stream,
-            "include_usage": include_usage(self.stream_options, self.stream),
+            **self.streaming(),
             **self.own(),
         }

@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from rkserve.api.common.answer import AnyCall
 from rkserve.api.common.calls import ChatCall, CompletionCall
 from rkserve.api.common.parameters import TOP_K_OFF
 from rkserve.api.common.renderer import Prompt, PromptHeader, Renderer
+from rkserve.api.common.tensors import check_embeds, check_encoder
 from rkserve.api.common.version_policy import ResolvedModel
-from rkserve.api.json.limits import TEXT_MODE_MAX_TOP_K
+from rkserve.api.json.fields import TEXT_MODE_MAX_TOP_K
 from rkserve.api.parsing.answer_parser import ParserOptions
 from rkserve.api.parsing.sampling import check_ids, is_extension
 from rkserve.api.parsing.tool_choice import calls_guide
@@ -22,7 +24,7 @@ TASK = "### Task:"  # how Open WebUI's prompts for them begin
 
 
 def plan(
-    call: ChatCall | CompletionCall,
+    call: AnyCall,
     meant: ResolvedModel,
     renderer: Renderer,
     *,
@@ -47,9 +49,7 @@ def plan(
         ContextOverflow: a prompt leaves no room for an answer.
     """
     sampling = replace(defaults, **_sampling(call, renderer))
-    _check_images(call)
-    _check_embeds(call)
-    _check_encoder(call, renderer)
+    _check_inputs(call, renderer)
     prompts, param = _prompts(call, renderer, context_len)
     thinking = _thinking(call, renderer, prompts[0])
     _check_pause_ids(call, renderer)
@@ -93,7 +93,7 @@ def plan(
     ]
 
 
-def held(call: ChatCall | CompletionCall, renderer: Renderer) -> ChatCall | CompletionCall:
+def held(call: AnyCall, renderer: Renderer) -> AnyCall:
     """Return the call with the grammar of its required tool call, if one of its tools is strict.
 
     It replaces a response format: OpenAI takes both in one request, clients that offer an answer's
@@ -113,34 +113,28 @@ def held(call: ChatCall | CompletionCall, renderer: Renderer) -> ChatCall | Comp
     return replace(call, steps=replace(call.steps, guide=guide))
 
 
-def _check_images(call: ChatCall | CompletionCall) -> None:
-    if isinstance(call, ChatCall) and call.images and call.use_cache is not None:
+def _check_inputs(call: AnyCall, renderer: Renderer) -> None:
+    """Check images, embeddings and an encoder's output, and refuse what they do not support."""
+    if call.images and call.use_cache is not None:
         raise UnsupportedParameter(
             "Unsupported parameter: answers about images begin from no prompt cache, since those "
             "are kept by token ids.",
             "use_cache",
         )
-
-
-def _check_embeds(call: ChatCall | CompletionCall) -> None:
-    """Refuse parameters that a prompt of embeddings does not support."""
-    if isinstance(call, CompletionCall) and call.embedded:
-        _check_in_one_go(call, "prompt_embeds", "which have no token ids")
-
-
-def _check_encoder(call: ChatCall | CompletionCall, renderer: Renderer) -> None:
-    """Check an encoder's output against the model, and refuse unsupported parameters."""
-    states = call.encoder if isinstance(call, CompletionCall) else None
-    renderer.check_encoder(states)
-    if not isinstance(call, CompletionCall) or states is None:
+    if call.encoder is not None or renderer.cross_attention is not None:
+        check_encoder(call.encoder, renderer.cross_attention)
+    if not isinstance(call, CompletionCall):
         return
-    why = "on which its KV cache depends"
+    if call.embedded:
+        _check_in_one_go(call, "prompt_embeds", "which have no token ids")
+    if call.encoder is None:
+        return
     if call.embedded or call.token_ids:
         name = "prompt_embeds" if call.embedded else "return_token_ids"
         raise UnsupportedParameter(
             f"Unsupported parameter: '{name}' does not go together with 'cross_attention'.", name
         )
-    _check_in_one_go(call, "cross_attention", why)
+    _check_in_one_go(call, "cross_attention", "on which its KV cache depends")
 
 
 def _check_in_one_go(call: CompletionCall, param: str, why: str) -> None:
@@ -152,15 +146,14 @@ def _check_in_one_go(call: CompletionCall, param: str, why: str) -> None:
         "logprobs": call.steps.top_logprobs is not None,
         "best_of": call.ranked,
     }
-    for name, given in asked.items():
-        if given:
-            raise UnsupportedParameter(
-                f"Unsupported parameter: '{name}' does not go together with '{param}', {why}.",
-                name,
-            )
+    name = next((name for name, given in asked.items() if given), None)
+    if name is not None:
+        raise UnsupportedParameter(
+            f"Unsupported parameter: '{name}' does not go together with '{param}', {why}.", name
+        )
 
 
-def _is_task(call: ChatCall | CompletionCall) -> bool:
+def _is_task(call: AnyCall) -> bool:
     """Return whether a call looks like an Open WebUI task: a title, tags or follow-ups.
 
     Such a call quotes the conversation in one message and is never continued. A false positive
@@ -168,13 +161,11 @@ def _is_task(call: ChatCall | CompletionCall) -> bool:
     """
     if not isinstance(call, ChatCall) or call.stream:
         return False
-    said = [one for one in call.messages if one["role"] != "system"]
-    return len(said) == 1 and str(said[0]["content"]).startswith(TASK)
+    turns = [one for one in call.messages if one["role"] != "system"]
+    return len(turns) == 1 and str(turns[0]["content"]).startswith(TASK)
 
 
-def _prompts(
-    call: ChatCall | CompletionCall, renderer: Renderer, context_len: int
-) -> tuple[list[Prompt], str]:
+def _prompts(call: AnyCall, renderer: Renderer, context_len: int) -> tuple[list[Prompt], str]:
     if isinstance(call, ChatCall):
         return [renderer.chat(call.messages, context_len, header(call, renderer))], "messages"
     one = len(call.prompts) == 1
@@ -183,7 +174,8 @@ def _prompts(
     for index, prompt in enumerate(call.prompts):
         path = param if one else f"{param}[{index}]"
         if isinstance(prompt, Embeds):
-            rendered.append(renderer.embedded(prompt, path))
+            check_embeds(prompt, renderer.hidden_size, path)
+            rendered.append(Prompt((), "", counted=prompt.rows, embeds=prompt))
         else:
             rendered.append(_decoded(renderer.text(prompt, path, context_len), call.encoder))
     return rendered, param
@@ -241,9 +233,7 @@ def _most_thoughts(call: ChatCall, renderer: Renderer) -> int | None:
     return renderer.thinking.budgets.get(wish.effort)
 
 
-def _thinking(
-    call: ChatCall | CompletionCall, renderer: Renderer, prompt: Prompt
-) -> Thinking | None:
+def _thinking(call: AnyCall, renderer: Renderer, prompt: Prompt) -> Thinking | None:
     """Return the reasoning markers, None if the answer cannot have reasoning."""
     marks = renderer.marks
     if not isinstance(call, ChatCall) or marks is None:
@@ -270,9 +260,7 @@ def _thinking(
     )
 
 
-def reading(
-    call: ChatCall | CompletionCall, renderer: Renderer, request: GenerateRequest
-) -> ParserOptions:
+def reading(call: AnyCall, renderer: Renderer, request: GenerateRequest) -> ParserOptions:
     """Return the parser options for the answers to a call; ``request`` is one of its plan."""
     if not isinstance(call, ChatCall) or not call.tools.given:
         return ParserOptions(thinking=request.thinking)
@@ -286,7 +274,7 @@ def reading(
     )
 
 
-def prompt_texts(call: ChatCall | CompletionCall) -> tuple[str | None, ...]:
+def prompt_texts(call: AnyCall) -> tuple[str | None, ...]:
     """Return the text of each answer's prompt as the client sent it; None for IDs."""
     if isinstance(call, ChatCall):
         return (None,) * call.choices
@@ -295,24 +283,20 @@ def prompt_texts(call: ChatCall | CompletionCall) -> tuple[str | None, ...]:
 
 
 def _stepwise(
-    call: ChatCall | CompletionCall, renderer: Renderer, sampling: Sampling, dice: int
+    call: AnyCall, renderer: Renderer, sampling: Sampling, dice: int
 ) -> list[Stepwise | None]:
     """Return the single-step options of each answer to a prompt."""
-    ranked = isinstance(call, CompletionCall) and call.ranked
     steps, prompt = call.steps, isinstance(call, CompletionCall) and call.echo
     if isinstance(call, CompletionCall) and call.prompt_top is not None:
         top = max(call.prompt_top, steps.top_logprobs or 0)
         steps, prompt = replace(steps, top_logprobs=top), True
-    name = steps.asked(sampling, ranked=ranked)
+    name = steps.asked(sampling, ranked=call.ranked)
     if name is None:
         return [None] * call.tries
     renderer.needs_ids(name)
-    images = isinstance(call, ChatCall) and bool(call.images)
-    embedded = isinstance(call, CompletionCall) and call.embedded
-    encoder = isinstance(call, CompletionCall) and call.encoder is not None
-    if images or embedded or encoder:
-        other = "'prompt_embeds'" if embedded else "'cross_attention'"
-        what = "answers about images" if images else other
+    if call.images or call.embedded or call.encoder is not None:
+        other = "'prompt_embeds'" if call.embedded else "'cross_attention'"
+        what = "answers about images" if call.images else other
         raise UnsupportedParameter(
             f"Unsupported parameter: '{name}' needs the logits of every step, which RKLLM does "
             f"not compute for {what}.",
@@ -327,12 +311,12 @@ def _stepwise(
             "use_cache",
         )
     return [
-        steps.stepwise(sampling, choice, dice, ranked=ranked, prompt=prompt)
+        steps.stepwise(sampling, choice, dice, ranked=call.ranked, prompt=prompt)
         for choice in range(call.tries)
     ]
 
 
-def _check_least(call: ChatCall | CompletionCall) -> None:
+def _check_least(call: AnyCall) -> None:
     least = call.steps.min_tokens
     if call.max_tokens is not None and least > call.max_tokens:
         raise RequestError(
@@ -347,15 +331,13 @@ def _check_least(call: ChatCall | CompletionCall) -> None:
         )
 
 
-def _check_pause_ids(call: ChatCall | CompletionCall, renderer: Renderer) -> None:
+def _check_pause_ids(call: AnyCall, renderer: Renderer) -> None:
     for index, entry in enumerate(call.pause_on):
         if isinstance(entry, int):
             renderer.check_id(entry, f"pause_on[{index}]")
 
 
-def _check_tokens(
-    call: ChatCall | CompletionCall, renderer: Renderer, prompts: Sequence[Prompt]
-) -> None:
+def _check_tokens(call: AnyCall, renderer: Renderer, prompts: Sequence[Prompt]) -> None:
     """Check the token IDs of a call against the vocabulary."""
     for index, token_id in enumerate(call.stop_ids):
         renderer.check_id(token_id, f"stop_token_ids[{index}]")
@@ -376,7 +358,7 @@ def _max_tokens(asked: int | None, prompt: Prompt, context_len: int, param: str)
     return rest if asked is None else min(asked, rest)
 
 
-def _sampling(call: ChatCall | CompletionCall, renderer: Renderer) -> dict[str, Any]:
+def _sampling(call: AnyCall, renderer: Renderer) -> dict[str, Any]:
     """Return the client's values, with a ``top_k`` that the runtime survives."""
     top_k = call.sampling.get("top_k")
     if top_k is None:

@@ -10,11 +10,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rkserve.api.common.calls import TextOrIds
-from rkserve.api.json.body import JsonObject
-from rkserve.api.json.limits import CHARS_PER_TOKEN, COUNTED_CHARS_PER_POSITION
-from rkserve.api.parsing.tools import FORMATS, guess
+from rkserve.api.json.fields import CHARS_PER_TOKEN, COUNTED_CHARS_PER_POSITION, JsonObject
 from rkserve.api.parsing.tools.base import ToolCallParser
-from rkserve.api.prompting.conversation import Message, with_thoughts
+from rkserve.api.parsing.tools.formats import FORMATS, guess
+from rkserve.api.prompting.conversation import Message, images_of, with_thoughts
 from rkserve.api.prompting.images import ImagePlaceholders, with_stand_ins
 from rkserve.api.prompting.templates import ChatTemplate, Clock, hold_to_context, local_time
 from rkserve.api.prompting.tokenizer import (
@@ -25,7 +24,7 @@ from rkserve.api.prompting.tokenizer import (
     pieces,
 )
 from rkserve.core.errors import ConfigError, ContextOverflow, RequestError, UnsupportedParameter
-from rkserve.core.run_params import Embeds, EncoderShape, EncoderStates
+from rkserve.core.run_params import Embeds, EncoderStates
 from rkserve.models.files import Vocabulary, read_vocabulary
 from rkserve.models.folder import ModelFolder
 from rkserve.models.settings import CONTEXT_MAX
@@ -109,8 +108,10 @@ class PromptHeader:
 class Renderer:
     """Renders for one model folder.
 
-    Raises:
-        ConfigError: the tokenizer or the template of the folder cannot be read.
+    In text mode, methods that need token IDs raise ``UnsupportedParameter``. Methods that take a
+    text and the length of the context raise ``ContextOverflow`` if the text is hopelessly long.
+
+    Raises ``ConfigError``: the tokenizer or the template of the folder cannot be read.
     """
 
     def __init__(self, folder: ModelFolder, now: Clock = local_time) -> None:
@@ -126,8 +127,8 @@ class Renderer:
         self.thinking = folder.settings.thinking
         self.marks = self._marks()
         self._form = folder.settings.tool_format
-        self._hidden_size = folder.settings.hidden_size
-        self._cross_attention = folder.settings.cross_attention
+        self.hidden_size = folder.settings.hidden_size
+        self.cross_attention = folder.settings.cross_attention
 
     @property
     def vocab_size(self) -> int | None:
@@ -142,19 +143,20 @@ class Renderer:
     ) -> Prompt:
         """Render a conversation. Markers inside messages and tools stay text.
 
-        Raises:
-            RequestError: the template refuses the messages, or leaves a prefill out.
-            ContextOverflow: the text is hopelessly long.
+        Raises ``RequestError``: the template refuses the messages, or leaves a prefill out.
         """
         header = header or PromptHeader()
         if len(messages) >= context_len:  # each has a token at least
             raise ContextOverflow(len(messages), context_len, at_least=True)
         typed: list[str] = []
-        images = self._eyes.numbers(messages, answered=header.images)
+        images = images_of(messages)
         shield = self._eyes.shield if images else self._shield
         marks = None if self.marks is None else self.marks.pair
-        told = with_thoughts(messages, self.thinking.history, marks, prefill=header.prefill)
-        hidden = [with_stand_ins(shield.hide(message, typed), images) for message in told]
+        with_history = with_thoughts(messages, self.thinking.history, marks, prefill=header.prefill)
+        hidden = [shield.hide(message, typed) for message in with_history]
+        if images:
+            numbers = self._eyes.numbers(images, answered=header.images)
+            hidden = [with_stand_ins(message, numbers) for message in hidden]
         if header.prefill:
             # The text behind it, such as the end of the turn, is no part of the prompt.
             hidden[-1] = {**hidden[-1], "content": f"{hidden[-1]['content']}{LEFT_OFF}"}
@@ -190,10 +192,7 @@ class Renderer:
         """Return the IDs of a prompt with images.
 
         The ID of the image tag is repeated for each token of an image; if the tag is no single
-        token, images have no IDs.
-
-        Raises:
-            UnsupportedParameter: in text mode.
+        token, images have no IDs. Raises ``UnsupportedParameter``: in text mode.
         """
         tokenizer, text = self._needed("messages"), prompt.text or ""
         tag = tokenizer.encode(self._eyes.tag, add_special_tokens=False)
@@ -204,11 +203,7 @@ class Renderer:
         return tuple(one for one in ids for _ in range(times.get(one, 1)))
 
     def facts(self) -> JsonObject:
-        """Return the effective values of tokenizer_config.json; None for missing ones.
-
-        Raises:
-            UnsupportedParameter: in text mode.
-        """
+        """Return the effective values of tokenizer_config.json; None for missing ones."""
         tokenizer = self._needed("model")
         return {
             "chat_template": self._template.source or None,
@@ -231,7 +226,7 @@ class Renderer:
         if name is None:
             raise UnsupportedParameter(
                 "Unsupported parameter: how this model calls tools is not known. Its operator can "
-                "say it as 'tool_format' in the rkserve.yaml of its folder.",
+                "set 'tool_format' in the rkserve.yaml of its folder.",
                 "tools",
             )
         return FORMATS[name]
@@ -263,62 +258,6 @@ class Renderer:
         closing = self.tokenizer.encode(marks.closing, add_special_tokens=False)
         return replace(marks, closing_ids=closing)
 
-    def embedded(self, embeds: Embeds, path: str) -> Prompt:
-        """Take embeddings for a prompt.
-
-        Raises:
-            UnsupportedParameter: the size of this model's images is not configured.
-            RequestError: these have another size.
-        """
-        if self._hidden_size is None:
-            raise UnsupportedParameter(
-                "Unsupported parameter: this model takes no 'prompt_embeds': the rkserve.yaml of "
-                "its folder does not say its 'hidden_size'.",
-                "prompt_embeds",
-            )
-        if embeds.columns != self._hidden_size:
-            raise RequestError(
-                f"Invalid '{path}': its rows have {embeds.columns} numbers, and embeddings of this "
-                f"model {self._hidden_size}.",
-                path,
-            )
-        return Prompt((), "", counted=embeds.rows, embeds=embeds)
-
-    def check_encoder(self, states: EncoderStates | None) -> None:
-        """Check that an encoder's output is present and fits, exactly if the model needs one.
-
-        Raises:
-            UnsupportedParameter: the model has no cross-attention.
-            RequestError: the output is missing or of another size.
-        """
-        needs, path = self._cross_attention, "cross_attention"
-        if needs is None:
-            if states is not None:
-                raise UnsupportedParameter(
-                    "Unsupported parameter: this model takes no 'cross_attention': the "
-                    "rkserve.yaml of its folder has no such section.",
-                    path,
-                )
-            return
-        if states is None:
-            raise RequestError(
-                "This is an encoder-decoder model: send a prompt with 'cross_attention', the "
-                "encoder's output, to /v1/completions.",
-                path,
-            )
-        if states.shape != needs.shape:
-            raise RequestError(
-                f"Invalid '{path}': it is of {_sizes(states.shape)}, and this model has "
-                f"{_sizes(needs.shape)}.",
-                path,
-            )
-        if states.tokens > needs.max_tokens:
-            raise RequestError(
-                f"Invalid '{path}': it has {states.tokens} tokens, and this model takes "
-                f"{needs.max_tokens} at most.",
-                path,
-            )
-
     def text(
         self, prompt: TextOrIds, path: str = "prompt", context_len: int = CONTEXT_MAX
     ) -> Prompt:
@@ -326,8 +265,6 @@ class Renderer:
 
         Raises:
             RequestError: an ID out of the vocabulary, or an empty prompt; ``path`` names it.
-            UnsupportedParameter: token ids in text mode.
-            ContextOverflow: the text is hopelessly long.
         """
         if isinstance(prompt, tuple):
             return self._given_ids(prompt, path)
@@ -339,21 +276,14 @@ class Renderer:
     def text_beginning(self, prompt: str, path: str, context_len: int) -> Prompt:
         """Take a raw prompt, or a prefix of it that has more tokens than the context.
 
-        Raises:
-            RequestError: the prompt is empty.
-            UnsupportedParameter: in text mode.
+        Raises ``RequestError``: the prompt is empty.
         """
         tokenizer = self._needed(path)
         cut, _ = tokenizer.beginning(prompt[: context_len * self._longest], context_len + 1)
         return _as_ids(tokenizer.encode(cut, add_special_tokens=True), path)
 
     def words(self, text: str, context_len: int = CONTEXT_MAX) -> tuple[int, ...]:
-        """Return the IDs of text that is put into an answer. Markers in it stay text.
-
-        Raises:
-            UnsupportedParameter: in text mode.
-            ContextOverflow: the text is hopelessly long.
-        """
+        """Return the IDs of text that is put into an answer. Markers in it stay text."""
         tokenizer = self._needed("text")
         hold_to_context(len(text), context_len, "text", self._longest)
         typed: list[str] = []
@@ -367,9 +297,8 @@ class Renderer:
     def vocabulary(self, param: str = "logprobs") -> Vocabulary:
         """Return the texts of token IDs; the first call takes some tenths of a second.
 
-        Raises:
-            UnsupportedParameter: in text mode, and where the tokenizer's way of writing bytes is
-                not known.
+        Raises ``UnsupportedParameter``: in text mode, and where the tokenizer's way of writing
+        bytes is not known.
         """
         if self._vocabulary is None:
             self._needed(param)
@@ -390,11 +319,7 @@ class Renderer:
         """Return the IDs of a text, which may be several times as long as the context.
 
         Control tokens in it are control tokens. ``special`` lets the tokenizer add what it adds to
-        a whole text.
-
-        Raises:
-            RequestError: it is far longer.
-            UnsupportedParameter: in text mode.
+        a whole text. Raises ``RequestError``: it is far longer.
         """
         if len(text) > (most := COUNTED_CHARS_PER_POSITION * context_len):
             raise RequestError(
@@ -411,9 +336,7 @@ class Renderer:
     def whole_text(self, ids: tuple[int, ...], path: str, context_len: int = CONTEXT_MAX) -> str:
         """Return the text of token IDs; control tokens are written by name.
 
-        Raises:
-            RequestError: an ID out of the vocabulary, or far more IDs than the context has.
-            UnsupportedParameter: in text mode.
+        Raises ``RequestError``: an ID out of the vocabulary, or far more IDs than the context has.
         """
         tokenizer = self._needed(path)
         if len(ids) > (most := COUNTED_CHARS_PER_POSITION * context_len):
@@ -423,19 +346,14 @@ class Renderer:
 
     def check_id(self, token_id: int, path: str) -> None:
         """Check a token ID against the vocabulary.
-
-        Raises:
-            RequestError: it is out of the vocabulary.
-            UnsupportedParameter: in text mode.
+        Raises ``RequestError``: it is out of the vocabulary.
         """
         self._needed(path).check_one(token_id, path)
 
     def given(self, ids: tuple[int, ...], path: str) -> str:
         """Check token IDs that a client puts into an answer, and return their text.
 
-        Raises:
-            RequestError: an ID out of the vocabulary.
-            UnsupportedParameter: in text mode.
+        Raises ``RequestError``: an ID out of the vocabulary.
         """
         tokenizer = self._needed(path)
         tokenizer.check(ids, path)
@@ -445,12 +363,8 @@ class Renderer:
         """Return the text that follows an assistant's turn which has just called a tool.
 
         It comes from the model's own template: the end of the turn, the tool's result and the
-        header of a new assistant turn. Markers in the result stay text.
-
-        Raises:
-            RequestError: the template has no such turn, or refuses it.
-            UnsupportedParameter: in text mode.
-            ContextOverflow: the result is hopelessly long.
+        header of a new assistant turn. Markers in the result stay text. Raises ``RequestError``:
+        the template has no such turn, or refuses it.
         """
         tokenizer = self._needed("text")
         if _PROBE not in self._after_call(_PROBE, context_len):
@@ -516,8 +430,7 @@ class Renderer:
 def _left_off(rendered: str, header: PromptHeader) -> str:
     """Return a rendered conversation up to the end of a prefill's text.
 
-    Raises:
-        RequestError: the template does not show it.
+    Raises ``RequestError``: the template does not show it.
     """
     if not header.prefill:
         return rendered
@@ -568,7 +481,3 @@ def _as_ids(ids: tuple[int, ...], path: str) -> Prompt:
     if not ids:
         raise RequestError(f"Invalid '{path}': it has no tokens.", path)
     return Prompt(ids)
-
-
-def _sizes(shape: EncoderShape) -> str:
-    return f"{shape.layers} layers, {shape.kv_heads} KV heads and head size {shape.head_dim}"

@@ -15,8 +15,9 @@ from array import array
 from collections.abc import Callable
 
 from rkserve.api.json.fields import Fields
-from rkserve.core.errors import RequestError
+from rkserve.core.errors import RequestError, UnsupportedParameter
 from rkserve.core.run_params import Embeds, EncoderShape, EncoderStates
+from rkserve.models.settings import CrossAttentionSettings
 
 # One run's embeddings cross to the engine in one frame; as float32.
 MAX_TENSOR_BYTES = 12 * 1024 * 1024
@@ -37,19 +38,65 @@ _ZIP, _PICKLE = b"PK\x03\x04", b"\x80"
 def read_embeds(value: object, path: str) -> Embeds:
     """Read one tensor of shape ``[tokens, hidden size]``.
 
-    Raises:
-        RequestError: naming ``path``.
+    Raises ``RequestError``: naming ``path``.
     """
     (rows, columns), data = _tensor(value, path, _SHAPE)
     return Embeds(rows, columns, data)
 
 
-def read_encoder(fields: Fields) -> EncoderStates | None:
-    """Read ``cross_attention``, the optional output of an encoder.
+def check_embeds(embeds: Embeds, hidden_size: int | None, path: str) -> None:
+    """Check that embeddings have the size of the model's, None if that is not configured.
 
-    Raises:
-        RequestError: naming the part at fault.
+    Raises ``UnsupportedParameter``, ``RequestError``.
     """
+    if hidden_size is None:
+        raise UnsupportedParameter(
+            "Unsupported parameter: this model takes no 'prompt_embeds': the rkserve.yaml of its "
+            "folder has no 'hidden_size'.",
+            "prompt_embeds",
+        )
+    if embeds.columns != hidden_size:
+        raise RequestError(
+            f"Invalid '{path}': its rows have {embeds.columns} numbers, and embeddings of this "
+            f"model {hidden_size}.",
+            path,
+        )
+
+
+def check_encoder(states: EncoderStates | None, needs: CrossAttentionSettings | None) -> None:
+    """Check that an encoder's output is present and fits, exactly if the model needs one.
+
+    Raises ``UnsupportedParameter``, ``RequestError``.
+    """
+    path = "cross_attention"
+    if needs is None:
+        raise UnsupportedParameter(
+            "Unsupported parameter: this model takes no 'cross_attention': the rkserve.yaml of its "
+            "folder has no such section.",
+            path,
+        )
+    if states is None:
+        raise RequestError(
+            "This is an encoder-decoder model: send a prompt with 'cross_attention', the "
+            "encoder's output, to /v1/completions.",
+            path,
+        )
+    if states.shape != needs.shape:
+        own, given = (
+            f"{one.layers} layers, {one.kv_heads} KV heads and head size {one.head_dim}"
+            for one in (needs.shape, states.shape)
+        )
+        raise RequestError(f"Invalid '{path}': it is of {given}, and this model has {own}.", path)
+    if states.tokens > needs.max_tokens:
+        raise RequestError(
+            f"Invalid '{path}': it has {states.tokens} tokens, and this model takes "
+            f"{needs.max_tokens} at most.",
+            path,
+        )
+
+
+def read_encoder(fields: Fields) -> EncoderStates | None:
+    """Read ``cross_attention``, the optional output of an encoder. Raises ``RequestError``."""
     found = fields.child("cross_attention")
     if found is None:
         return None
@@ -168,9 +215,9 @@ def _safetensors(data: bytes) -> tuple[str, tuple[int, ...], bytes]:
     try:
         header = json.loads(data[begin : begin + length])
         tensors = {name: one for name, one in header.items() if name != "__metadata__"}
-        ((_, told),) = tensors.items()
-        start, end = told["data_offsets"]
-        kind, shape = told["dtype"], tuple(told["shape"])
+        ((_, entry),) = tensors.items()
+        start, end = entry["data_offsets"]
+        kind, shape = entry["dtype"], tuple(entry["shape"])
         whole = all(type(one) is int and one >= 0 for one in (*shape, start, end))
     except (ValueError, RecursionError, TypeError, KeyError, AttributeError) as exc:
         raise _Unreadable("it is not a safetensors file of one tensor") from exc

@@ -10,8 +10,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from enum import Enum
 
-from rkserve.api.json.fields import quoted
-from rkserve.api.json.limits import MAX_LABEL_CHARS, MAX_SESSION_CHARS
+from rkserve.api.json.fields import MAX_LABEL_CHARS, quoted
 from rkserve.core.desired_state import AdapterVersion, AdapterVersions, Desired
 from rkserve.core.errors import RequestError, VersionUnavailable
 from rkserve.core.messages import AdapterRef
@@ -79,10 +78,8 @@ class ResolvedModel:
         return self.line if self.adapter is None else self.adapter.name
 
 
-def read_policy(header: str | None) -> VersionPolicy:
+def read_policy(header: str) -> VersionPolicy:
     """Read the header ``x-version-policy``. Raises ``RequestError``."""
-    if header is None:
-        return ANY
     text = header.strip()
     if text in (Freshness.ANY.value, Freshness.LATEST.value):
         return VersionPolicy(Freshness(text))
@@ -96,23 +93,13 @@ def read_policy(header: str | None) -> VersionPolicy:
     )
 
 
-def read_session(header: str | None, body: str | None, otherwise: str) -> str:
-    """Return the session of a request under a canary: the header, else the body's key."""
-    for given in (header, body):
-        if given:
-            return given[:MAX_SESSION_CHARS]
-    return otherwise
-
-
 def find_line(
     asked: str, models: Collection[str], desired: Desired
 ) -> tuple[AdapterVersions, str | None] | None:
     """Return the adapter line of a model name, and the version in the name.
 
-    See ``parts_of`` for the forms. None: no line has that name, or a model has it.
-
-    Raises:
-        RequestError: several models have a line of that name.
+    See ``parts_of`` for the forms. None: no line has that name, or a model has it. Raises
+    ``RequestError``: several models have a line of that name.
     """
     if asked in models:
         return None

@@ -10,6 +10,7 @@ OpenAPI document is made of both.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import cache
 from typing import Annotated, Any, Literal, TypeVar
@@ -25,14 +26,30 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema
 
-from rkserve.api.json.body import JsonObject
-from rkserve.api.json.fields import Fields, missing, quoted, wrong_type
+from rkserve.api.json.fields import Fields, JsonObject, missing, quoted, wrong_type
 from rkserve.core.errors import RequestError
 
 M = TypeVar("M", bound="RequestModel")
 Count = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(ge=0)]
 REF = "#/components/schemas/"
+
+
+@dataclass(frozen=True)
+class Example:
+    """One call of an endpoint, for the reference.
+
+    ``path`` are the values of its parameters; ``file`` is a body from a file. ``needs`` is what
+    a cluster fresh from ``make demo`` lacks for it.
+    """
+
+    body: Any = None
+    path: Mapping[str, str] = field(default_factory=dict)
+    query: Mapping[str, str] = field(default_factory=dict)
+    headers: Mapping[str, str] = field(default_factory=dict)
+    file: str | None = None
+    status: int = 200
+    needs: str = ""
 
 
 def one_of(words: type[Enum] | tuple[str, ...]) -> WithJsonSchema:
@@ -195,11 +212,11 @@ def plain(
     """
     if "$ref" in schema:
         name = schema["$ref"].rpartition("/")[2]
-        said = {key: value for key, value in schema.items() if key == "description"}
+        described = {key: value for key, value in schema.items() if key == "description"}
         if names is not None and name in names:
-            return {"$ref": f"{REF}{names[name]}", **said}
+            return {"$ref": f"{REF}{names[name]}", **described}
         inner = {key: value for key, value in defs[name].items() if key != "description"}
-        return plain({**inner, **said}, defs, names)
+        return plain({**inner, **described}, defs, names)
     found = {key: value for key, value in schema.items() if key not in ("title", "default")}
     for key in ("items", "additionalProperties"):
         if isinstance(found.get(key), dict):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
 from typing import Literal
@@ -13,24 +13,21 @@ from rkserve.api.common import output
 from rkserve.api.common.answer import (
     AnswerOrigin,
     AnyCall,
-    BaseAnswer,
     Dialect,
+    DialectAnswer,
     pause_status,
+    retracted,
     timings_of,
 )
 from rkserve.api.common.output import error_object
-from rkserve.api.json.body import JsonObject
+from rkserve.api.json.fields import JsonObject
 from rkserve.api.json.schemas import Count
-from rkserve.api.ollama.requests import LoadRequest, parse_chat, parse_generate
+from rkserve.api.ollama.requests import parse_chat, parse_generate
 from rkserve.api.parsing.tool_choice import as_object
 from rkserve.api.parsing.tools.base import Part, ReasoningPart, Retraction, TextPart
 from rkserve.core.messages import Delta, Finished, Paused
 
-HEADERS = {
-    "content-type": "application/x-ndjson",
-    "cache-control": "no-cache",
-    "x-accel-buffering": "no",  # without it nginx buffers the tokens
-}
+HEADERS = {**output.HEADERS, "content-type": "application/x-ndjson"}
 _WORDS, _THOUGHTS = "words", "thoughts"
 _NS_PER_MS = 1_000_000
 
@@ -85,23 +82,15 @@ class OllamaGenerateAnswer(_Line):
     thinking: NotRequired[str]
 
 
-class _Lines(BaseAnswer, ABC):
+class _Lines(DialectAnswer):
     """An answer as lines of JSON, or as one line."""
 
     def __init__(self, call: AnyCall, answer_id: str, created: int, stamp: AnswerOrigin) -> None:
         super().__init__(call, answer_id, created, stamp)
         self._frames: dict[str, output.EventTemplate] = {}
 
-    def opening(self, _index: int) -> bytes:
-        """Return nothing: answers begin with their first text."""
-        return b""
-
-    def delta(self, _index: int, delta: Delta) -> bytes:
-        """Return the lines of a delta."""
-        if self._stamp.reading.plain:  # the path of most tokens, which need no parser
-            void = self._part(Retraction(delta.retract)) if delta.retract else b""
-            return void + (self._more(_WORDS, delta.text) if delta.text else b"")
-        return b"".join([self._part(part) for part in self.add(0, delta)])
+    def delta(self, index: int, delta: Delta) -> bytes:
+        return b"".join([self._part(part) for part in self._parts(index, delta)])
 
     def _part(self, part: Part) -> bytes:
         match part:
@@ -109,11 +98,9 @@ class _Lines(BaseAnswer, ABC):
                 return self._more(_WORDS, text)
             case ReasoningPart(text=text):
                 return self._more(_THOUGHTS, text)
-            case Retraction(words=words, thoughts=thoughts):
-                void = {"retract": words, "retract_thinking": thoughts}
-                told = {key: count for key, count in void.items() if count}
-                extra = {"rkserve": told}
-                return line({**self._head(), **self._said(), "done": False, **extra})
+            case Retraction():
+                result = retracted(part, ("retract", "retract_thinking"))
+                return line({**self._head(), **self._content(), "done": False, "rkserve": result})
             case _:  # clients take whole calls, which are known at the end
                 return b""
 
@@ -121,35 +108,32 @@ class _Lines(BaseAnswer, ABC):
         frame = self._frames.get(kind)
         if frame is None:
             hole = output.EventTemplate.HOLE
-            said = self._said(hole) if kind == _WORDS else self._said(thoughts=hole)
-            value = {**self._head(), **said, "done": False}
+            fields = self._content(hole) if kind == _WORDS else self._content(thoughts=hole)
+            value = {**self._head(), **fields, "done": False}
             frame = self._frames[kind] = output.EventTemplate(value, before="", after="\n")
         return frame.fill(text)
 
     def paused(self, index: int, paused: Paused) -> bytes:
         """Return a line without text, with the status for clients that asked for pauses."""
         status = {"rkserve": pause_status(index, paused)} if self._tells_of_pauses else {}
-        return line({**self._head(), **self._said(), "done": False, **status})
+        return line({**self._head(), **self._content(), "done": False, **status})
 
     def finish(self, index: int, finished: Finished) -> bytes:
         """Return held-back text and the calls; the last line has the finish reason and usage."""
         held_back = b"".join([self._part(part) for part in self.end(index, finished)])
         if not (calls := self._calls()):
             return held_back
-        return held_back + line({**self._head(), **self._said(calls=calls), "done": False})
+        return held_back + line({**self._head(), **self._content(calls=calls), "done": False})
 
     def closing(self) -> bytes:
-        """Return the last line."""
-        return line(self._last(self._said()))
+        return line(self._last(self._content()))
 
     def broken(self, exc: BaseException) -> bytes:
-        """Return the line that ends an answer which breaks off."""
         return _broken(exc)
 
     def whole(self) -> JsonObject:
-        """Return the answer."""
         speech = self.speech(0)
-        return self._last(self._said(speech.words, speech.thoughts, self._calls()))
+        return self._last(self._content(speech.words, speech.thoughts, self._calls()))
 
     def _calls(self) -> list[JsonObject]:
         """Return the calls in Ollama's form: arguments are an object."""
@@ -161,30 +145,25 @@ class _Lines(BaseAnswer, ABC):
             for one in self.speech(0).calls
         ]
 
-    def _last(self, said: JsonObject) -> JsonObject:
+    def _last(self, fields: JsonObject) -> JsonObject:
         end, counts = self._ends[0], self.usage()
-        told: JsonObject = {**timings_of([end])}
-        own = {"id": self.id, **self._seal(self.versions), "timings": told, **self._spans(0)}
+        timings: JsonObject = {**timings_of([end])}
+        own = {"id": self.id, **self._seal(self.versions), "timings": timings, **self._spans(0)}
         waited = (
-            "queue_ms",
-            "batch_wait_ms",
-            "encode_ms",
-            "prefill_ms",
-            "decode_ms",
-            "paused_ms",
-            "lost_ms",
+            *("queue_ms", "batch_wait_ms", "encode_ms", "prefill_ms", "decode_ms"),
+            *("paused_ms", "lost_ms"),
         )
         return {
             **self._head(),
-            **said,
+            **fields,
             "done": True,
             "done_reason": end.reason.value,
-            "total_duration": _ns(sum(told.get(name, 0) for name in waited)),
+            "total_duration": _ns(sum(timings.get(name, 0) for name in waited)),
             "load_duration": 0,
             "prompt_eval_count": counts["prompt_tokens"],
-            "prompt_eval_duration": _ns(told["prefill_ms"]),
+            "prompt_eval_duration": _ns(timings["prefill_ms"]),
             "eval_count": counts["completion_tokens"],
-            "eval_duration": _ns(told["decode_ms"]),
+            "eval_duration": _ns(timings["decode_ms"]),
             "rkserve": own,
         }
 
@@ -192,7 +171,7 @@ class _Lines(BaseAnswer, ABC):
         return {"model": self._model, "created_at": timestamp(self._created)}
 
     @abstractmethod
-    def _said(
+    def _content(
         self, words: str = "", thoughts: str = "", calls: Sequence[JsonObject] = ()
     ) -> JsonObject:
         """Return text, reasoning and tool calls."""
@@ -201,7 +180,7 @@ class _Lines(BaseAnswer, ABC):
 class ChatLines(_Lines):
     """The answer to a call of /api/chat."""
 
-    def _said(
+    def _content(
         self, words: str = "", thoughts: str = "", calls: Sequence[JsonObject] = ()
     ) -> JsonObject:
         message: JsonObject = {"role": "assistant", "content": words}
@@ -215,7 +194,7 @@ class ChatLines(_Lines):
 class GenerateLines(_Lines):
     """The answer to a call of /api/generate."""
 
-    def _said(
+    def _content(
         self,
         words: str = "",
         thoughts: str = "",
@@ -224,11 +203,11 @@ class GenerateLines(_Lines):
         return {"response": words, **({"thinking": thoughts} if thoughts else {})}
 
 
-def loaded(load: LoadRequest, created: int, *, chat: bool) -> JsonObject:
+def loaded(model: str, created: int, *, chat: bool) -> JsonObject:
     """Return the answer to a call that only loads the model."""
-    said = {"message": {"role": "assistant", "content": ""}} if chat else {"response": ""}
-    head = {"model": load.model, "created_at": timestamp(created)}
-    return {**head, **said, "done": True, "done_reason": "load"}
+    fields = {"message": {"role": "assistant", "content": ""}} if chat else {"response": ""}
+    head = {"model": model, "created_at": timestamp(created)}
+    return {**head, **fields, "done": True, "done_reason": "load"}
 
 
 def line(value: JsonObject) -> bytes:
@@ -251,17 +230,21 @@ def _ns(milliseconds: float) -> int:
 def ollama_error(exc: BaseException) -> tuple[int, dict[str, str], JsonObject]:
     """Return status, headers and body for an exception, as ``errors.error_object`` does."""
     status, headers, body = error_object(exc)
-    told = body["error"]
-    return status, headers, {"error": told["message"], "param": told["param"], "code": told["code"]}
+    error = body["error"]
+    return (
+        status,
+        headers,
+        {"error": error["message"], "param": error["param"], "code": error["code"]},
+    )
 
 
 def _broken(exc: BaseException) -> bytes:
     return line(ollama_error(exc)[2])
 
 
-def _pinging(said: JsonObject) -> Callable[[AnyCall], bytes]:
+def _pinging(fields: JsonObject) -> Callable[[AnyCall], bytes]:
     """Return the keep-alive of a stream, a line without text: clients read every line as JSON."""
-    return lambda call: line({"model": call.model, **said, "done": False})
+    return lambda call: line({"model": call.model, **fields, "done": False})
 
 
 CHAT = Dialect(

@@ -15,18 +15,22 @@ from pydantic import Field, SkipValidation, model_validator
 from typing_extensions import NotRequired, TypedDict
 
 from rkserve.api.common.parameters import ModelName, Nonempty, OpenModel
-from rkserve.api.json.body import JsonObject, parse_object
-from rkserve.api.json.fields import Fields, missing
-from rkserve.api.json.limits import MAX_DIMENSIONS, MAX_INPUTS
+from rkserve.api.json.fields import (
+    MAX_DIMENSIONS,
+    MAX_INPUTS,
+    Fields,
+    JsonObject,
+    missing,
+    parse_object,
+)
 from rkserve.api.json.schemas import Count
 from rkserve.api.ollama.answers import timestamp
-from rkserve.api.ollama.requests import LoadRequest, without_tag
+from rkserve.api.ollama.requests import without_tag
 from rkserve.api.openai.embeddings import (
     EmbeddingCall,
     EmbeddingDialect,
     VectorRequest,
-    check_count,
-    read_text,
+    read_inputs,
     written,
 )
 from rkserve.core.board_report import BoardReport, BoardState
@@ -177,11 +181,6 @@ def running(
     return {"models": found}
 
 
-def version(own: str) -> OllamaVersionAnswer:
-    """Return the answer of GET /api/version; ``own`` is rkserve's."""
-    return {"version": API_RELEASE, "rkserve": own}
-
-
 def base_of(entry: JsonObject) -> str:
     """Return the base model of an entry."""
     return str(entry["parent"] if "parent" in entry else entry["id"])
@@ -287,21 +286,12 @@ def parse_embed_one(body: bytes) -> EmbeddingCall:
 
 def _call(asked: VectorRequest, fields: Fields, name: str) -> EmbeddingCall:
     wanted = replace(asked.options(), model=without_tag(asked.model))
-    value = fields.get(name)
-    if isinstance(value, str):
-        return EmbeddingCall(wanted, (_text(value, name),), (name,))
-    texts = fields.items(name)
-    check_count(len(texts), name)
-    paths = tuple(f"{name}[{index}]" for index in range(len(texts)))
-    inputs = tuple(_text(one, path) for one, path in zip(texts, paths, strict=True))
+    inputs, paths = read_inputs(fields, name)
+    for text, path in zip(inputs, paths, strict=True):
+        if not isinstance(text, str):
+            at = path if path != name else f"{name}[0]"  # one list of token IDs is one text
+            raise RequestError(f"Invalid '{at}': a string is expected.", at)
     return EmbeddingCall(wanted, inputs, paths)
-
-
-def _text(value: object, path: str) -> str:
-    text = read_text(value, path)
-    if not isinstance(text, str):
-        raise RequestError(f"Invalid '{path}': a string is expected.", path)
-    return text
 
 
 def _embedded(
@@ -323,11 +313,11 @@ def _embedded_one(
     return b'{"embedding":%b}' % written(vector)
 
 
-def nothing(asked: LoadRequest, what: str) -> OllamaEmbedAnswer | OllamaEmbeddingsAnswer:
+def nothing(model: str, what: str) -> OllamaEmbedAnswer | OllamaEmbeddingsAnswer:
     """Return the answer to a call without a text: the model is ready."""
     if what == "prompt":
         return {"embedding": []}
-    return {"model": asked.model, "embeddings": [], "total_duration": 0, "load_duration": 0}
+    return {"model": model, "embeddings": [], "total_duration": 0, "load_duration": 0}
 
 
 EMBED = EmbeddingDialect(parse_embed, _embedded)

@@ -6,7 +6,7 @@ Unsupported parameters that would change the answer are in ``_REFUSED`` and ``_O
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, SkipValidation
@@ -24,9 +24,13 @@ from rkserve.api.common.parameters import (
     SamplingParameters,
     StopSequences,
 )
-from rkserve.api.json.body import parse_object
-from rkserve.api.json.fields import Fields, as_fields, missing, wrong_type
-from rkserve.api.json.limits import MAX_MESSAGES, MAX_TOOLS
+from rkserve.api.json.fields import (
+    MAX_MESSAGES,
+    MAX_TOOLS,
+    Fields,
+    parse_object,
+    wrong_type,
+)
 from rkserve.api.parsing import sampling
 from rkserve.api.parsing.answer_parser import EFFORTS, ReasoningOptions
 from rkserve.api.parsing.sampling import JSON_OBJECT, Named, schema_guide
@@ -49,13 +53,11 @@ class OllamaRequest(OwnParameters, ReasoningParameters):
     """Keys of both /api/chat and /api/generate."""
 
     model: ModelName = Field(description="A model or an adapter.")
-    stream: bool = Field(True, description="True unless it is said otherwise.")
+    stream: bool = Field(True, description="The default is true.")
     options: OllamaOptions = Field(default_factory=OllamaOptions)
     format: SkipValidation[Literal["", "json"] | AnyObject | None] = None
     think: SkipValidation[bool | Effort | None] = None
-    keep_alive: SkipValidation[str | float | None] = Field(
-        None, description="Only 0 has a meaning: it is refused."
-    )
+    keep_alive: SkipValidation[str | float | None] = Field(None, description="0 is refused.")
 
     def call(self, fields: Fields) -> dict[str, Any]:
         """Return the values by the names of ``GenerationCall``; ``fields`` is the body."""
@@ -87,27 +89,16 @@ class OllamaRequest(OwnParameters, ReasoningParameters):
 class OllamaChatRequest(OllamaRequest):
     """The body of POST /api/chat."""
 
-    messages: SkipValidation[list[AnyObject] | None] = Field(
-        None, description="None: the model is loaded, if it sleeps."
-    )
+    messages: SkipValidation[list[AnyObject] | None] = Field(None, description="None: load it.")
     tools: SkipValidation[Annotated[list[AnyObject], Field(max_length=MAX_TOOLS)] | None] = None
 
 
 class OllamaGenerateRequest(OllamaRequest):
     """The body of POST /api/generate."""
 
-    prompt: SkipValidation[str | None] = Field(
-        None, description="None: the model is loaded, if it sleeps."
-    )
+    prompt: SkipValidation[str | None] = Field(None, description="None: the model is loaded.")
     system: str | None = None
     raw: bool = False
-
-
-@dataclass(frozen=True)
-class LoadRequest:
-    """A call without a prompt: it loads the model and generates nothing."""
-
-    model: str
 
 
 def parse_chat(body: bytes) -> ChatCall:
@@ -129,8 +120,7 @@ def parse_chat(body: bytes) -> ChatCall:
 def parse_generate(body: bytes) -> AnyCall:
     """Read the body of POST /api/generate: a prompt for the model's template, or a raw one.
 
-    Raises:
-        RequestError: with the ``param`` at fault.
+    Raises ``RequestError``.
     """
     values = parse_object(body)
     asked, fields = OllamaGenerateRequest.read(values), Fields(values)
@@ -153,11 +143,10 @@ def parse_generate(body: bytes) -> AnyCall:
     return ChatCall(messages=tuple(messages), wish=asked.thinking(fields), **asked.call(fields))
 
 
-def parse_load(body: bytes, what: str) -> LoadRequest | None:
-    """Return the load request of a call without ``what``; None if it is present.
+def parse_load(body: bytes, what: str) -> str | None:
+    """Return the model that a call without ``what`` only loads; None if it is present.
 
-    Raises:
-        RequestError: also for an unload, which only the operator may request.
+    Raises ``RequestError``: also for an unload, which only the operator may request.
     """
     values = parse_object(body)
     if values.get(what) not in (None, "", []):
@@ -169,7 +158,7 @@ def parse_load(body: bytes, what: str) -> LoadRequest | None:
             "POST /v1/models/unload.",
             "keep_alive",
         )
-    return LoadRequest(without_tag(model))
+    return without_tag(model)
 
 
 class ModelRequest(OpenModel):
@@ -187,46 +176,31 @@ def _format(fields: Fields) -> Named | None:
     """Read ``format``: a word, or a schema."""
     value = fields.get("format")
     if isinstance(value, dict):
-        return "format", schema_guide(value, "format")
+        return "format", schema_guide(fields, "format")
     word = fields.choice("format", "", "json")
     return ("format", JSON_OBJECT) if word else None
-
-
-def _only(*harmless: Any) -> sampling.Harmless:
-    return lambda value, _: not isinstance(value, bool) and value in harmless
-
-
-def _off(value: Any, _: Fields) -> bool:
-    return value is False
-
-
-def _empty(value: Any, _: Fields) -> bool:
-    return value in ([], {}, "")
 
 
 # As in ``unsupported``: parameters that would change the answer, with values without effect.
 _REFUSED: dict[str, sampling.Harmless] = {
     **sampling.UNSUPPORTED,
     **sampling.UNSUPPORTED_TOKENS,
-    "suffix": _empty,
-    "template": _empty,
-    "context": _empty,
-    "logprobs": _off,
-    "top_logprobs": _only(0),
+    "suffix": sampling.empty,
+    "template": sampling.empty,
+    "context": sampling.empty,
+    "logprobs": sampling.only(False),
+    "top_logprobs": sampling.only(0),
 }
 _OPTIONS_REFUSED: dict[str, sampling.Harmless] = {
-    "typical_p": _only(1),
-    "tfs_z": _only(1),
+    "typical_p": sampling.only(1),
+    "tfs_z": sampling.only(1),
 }
 
 
 def _messages(fields: Fields) -> Iterator[Message]:
     pairing = PendingToolCalls(orphans=True)
-    for index, value in enumerate(fields.items("messages", MAX_MESSAGES)):
-        fields_of = as_fields(value, f"messages[{index}]")
-        role = fields_of.choice("role", "system", "user", "assistant", "tool")
-        if role is None:
-            raise missing(fields_of.path("role"))
+    for fields_of in fields.objects("messages", MAX_MESSAGES):
+        role = fields_of.required_choice("role", "system", "user", "assistant", "tool")
         images = _images(fields_of)
         if images and role != "user":
             raise UnsupportedParameter(
@@ -258,17 +232,13 @@ def _images(fields: Fields) -> list[ImagePart]:
 def _result(message: Fields) -> Message:
     """Return the keys by which a tool result names its call, if the client sent them."""
     name = message.text("tool_name") or message.text("name")
-    told = {"tool_call_id": message.text("tool_call_id"), "name": name}
-    return {key: value for key, value in told.items() if value}
+    result = {"tool_call_id": message.text("tool_call_id"), "name": name}
+    return {key: value for key, value in result.items() if value}
 
 
 def _tool_calls(message: Fields) -> Iterator[Message]:
-    path = message.path("tool_calls")
-    for index, value in enumerate(message.items("tool_calls")):
-        call = as_fields(value, f"{path}[{index}]")
-        function = call.child("function")
-        if function is None:
-            raise missing(call.path("function"))
+    for call in message.objects("tool_calls"):
+        function = call.required_child("function")
         given = function.child("arguments")
         yield {
             **({"id": given_id} if (given_id := call.text("id")) else {}),

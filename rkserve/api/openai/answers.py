@@ -6,7 +6,7 @@ for text that an edit retracted after it was sent; a whole answer has the final 
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
@@ -15,13 +15,15 @@ from typing_extensions import NotRequired, TypedDict
 from rkserve.api.common import output
 from rkserve.api.common.answer import (
     AnswerOrigin,
-    BaseAnswer,
+    AnyCall,
     Dialect,
+    DialectAnswer,
     FinishedBy,
     TimingsAnswer,
     UsageAnswer,
     WeightSpans,
     pause_status,
+    retracted,
     timings_of,
 )
 from rkserve.api.common.calls import ChatCall, CompletionCall, parse_chat, parse_completion
@@ -34,8 +36,7 @@ from rkserve.api.common.logprobs import (
     chat_logprobs,
     of_prompt,
 )
-from rkserve.api.common.output import error_event
-from rkserve.api.json.body import JsonObject
+from rkserve.api.json.fields import JsonObject
 from rkserve.api.json.schemas import Count
 from rkserve.api.parsing.answer_parser import TOOL_CALLS
 from rkserve.api.parsing.tools.base import (
@@ -177,49 +178,47 @@ class CompletionChunk(_Chunk):
     choices: list[TextChunkChoice]
 
 
-class _Answer(BaseAnswer, ABC):
+class _Answer(DialectAnswer):
     """Base of chat and completion answers."""
 
     _whole_object: ClassVar[str]
     _chunk_object: ClassVar[str]
 
-    def __init__(
-        self, call: ChatCall | CompletionCall, answer_id: str, created: int, stamp: AnswerOrigin
-    ) -> None:
+    def __init__(self, call: AnyCall, answer_id: str, created: int, stamp: AnswerOrigin) -> None:
         super().__init__(call, answer_id, created, stamp)
         self._fingerprint = stamp.fingerprint(stamp.accepted)
         self._call = call
         self._include_usage = call.include_usage
         self._lexicon, self._top = stamp.lexicon, call.steps.top_logprobs
-        self._tells = self._top is not None or call.token_ids  # of single tokens
+        self._lists_tokens = self._top is not None or call.token_ids  # of single tokens
         self._begun: set[int] = set()  # choices of which a chunk was sent
         self._frames: dict[tuple[int, str], output.EventTemplate] = {}
-
-    def opening(self, index: int) -> bytes:  # noqa: ARG002 - completions open with nothing
-        """Return the bytes before the first delta of a choice."""
-        return b""
 
     def delta(self, index: int, delta: Delta) -> bytes:
         """Return the chunks of a delta; nothing if it neither adds nor retracts text.
 
         Log-probabilities and IDs are sent in the chunk of their text, also if it was held back.
         """
-        return self._worded(index, delta)
+        delta = self._taken(index, delta)
+        if delta.retract:
+            piece = self._piece(index, delta.text, None)
+            return self._sent(index, piece, {"rkserve": {"retract": delta.retract}})
+        return self._filled(index, "content", delta.text) if delta.text else b""
 
-    def _told(self, index: int) -> JsonObject:
+    def _token_fields(self, index: int) -> JsonObject:
         """Return the requested facts about the tokens of a whole choice."""
-        if not self._tells:
+        if not self._lists_tokens:
             return {}
         return self._of_prompt_ids(index) | self._of_tokens(index, self._tokens[index].chosen)
 
     def _of_tokens(self, index: int, found: list[Chosen]) -> JsonObject:
         """Return log-probabilities and ids of the next tokens of a choice."""
-        told: JsonObject = {}
+        entry: JsonObject = {}
         if self._top is not None:
-            told["logprobs"] = self._logprobs(index, found)
+            entry["logprobs"] = self._logprobs(index, found)
         if self._call.token_ids:
-            told["token_ids"] = [token_id for token_id, _ in found]
-        return told
+            entry["token_ids"] = [token_id for token_id, _ in found]
+        return entry
 
     def _of_prompt_ids(self, index: int) -> JsonObject:  # noqa: ARG002 - chats have them elsewhere
         """Return the IDs of the prompt, if they belong to each choice."""
@@ -227,7 +226,7 @@ class _Answer(BaseAnswer, ABC):
 
     def _sent(self, index: int, piece: JsonObject, more: JsonObject | None = None) -> bytes:
         """Return a chunk of a piece, with the new tokens of its choice."""
-        if not self._tells:
+        if not self._lists_tokens:
             return output.data({**self._chunk([piece]), **(more or {})})
         found, void = self._tokens[index].news()
         if index not in self._begun:
@@ -244,15 +243,8 @@ class _Answer(BaseAnswer, ABC):
     def _logprobs(self, index: int, found: list[Chosen]) -> JsonObject:
         """Return the logprobs of the next tokens of a choice."""
 
-    def _worded(self, index: int, delta: Delta) -> bytes:
-        delta = self._taken(index, delta)
-        if delta.retract:
-            piece = self._piece(index, delta.text, None)
-            return self._sent(index, piece, {"rkserve": {"retract": delta.retract}})
-        return self._filled(index, "content", delta.text) if delta.text else b""
-
     def paused(self, index: int, paused: Paused) -> bytes:
-        """Return a comment for a pause, and a chunk for clients that asked for pauses."""
+        """Return a comment for a pause, and an event for clients that asked for pauses."""
         if not self._tells_of_pauses:
             return output.PAUSED
         return output.PAUSED + output.data(
@@ -260,39 +252,29 @@ class _Answer(BaseAnswer, ABC):
         )
 
     def finish(self, index: int, finished: Finished) -> bytes:
-        """Return the chunk that ends a choice."""
         held_back = b"".join(self._part(index, part) for part in self.end(index, finished))
         reason = self.speech(index).reason(finished)
         piece = self._piece(index, "", reason) | self._spans(index)
-        told = {**self._seal([self._version(index)]), "timings": timings_of([finished])}
-        return held_back + self._sent(index, piece, told)
+        entry = {**self._seal([self._version(index)]), "timings": timings_of([finished])}
+        return held_back + self._sent(index, piece, entry)
 
     def _part(self, index: int, part: Part) -> bytes:
         """Return the chunk of a part."""
         assert isinstance(part, TextPart)  # raw prompts have neither tools nor reasoning
         return self._filled(index, "content", part.text)
 
-    def usage_chunk(self) -> bytes:
-        """Return the last chunk, which has no choices; nothing unless the client asked for it."""
-        if not self._include_usage:
-            return b""
-        return output.data({**self._chunk([]), "usage": self.usage()})
-
     def closing(self) -> bytes:
-        """Return the bytes after the last choice."""
-        return self.usage_chunk() + output.DONE
-
-    def broken(self, exc: BaseException) -> bytes:
-        """Return the error event that ends a stream which breaks."""
-        return _broken(exc)
+        """Return the usage, a chunk without choices, if the client asked for it, and the end."""
+        usage = output.data({**self._chunk([]), "usage": self.usage()})
+        return (usage if self._include_usage else b"") + output.DONE
 
     def whole(self) -> JsonObject:
-        """Return the answer. Every choice must have ended."""
         return {
             **self._head(self._whole_object),
             **self._seal(self.versions),
             "choices": [
-                self._choice(i) | self._spans(i) | self._told(i) for i in range(self._choices)
+                self._choice(i) | self._spans(i) | self._token_fields(i)
+                for i in range(self._choices)
             ],
             "usage": self.usage(),
             "timings": timings_of([self._ends[i] for i in range(self._choices)]),
@@ -320,7 +302,7 @@ class _Answer(BaseAnswer, ABC):
 
     def _filled(self, index: int, kind: str, text: str) -> bytes:
         """Return a chunk of which only the text is new."""
-        if self._tells:
+        if self._lists_tokens:
             return self._sent(index, self._piece(index, text, None, kind))
         frame = self._frames.get((index, kind))
         if frame is None:
@@ -360,9 +342,9 @@ class ChatAnswer(_Answer):
             return {}
         return {"prompt_token_ids": list(self._words.prompts[0])}
 
-    def _worded(self, index: int, delta: Delta) -> bytes:
+    def delta(self, index: int, delta: Delta) -> bytes:
         if self._stamp.reading.plain:  # the path of most tokens, which need no parser
-            return super()._worded(index, delta)
+            return super().delta(index, delta)
         return b"".join([self._part(index, part) for part in self.add(index, delta)])
 
     def _part(self, index: int, part: Part) -> bytes:
@@ -373,14 +355,9 @@ class ChatAnswer(_Answer):
                 return self._filled(index, "reasoning_content", text)
             case ToolCallStart() | ToolCallDelta():
                 return self._sent(index, _chat_piece(index, self._called(part), None))
-            case Retraction(words=words, thoughts=thoughts, calls=calls):
-                void = {
-                    "retract": words,
-                    "retract_reasoning": thoughts,
-                    "retract_tool_calls": calls,
-                }
-                told = {key: count for key, count in void.items() if count}
-                return self._sent(index, _chat_piece(index, {}, None), {"rkserve": told})
+            case Retraction():
+                piece = _chat_piece(index, {}, None)
+                return self._sent(index, piece, {"rkserve": retracted(part)})
 
     def _called(self, part: ToolCallStart | ToolCallDelta) -> JsonObject:
         """Return the new part of a call: its name first, then its arguments."""
@@ -442,9 +419,7 @@ class CompletionAnswer(_Answer):
 
     _whole_object = _chunk_object = "text_completion"
 
-    def __init__(
-        self, call: ChatCall | CompletionCall, answer_id: str, created: int, stamp: AnswerOrigin
-    ) -> None:
+    def __init__(self, call: AnyCall, answer_id: str, created: int, stamp: AnswerOrigin) -> None:
         super().__init__(call, answer_id, created, stamp)
         self._echo = isinstance(call, CompletionCall) and call.echo
         self._given = call.n
@@ -467,9 +442,9 @@ class CompletionAnswer(_Answer):
             before = self._prompt(index, {"logprobs": self._of_prompt(index, delta.prompt)})
         return before + super().delta(index, delta)
 
-    def _prompt(self, index: int, told: JsonObject) -> bytes:
+    def _prompt(self, index: int, entry: JsonObject) -> bytes:
         piece = self._piece(index, self._words.prompt_text(index), None)
-        return output.data(self._chunk([piece | told]))
+        return output.data(self._chunk([piece | entry]))
 
     def _of_prompt(self, index: int, scored: Sequence[Scored]) -> JsonObject:
         return self._logs_of(index, of_prompt(self._words.prompts[index], scored))
@@ -506,17 +481,17 @@ class CompletionAnswer(_Answer):
         ranked = sorted(indexes, key=lambda index: self._tokens[index].mean, reverse=True)
         return ranked[: self._given]
 
-    def _told(self, index: int) -> JsonObject:
+    def _token_fields(self, index: int) -> JsonObject:
         if not self._echo or self._lexicon is None:
-            return super()._told(index)
-        told = super()._told(index)
+            return super()._token_fields(index)
+        entry = super()._token_fields(index)
         if self._top is not None:
             found, ids = self._tokens[index], self._lexicon.prompts[index]
             every = [*of_prompt(ids, found.prompt), *self._lexicon.seen(found.chosen)]
             self._logs.pop(index, None)
-            told["logprobs"] = self._logs_of(index, every)
+            entry["logprobs"] = self._logs_of(index, every)
         text = self._lexicon.prompt_text(index) + self.speech(index).words
-        return {"text": text, **told}
+        return {"text": text, **entry}
 
     def _piece(
         self,
@@ -535,13 +510,5 @@ def _chat_piece(index: int, delta: dict[str, Any], reason: str | None) -> JsonOb
     return {"index": index, "delta": delta, "logprobs": None, "finish_reason": reason}
 
 
-def _ping(_call: ChatCall | CompletionCall) -> bytes:
-    return output.PING
-
-
-def _broken(exc: BaseException) -> bytes:
-    return error_event(exc) + output.DONE
-
-
-CHAT = Dialect(parse_chat, ChatAnswer, "chatcmpl-", _ping, _broken)
-COMPLETION = Dialect(parse_completion, CompletionAnswer, "cmpl-", _ping, _broken)
+CHAT = Dialect(parse_chat, ChatAnswer, "chatcmpl-")
+COMPLETION = Dialect(parse_completion, CompletionAnswer, "cmpl-")

@@ -18,9 +18,7 @@ from rkserve.api.common.calls import TextOrIds, read_prompt
 from rkserve.api.common.parameters import ModelName, Nonempty, NonemptyIds, Scheduling
 from rkserve.api.common.renderer import Prompt, Renderer
 from rkserve.api.common.version_policy import ResolvedModel
-from rkserve.api.json.body import parse_object
-from rkserve.api.json.fields import Fields, wrong_type
-from rkserve.api.json.limits import MAX_DIMENSIONS, MAX_INPUTS
+from rkserve.api.json.fields import MAX_DIMENSIONS, MAX_INPUTS, Fields, parse_object, wrong_type
 from rkserve.api.json.schemas import Count
 from rkserve.api.parsing import sampling
 from rkserve.core.errors import ContextOverflow, InputTooLong, RequestError, UnsupportedParameter
@@ -34,14 +32,13 @@ CHUNK_INPUTS = 16
 CHUNK_TOKENS = 2048
 BASE64 = "base64"
 
-_REFUSED: dict[str, sampling.Harmless] = {
-    name: lambda _value, _body: False
-    for name in ("truncate_prompt_tokens", "prompt_embeds", "messages")
-}
+_REFUSED: dict[str, sampling.Harmless] = dict.fromkeys(
+    ("truncate_prompt_tokens", "prompt_embeds", "messages"), sampling.never
+)
 _NOT_POOLED: dict[str, sampling.Harmless] = {
-    "task": lambda value, _body: value == "token_embed",
+    "task": sampling.only("token_embed"),
     **{
-        name: lambda value, _body: value is False
+        name: sampling.only(False)
         for name in ("normalize", "use_activation", "activation", "softmax", "dimensions")
     },
 }
@@ -63,7 +60,10 @@ class VectorOptions:
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingCall:
-    """A call of /v1/embeddings. With ``cut`` texts may be longer than the context."""
+    """A call for a vector of each text, or in /pooling for the hidden states of every token.
+
+    With ``cut`` texts may be longer than the context.
+    """
 
     wanted: VectorOptions
     inputs: tuple[TextOrIds, ...]
@@ -71,16 +71,6 @@ class EmbeddingCall:
     as_base64: bool = False
     dimensions: int | None = None
     cut: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class PoolingCall:
-    """A call of /pooling: the hidden states of every token of each text."""
-
-    wanted: VectorOptions
-    inputs: tuple[TextOrIds, ...]
-    paths: tuple[str, ...]
-    as_base64: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,62 +147,63 @@ class VectorRequest(Scheduling):
         return VectorOptions(model=self.model, **self.scheduling())
 
 
-class EmbeddingsRequest(VectorRequest):
-    """The body of POST /v1/embeddings."""
+class TextsRequest(VectorRequest):
+    """Texts, and the form of their numbers."""
 
     input: _Texts
     encoding_format: Literal["float", "base64"] = "float"
+
+    def call(self, fields: Fields) -> EmbeddingCall:
+        """Return the call; ``fields`` is the body. Raises ``RequestError``."""
+        inputs, paths = read_inputs(fields, "input")
+        sampling.refuse_unsupported(fields, _REFUSED)
+        return EmbeddingCall(self.options(), inputs, paths, self.encoding_format == BASE64)
+
+
+class EmbeddingsRequest(TextsRequest):
+    """The body of POST /v1/embeddings."""
+
     dimensions: int | None = Field(None, ge=1, le=MAX_DIMENSIONS)
 
 
-class PoolingRequest(VectorRequest):
+class PoolingRequest(TextsRequest):
     """The body of POST /pooling."""
 
-    input: _Texts
-    encoding_format: Literal["float", "base64"] = "float"
     task: SkipValidation[Literal["token_embed"] | None] = None
 
 
 def parse_embeddings(body: bytes) -> EmbeddingCall:
-    """Read the body of POST /v1/embeddings.
-
-    Raises:
-        RequestError: with the ``param`` at fault.
-    """
+    """Read the body of POST /v1/embeddings. Raises ``RequestError``."""
     values = parse_object(body)
-    asked, fields = EmbeddingsRequest.read(values), Fields(values)
-    inputs, paths = _inputs(fields)
-    sampling.refuse_unsupported(fields, _REFUSED)
-    as_base64 = asked.encoding_format == BASE64
-    return EmbeddingCall(asked.options(), inputs, paths, as_base64, asked.dimensions)
+    asked = EmbeddingsRequest.read(values)
+    return replace(asked.call(Fields(values)), dimensions=asked.dimensions)
 
 
-def parse_pooling(body: bytes) -> PoolingCall:
+def parse_pooling(body: bytes) -> EmbeddingCall:
     """Read the body of POST /pooling, in vLLM's form. Only its task ``token_embed`` is supported.
 
-    Raises:
-        RequestError: with the ``param`` at fault.
+    Raises ``RequestError``.
     """
     values = parse_object(body)
     asked, fields = PoolingRequest.read(values), Fields(values)
-    inputs, paths = _inputs(fields)
-    sampling.refuse_unsupported(fields, _REFUSED | _NOT_POOLED)
-    return PoolingCall(asked.options(), inputs, paths, asked.encoding_format == BASE64)
+    call = asked.call(fields)
+    sampling.refuse_unsupported(fields, _NOT_POOLED)
+    return call
 
 
-def _inputs(fields: Fields) -> tuple[tuple[TextOrIds, ...], tuple[str, ...]]:
-    """Read one text or a list, each a string or a list of token IDs."""
-    value = fields.get("input")
+def read_inputs(fields: Fields, name: str) -> tuple[tuple[TextOrIds, ...], tuple[str, ...]]:
+    """Read one text or a list, each a string or a list of token IDs, and their paths."""
+    value = fields.get(name)
     if isinstance(value, str):
-        return (read_text(value, "input"),), ("input",)
-    if not isinstance(value, list):
-        raise wrong_type("input", "a string or an array", value)
-    first = fields.items("input")[0]
-    if not isinstance(first, str | list):
-        return (read_text(value, "input"),), ("input",)
-    check_count(len(value), "input")
-    paths = tuple(f"input[{index}]" for index in range(len(value)))
-    return tuple(read_text(one, path) for one, path in zip(value, paths, strict=True)), paths
+        return (read_text(value, name),), (name,)
+    if value is not None and not isinstance(value, list):
+        raise wrong_type(name, "a string or an array", value)
+    listed = fields.items(name)
+    if not isinstance(listed[0], str | list):
+        return (read_text(listed, name),), (name,)
+    check_count(len(listed), name)
+    paths = tuple(f"{name}[{index}]" for index in range(len(listed)))
+    return tuple(read_text(one, path) for one, path in zip(listed, paths, strict=True)), paths
 
 
 def check_count(count: int, path: str) -> None:
@@ -233,8 +224,7 @@ def read_text(value: object, path: str) -> TextOrIds:
 def check_dimensions(wanted: int | None, settings: EmbeddingSettings) -> None:
     """Refuse to cut the vectors of a model that was not trained for it.
 
-    Raises:
-        UnsupportedParameter: its ``param`` is ``dimensions``.
+    Raises ``UnsupportedParameter``: its ``param`` is ``dimensions``.
     """
     if wanted is None or settings.matryoshka or wanted == settings.dimensions:
         return
@@ -350,8 +340,7 @@ def _cut(texts: Sequence[Prompt], most: int) -> Iterator[tuple[int, ...]]:
 def finished_vector(vector: bytes, settings: EmbeddingSettings, wanted: int | None) -> array[float]:
     """Return a board's vector cut to ``wanted`` dimensions, with length one.
 
-    Raises:
-        RequestError: it does not have so many dimensions.
+    Raises ``RequestError``: it does not have so many dimensions.
     """
     values = array("f")
     values.frombytes(vector)
@@ -378,8 +367,13 @@ def embeddings_answer(
 
     It is joined vector by vector: one call of a JSON encoder would block all threads.
     """
+
+    def shown(vector: array[float]) -> bytes:
+        in_text = base64.b64encode(vector.tobytes()) if call.as_base64 else b""
+        return b'"%b"' % in_text if call.as_base64 else written(vector)
+
     items = b",".join(
-        b'{"object":"embedding","index":%d,"embedding":%b}' % (index, _written(call, vector))
+        b'{"object":"embedding","index":%d,"embedding":%b}' % (index, shown(vector))
         for index, vector in enumerate(vectors)
     )
     model = json.dumps(call.wanted.model).encode()
@@ -388,7 +382,7 @@ def embeddings_answer(
 
 
 def pooling_answer(
-    call: PoolingCall, found: Sequence[tuple[bytes, int]], answer_id: str, created: int
+    call: EmbeddingCall, found: Sequence[tuple[bytes, int]], answer_id: str, created: int
 ) -> bytes:
     """Return the body of an answer of /pooling; ``found`` are rows, and how many, of each text."""
     items = b",".join(
@@ -405,22 +399,15 @@ def pooling_answer(
     )
 
 
-def _rows_written(call: PoolingCall, data: bytes, rows: int) -> bytes:
+def _rows_written(call: EmbeddingCall, data: bytes, rows: int) -> bytes:
     if call.as_base64:
         return b'"%b"' % base64.b64encode(data)
-    size = len(data) // rows
     values = array("f")
     values.frombytes(data)
-    columns = size // values.itemsize
+    columns = len(values) // rows
     return b"[%b]" % b",".join(
         written(values[at : at + columns]) for at in range(0, len(values), columns)
     )
-
-
-def _written(call: EmbeddingCall, vector: array[float]) -> bytes:
-    if call.as_base64:
-        return b'"%b"' % base64.b64encode(vector.tobytes())
-    return written(vector)
 
 
 def written(vector: array[float]) -> bytes:

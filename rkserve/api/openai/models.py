@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from datetime import datetime, timezone
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_type_hints
 
 from typing_extensions import NotRequired, TypedDict
 
-from rkserve.api.json.body import JsonObject
+from rkserve.api.json.fields import JsonObject
 from rkserve.api.json.schemas import Count, one_of
 from rkserve.core.board_report import BoardReport, BoardState
 from rkserve.core.desired_state import AdapterVersion, AdapterVersions, Desired, SleepLevel
@@ -98,20 +98,14 @@ def model_entry(
     seconds since 1970. A board that does not serve is listed with its reason.
     """
     ordered = sorted(boards, key=lambda board: board.board_id)
-    return {
-        "id": model_id,
-        "object": "model",
-        "created": created,
-        "owned_by": OWNER,
-        **_as_anthropic(model_id, created),
-        "rkserve": {
-            "context_length": context_length,
-            "state": model_state(desired, ordered),
-            "embedding": None if embedding is None else embedding.model_dump(),
-            "vision": None if vision is None else {"image_tokens": vision.tokens},
-            "boards": [_board(board) for board in ordered],
-        },
+    facts = {
+        "context_length": context_length,
+        "state": model_state(desired, ordered),
+        "embedding": None if embedding is None else embedding.model_dump(),
+        "vision": None if vision is None else {"image_tokens": vision.tokens},
+        "boards": [_board(board) for board in ordered],
     }
+    return _entry(model_id, created, facts)
 
 
 def model_state(desired: Desired, boards: Iterable[BoardReport]) -> str:
@@ -153,21 +147,14 @@ def adapter_entry(
     """
     meant = next((a for a in versions if a.version == named), versions[-1])
     name = f"{model_id}:{meant.name if named is None else meant.label}"
-    return {
-        "id": name,
-        "object": "model",
-        "created": created,
-        "owned_by": OWNER,
-        **_as_anthropic(name, created),
-        "parent": model_id,
-        "rkserve": {
-            "context_length": context_length,
-            "adapter": meant.name,
-            "scale": meant.scale,
-            **_version(meant),
-            "versions": [_version(one) for one in versions],
-        },
+    facts = {
+        "context_length": context_length,
+        "adapter": meant.name,
+        "scale": meant.scale,
+        **_version(meant),
+        "versions": [_version(one) for one in versions],
     }
+    return _entry(name, created, facts) | {"parent": model_id}
 
 
 def line_entry(
@@ -179,23 +166,16 @@ def line_entry(
     """
     meant = line.active if named is None else line.version(named)
     name = f"{line.model}:{line.name if named is None else f'{line.name}@{named}'}"
-    return {
-        "id": name,
-        "object": "model",
-        "created": created,
-        "owned_by": OWNER,
-        **_as_anthropic(name, created),
-        "parent": line.model,
-        "rkserve": {
-            "context_length": context_length,
-            "adapter": line.name,
-            "scale": None if meant is None else meant.ref.scale,
-            **_line_version(meant),
-            "candidate": None if line.candidate is None else line.candidate.ref.version,
-            "weight": line.weight,
-            "versions": [{**_line_version(one), "scale": one.ref.scale} for one in line.versions],
-        },
+    facts = {
+        "context_length": context_length,
+        "adapter": line.name,
+        "scale": None if meant is None else meant.ref.scale,
+        **_line_version(meant),
+        "candidate": None if line.candidate is None else line.candidate.ref.version,
+        "weight": line.weight,
+        "versions": [{**_line_version(one), "scale": one.ref.scale} for one in line.versions],
     }
+    return _entry(name, created, facts) | {"parent": line.model}
 
 
 def models_list(entries: Sequence[JsonObject]) -> JsonObject:
@@ -210,14 +190,19 @@ def models_list(entries: Sequence[JsonObject]) -> JsonObject:
     }
 
 
-def _as_anthropic(name: str, created: int) -> JsonObject:
-    """Return the keys that Anthropic's clients read at the same path."""
+def _entry(name: str, created: int, facts: JsonObject) -> JsonObject:
+    """Return OpenAI's object with the keys that Anthropic's clients read at the same path."""
     written = datetime.fromtimestamp(created, timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
     return {
+        "id": name,
+        "object": "model",
+        "created": created,
+        "owned_by": OWNER,
         "type": "model",
         "display_name": name,
         "created_at": written,
         "lifecycle": "active",
+        "rkserve": facts,
     }
 
 
@@ -228,70 +213,31 @@ class CircuitEntry(TypedDict):
     reason: str
 
 
-class BoardAnswer(TypedDict):
-    """A board as its own report has it; counters run since its replica's start."""
-
-    id: str
-    object: Literal["board"]
-    state: Annotated[str, one_of(BoardState)]
-    circuit: CircuitEntry
-    model: str
-    reason: str
-    release: str
-    platform: str
-    node: str
-    library: str
-    replica: str
-    hold: str
-    base: str
-    own_digest: str
-    last_recovery: str
-    serving: dict[str, str]
-    own_bytes: int
-    pid: int
-    engine_pid: int
-    context_len: int
-    kv_positions: int
-    running: int
-    queued: int
-    queue_limit: int
-    requests: int
-    prompt_tokens: int
-    cached_tokens: int
-    completion_tokens: int
-    aborted: int
-    failed: int
-    engine_starts: int
-    engine_renewals: int
-    prefill_tokens: int
-    decode_tokens: int
-    paused: int
-    n_batch: int
-    adapter_bytes: int
-    pauses: int
-    parked: int
-    restored: int
-    batch_runs: int
-    batch_entries: int
-    missing: int
-    prefill_ms: float
-    decode_ms: float
-    memory_mb: float
-    batch_tail_ms: float
-    idle_s: float
-    hardware: dict[str, Any] | None
-    adapters: list[str]
-    staged: list[str]
-    versions: list[dict[str, Any]]
-    epoch: int | None
-    level: int | None
+# A board's own report under its names, with other types where JSON has others.
+_REPORT: dict[str, Any] = get_type_hints(BoardReport) | {
+    "id": str,
+    "object": Literal["board"],
+    "circuit": CircuitEntry,
+    "state": Annotated[str, one_of(BoardState)],
+    "serving": dict[str, str],
+    "hardware": dict[str, Any] | None,
+    "adapters": list[str],
+    "staged": list[str],
+    "versions": list[dict[str, Any]],
+}
+_NOT_TOLD = ("board_id", "holdings")
+_TYPED: Any = TypedDict  # the type checker knows no keys that are computed
+BoardAnswer = _TYPED(
+    "BoardAnswer", {name: kind for name, kind in _REPORT.items() if name not in _NOT_TOLD}
+)
+BoardAnswer.__doc__ = "A board as its own report has it; counters run since its replica's start."
 
 
 class BoardsAnswer(TypedDict):
     """All boards."""
 
     object: Literal["list"]
-    data: list[BoardAnswer]
+    data: list[BoardAnswer]  # type: ignore[valid-type]
 
 
 def board_entry(board: BoardReport, circuit: tuple[str, str]) -> JsonObject:
@@ -299,14 +245,14 @@ def board_entry(board: BoardReport, circuit: tuple[str, str]) -> JsonObject:
 
     ``circuit`` is the state of the Router's circuit breaker, and its reason.
     """
-    told = asdict(board)
-    del told["holdings"]  # hashes, and of use to Routers only
-    told["serving"] = dict(board.serving)
-    told |= {"state": board.state.value, "reason": without_folders(board.reason)}
-    told["last_recovery"] = without_folders(board.last_recovery)
+    entry = asdict(board)
+    del entry["holdings"]  # hashes, and of use to Routers only
+    entry["serving"] = dict(board.serving)
+    entry |= {"state": board.state.value, "reason": without_folders(board.reason)}
+    entry["last_recovery"] = without_folders(board.last_recovery)
     state, reason = circuit
-    told["circuit"] = {"state": state, "reason": without_folders(reason)}
-    return {"id": told.pop("board_id"), "object": "board", **told}
+    entry["circuit"] = {"state": state, "reason": without_folders(reason)}
+    return {"id": entry.pop("board_id"), "object": "board", **entry}
 
 
 def boards_list(boards: Iterable[tuple[BoardReport, tuple[str, str]]]) -> JsonObject:
@@ -335,12 +281,10 @@ def _line_version(version: AdapterVersion | None) -> JsonObject:
 
 
 def _board(board: BoardReport) -> JsonObject:
+    names = ("release", "platform", "library", "node")
     return {
         "id": board.board_id,
         "state": board.state.value,
         "reason": without_folders(board.reason),
-        "release": board.release,
-        "platform": board.platform,
-        "library": board.library,
-        "node": board.node,
+        **{name: getattr(board, name) for name in names},
     }

@@ -21,9 +21,7 @@ from typing_extensions import NotRequired, TypedDict
 from rkserve.api.common.parameters import Nonempty, OpenModel
 from rkserve.api.common.renderer import PromptHeader, Renderer
 from rkserve.api.common.version_policy import ResolvedModel
-from rkserve.api.json.body import parse_object
-from rkserve.api.json.fields import Fields, missing, wrong_type
-from rkserve.api.json.limits import MAX_INPUTS
+from rkserve.api.json.fields import MAX_INPUTS, Fields, missing, parse_object, wrong_type
 from rkserve.api.json.schemas import Count
 from rkserve.api.openai.embeddings import TextUsage, VectorOptions, VectorRequest, check_count
 from rkserve.api.parsing import sampling
@@ -33,10 +31,9 @@ from rkserve.core.messages import Delta, GenerateRequest
 from rkserve.core.run_params import Sampling, Stepwise
 from rkserve.models.settings import RerankSettings
 
-_REFUSED: dict[str, sampling.Harmless] = {
-    name: lambda _value, _body: False
-    for name in ("truncate_prompt_tokens", "max_chunks_per_doc", "max_tokens_per_doc")
-}
+_REFUSED: dict[str, sampling.Harmless] = dict.fromkeys(
+    ("truncate_prompt_tokens", "max_chunks_per_doc", "max_tokens_per_doc"), sampling.never
+)
 # The older name of each of the two keys goes first, as in vLLM.
 _FIRST, _SECOND = ("text_1", "queries", "data_1"), ("text_2", "documents", "data_2")
 
@@ -149,11 +146,7 @@ class ScoreRequest(VectorRequest):
 
 
 def parse_rerank(body: bytes) -> RankCall:
-    """Read the body of POST /v1/rerank.
-
-    Raises:
-        RequestError: with the ``param`` at fault.
-    """
+    """Read the body of POST /v1/rerank. Raises ``RequestError``."""
     values = parse_object(body)
     asked, fields = RerankRequest.read(values), Fields(values)
     query = _text(fields.get("query"), "query", query=True)
@@ -167,8 +160,7 @@ def parse_rerank(body: bytes) -> RankCall:
 def parse_score(body: bytes) -> ScoreCall:
     """Read the body of POST /score: one text with many, or pairs of as many each.
 
-    Raises:
-        RequestError: with the ``param`` at fault.
+    Raises ``RequestError``.
     """
     values = parse_object(body)
     wanted, fields = ScoreRequest.read(values).options(), Fields(values)
@@ -226,18 +218,16 @@ def rank_answer(
         "id": call_id,
         "object": "list",
         "model": call.wanted.model,
-        "results": [
-            {
-                "index": at,
-                "relevance_score": scores[at],
-                "document": {"text": call.documents[at].text},
-            }
-            if call.return_documents
-            else {"index": at, "relevance_score": scores[at]}
-            for at in order
-        ],
+        "results": [_ranked(call, at, scores[at]) for at in order],
         "usage": _usage(tokens),
     }
+
+
+def _ranked(call: RankCall, at: int, score: float) -> RankedDocument:
+    found: RankedDocument = {"index": at, "relevance_score": score}
+    if call.return_documents:
+        found["document"] = {"text": call.documents[at].text}
+    return found
 
 
 def score_answer(
@@ -291,8 +281,7 @@ def judge_of(
 ) -> RerankModel:
     """Return the rerank model of a call.
 
-    Raises:
-        UnsupportedParameter: it has no tokenizer, or a word that is not one token.
+    Raises ``UnsupportedParameter``: it has no tokenizer, or a word that is not one token.
     """
     if renderer.tokenizer is None:
         raise UnsupportedParameter(
@@ -319,8 +308,7 @@ def requests_of(
 ) -> list[GenerateRequest]:
     """Return a request for each query and document.
 
-    Raises:
-        InputTooLong: both together are longer than the context.
+    Raises ``InputTooLong``: both together are longer than the context.
     """
     meant = judge.meant
     asked = Stepwise(seed=0, top_logprobs=0, also=(judge.yes, judge.no))
@@ -344,13 +332,13 @@ def requests_of(
 
 
 def _prompt(judge: RerankModel, query: RankedText, document: RankedText) -> tuple[int, ...]:
-    said = {
+    texts = {
         "instruction": judge.settings.instruction,
         "query": query.text,
         "document": document.text,
     }
     # All at once, so that braces in a text stay text.
-    asked = _PLACES.sub(lambda found: said[found[1]], judge.settings.prompt)
+    asked = _PLACES.sub(lambda found: texts[found[1]], judge.settings.prompt)
     messages = [
         {"role": "system", "content": judge.settings.system},
         {"role": "user", "content": asked},

@@ -11,8 +11,7 @@ from typing_extensions import TypedDict
 
 from rkserve.api.common.calls import ChatMessage, Tools
 from rkserve.api.common.parameters import AnyObject, ModelName, OpenModel
-from rkserve.api.json.body import JsonObject, parse_object
-from rkserve.api.json.fields import Fields, missing
+from rkserve.api.json.fields import Fields, JsonObject, missing, parse_object
 from rkserve.api.json.schemas import Count, RequestModel, read_model
 from rkserve.api.parsing import sampling
 from rkserve.api.parsing.tool_choice import NO_TOOLS, ToolOptions, read_tools
@@ -21,8 +20,8 @@ from rkserve.core.errors import RequestError, UnsupportedParameter
 
 # Unsupported parameters that would change the IDs of a conversation.
 _CONVERSATION: dict[str, sampling.Harmless] = {
-    "chat_template": lambda _value, _body: False,
-    "chat_template_kwargs": lambda value, _body: value == {},
+    "chat_template": sampling.never,
+    "chat_template_kwargs": sampling.only({}),
 }
 
 
@@ -43,14 +42,6 @@ class TokenizeCall:
     answer: bool = True
     tools: ToolOptions = NO_TOOLS
     strings: bool = False
-
-
-@dataclass(frozen=True)
-class DetokenizeCall:
-    """Token IDs to detokenize."""
-
-    model: str | None
-    ids: tuple[int, ...]
 
 
 class TokensAnswer(TypedDict):
@@ -105,11 +96,7 @@ class DetokenizeRequest(OpenModel):
 
 
 def parse_tokenize(body: bytes) -> TokenizeCall:
-    """Read the body of POST /tokenize.
-
-    Raises:
-        RequestError: with the ``param`` at fault.
-    """
+    """Read the body of POST /tokenize. Raises ``RequestError``."""
     values = parse_object(body)
     asked, fields = TokenizeRequest.read(values), Fields(values)
     model, strings, text = asked.model, asked.return_token_strs, asked.prompt
@@ -138,16 +125,6 @@ def parse_tokenize(body: bytes) -> TokenizeCall:
     )
 
 
-def parse_detokenize(body: bytes) -> DetokenizeCall:
-    """Read the body of POST /detokenize.
-
-    Raises:
-        RequestError: with the ``param`` at fault.
-    """
-    asked = DetokenizeRequest.read(parse_object(body))
-    return DetokenizeCall(asked.model, tuple(asked.tokens))
-
-
 class TokenizerQuery(RequestModel):
     """The query of GET /tokenizer_info."""
 
@@ -157,8 +134,7 @@ class TokenizerQuery(RequestModel):
 def parse_info(query: Sequence[tuple[str, str]]) -> str | None:
     """Read the query of GET /tokenizer_info: the name of a model, if it has one.
 
-    Raises:
-        RequestError: with the ``param`` at fault.
+    Raises ``RequestError``.
     """
     return read_model(TokenizerQuery, dict(query)).model
 
@@ -176,20 +152,3 @@ def tokenizer_info(given: JsonObject, in_force: JsonObject, context_length: int)
         "add_eos_token": bool(given.get("add_eos_token", False)),
         **in_force,
     }
-
-
-def tokenized(
-    ids: tuple[int, ...], max_model_len: int, strings: list[str] | None, count: int
-) -> TokensAnswer:
-    """Return the answer of POST /tokenize. ``count`` includes the tokens of images."""
-    return {
-        "count": count,
-        "max_model_len": max_model_len,
-        "tokens": list(ids),
-        "token_strs": strings,
-    }
-
-
-def detokenized(text: str) -> DetokenizedAnswer:
-    """Return the answer of POST /detokenize."""
-    return {"prompt": text}

@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 
-from rkserve.api.json.body import JsonObject
-from rkserve.api.json.fields import quoted
+from rkserve.api.json.fields import JsonObject, quoted
 from rkserve.api.parsing.tools.base import (
     Part,
     ReasoningPart,
@@ -78,9 +77,9 @@ def read_wish(
         variables = {**variables, "reasoning_effort": effort}
     if enabled is not None:
         variables = {**variables, **dict.fromkeys(_SWITCHES, enabled)}
-    said = variables.get("enable_thinking", variables.get("thinking"))
+    wanted = variables.get("enable_thinking", variables.get("thinking"))
     return ReasoningOptions(
-        enabled=said if isinstance(said, bool) else None,
+        enabled=wanted if isinstance(wanted, bool) else None,
         effort=effort,
         max_tokens=most,
         variables=variables,
@@ -117,7 +116,7 @@ class ReasoningSplitter:
         if self._state == self._inside:
             self._think(left.rstrip("\n"))
         elif self._state in (self._before, self._answer):
-            self._say(left)
+            self._add_text(left)
         return self._taken()
 
     def _before(self) -> bool:
@@ -159,7 +158,7 @@ class ReasoningSplitter:
         return bool(self._left)
 
     def _answer(self) -> bool:
-        self._say(self._left)
+        self._add_text(self._left)
         self._left = ""
         return False
 
@@ -167,7 +166,7 @@ class ReasoningSplitter:
         if text:
             self._parts.append(ReasoningPart(text))
 
-    def _say(self, text: str) -> None:
+    def _add_text(self, text: str) -> None:
         if text:
             self._parts.append(TextPart(text))
 
@@ -220,7 +219,7 @@ class ToolCall:
         return "".join(self.pieces)
 
 
-class _Said:
+class _Result:
     """The parts of an answer."""
 
     def __init__(self) -> None:
@@ -305,35 +304,35 @@ class AnswerParser:
         self._reading = reading
         self._reader = _Reader(reading)
         self._raw: list[str] = []
-        self._said = _Said()
+        self._result = _Result()
         self._begun = 0  # calls, also void ones
         self._answered = 0  # calls whose results were put into this very answer
 
     @property
     def words(self) -> str:
         """The text."""
-        return "".join(self._said.words)
+        return "".join(self._result.words)
 
     @property
     def thoughts(self) -> str:
         """The reasoning before the text."""
-        return "".join(self._said.thoughts)
+        return "".join(self._result.thoughts)
 
     @property
     def calls(self) -> Sequence[ToolCall]:
         """The tool calls."""
-        return self._said.calls
+        return self._result.calls
 
     def feed(self, delta: Delta) -> list[Part]:
         """Add a delta, and return its parts."""
         if delta.retract:
-            told = self._reread("".join(self._raw)[: -delta.retract] + delta.text)
+            parts = self._reread("".join(self._raw)[: -delta.retract] + delta.text)
         else:
             self._raw.append(delta.text)
-            told = self._taken(self._reader.feed(delta.text))
+            parts = self._taken(self._reader.feed(delta.text))
         if delta.splice and any(one.kind is TokenOrigin.INJECTED for one in delta.splice.slots):
-            self._answered = len(self._said.calls)
-        return told
+            self._answered = len(self._result.calls)
+        return parts
 
     def end(self) -> list[Part]:
         """End the answer, and return the parts that were held back."""
@@ -341,17 +340,17 @@ class AnswerParser:
 
     def reason(self, finished: Finished) -> str:
         """Return OpenAI's finish reason."""
-        calls = len(self._said.calls) > self._answered
+        calls = len(self._result.calls) > self._answered
         if calls and finished.reason is FinishReason.STOP:
             return TOOL_CALLS
         return finished.reason.value
 
     def _taken(self, parts: list[Part]) -> list[Part]:
-        told = []
+        taken = []
         for part in parts:
-            told.append(self._named(part))
-            self._said.take(told[-1])
-        return told
+            taken.append(self._named(part))
+            self._result.take(taken[-1])
+        return taken
 
     def _named(self, part: Part) -> Part:
         """Number the call of a part. No index is used twice, since clients merge calls by it."""
@@ -359,32 +358,32 @@ class AnswerParser:
             self._begun += 1
             return ToolCallStart(part.name, self._begun - 1, new_call_id())
         if isinstance(part, ToolCallDelta):
-            return ToolCallDelta(part.arguments, self._said.calls[-1].index)
+            return ToolCallDelta(part.arguments, self._result.calls[-1].index)
         return part
 
     def _reread(self, raw: str) -> list[Part]:
         """Parse the answer again, and return the difference to the parts already returned."""
         self._raw = [raw]
         self._reader = _Reader(self._reading)
-        before, after = self._said, _Said()
+        before, after = self._result, _Result()
         for part in self._reader.feed(raw):
             after.take(part)
-        told: list[Part] = []
+        parts: list[Part] = []
         words = _difference(before.words, after.words)
         thoughts = _difference(before.thoughts, after.thoughts)
         same = _same_calls(before.calls, after.calls)
         void = Retraction(words[0], thoughts[0], len(before.calls) - same)
         if void != Retraction():
-            told.append(void)
-        told += [ReasoningPart(thoughts[1])] if thoughts[1] else []
-        told += [TextPart(words[1])] if words[1] else []
+            parts.append(void)
+        parts += [ReasoningPart(thoughts[1])] if thoughts[1] else []
+        parts += [TextPart(words[1])] if words[1] else []
         if same and (
             more := after.calls[same - 1].arguments[len(before.calls[same - 1].arguments) :]
         ):
-            told.append(ToolCallDelta(more))
+            parts.append(ToolCallDelta(more))
         for call in after.calls[same:]:
-            told += [ToolCallStart(call.name), ToolCallDelta(call.arguments)]
-        return self._taken(told)
+            parts += [ToolCallStart(call.name), ToolCallDelta(call.arguments)]
+        return self._taken(parts)
 
 
 def new_call_id() -> str:

@@ -15,8 +15,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rkserve.api.json.fields import Fields, as_fields, missing, quoted, wrong_type
-from rkserve.api.json.limits import MAX_GUIDE_CHOICES, MAX_LOGIT_BIAS
+from rkserve.api.json.fields import (
+    MAX_GUIDE_CHOICES,
+    MAX_LOGIT_BIAS,
+    Fields,
+    as_fields,
+    missing,
+    quoted,
+    wrong_type,
+)
 from rkserve.core.errors import RequestError, UnsupportedParameter
 from rkserve.core.run_params import NEVER_ENDS, Guide, GuideKind, Sampling, Stepwise
 
@@ -70,11 +77,9 @@ class SamplingOptions:
     ) -> Stepwise | None:
         """Return the single-step options of a choice; ``dice`` is the seed if none was given.
 
-        ``prompt``: also compute the prompt's log-probabilities.
-
-        Raises:
-            UnsupportedParameter: mirostat, which carries a state from token to token, or a grammar
-                together with a minimum length.
+        ``prompt``: also compute the prompt's log-probabilities. Raises ``UnsupportedParameter``:
+        mirostat, which carries a state from token to token, or a grammar together with a minimum
+        length.
         """
         name = self.asked(sampling, ranked=ranked)
         if name is None:
@@ -151,6 +156,9 @@ JSON_OBJECT = Guide(GuideKind.JSON_SCHEMA, '{"type":"object"}')
 _STRUCTURED = "structured_outputs"
 _SGLANG = {"regex": "regex", "ebnf": "grammar", "json_schema": "json"}
 _OURS = ("json", "regex", "choice", "grammar", "json_object")
+_GUIDES = frozenset(
+    ("response_format", _STRUCTURED, "regex", "ebnf", *(f"guided_{name}" for name in _OURS))
+)
 
 
 def is_extension(name: str) -> bool:
@@ -161,9 +169,10 @@ def is_extension(name: str) -> bool:
 def read_guide(fields: Fields) -> Named | None:
     """Read the grammar of a call; None without one.
 
-    Raises:
-        RequestError: an invalid ``param``, or several grammars.
+    Raises ``RequestError``: an invalid ``param``, or several grammars.
     """
+    if _GUIDES.isdisjoint(fields.keys()):
+        return None
     found = [_response_format(fields)]
     found += [_guided(fields, f"guided_{name}", name) for name in _OURS]
     found.append(_structured(fields))
@@ -172,7 +181,7 @@ def read_guide(fields: Fields) -> Named | None:
     asked = [one for one in found if one is not None]
     if len(asked) > 1:
         names = " and ".join(f"'{name}'" for name, _ in asked)
-        raise RequestError(f"Only one of {names} can say what the answer follows.", asked[1][0])
+        raise RequestError(f"Only one of {names} can constrain the answer.", asked[1][0])
     return asked[0] if asked else None
 
 
@@ -192,15 +201,11 @@ def _response_format(fields: Fields) -> Named | None:
             "'json_object' and 'json_schema'.",
             f"{name}.type",
         )
-    schema = given.child("json_schema")
-    if schema is None:
-        raise missing(f"{name}.json_schema")
+    schema = given.required_child("json_schema")
     schema.text("name")
     # Always strict: an answer that may leave its schema is not worth the single steps.
     schema.maybe_flag("strict")
-    if schema.get("schema") is None:
-        raise missing(f"{name}.json_schema.schema")
-    return name, schema_guide(schema.get("schema"), f"{name}.json_schema.schema")
+    return name, schema_guide(schema)
 
 
 def _structured(fields: Fields) -> Named | None:
@@ -223,7 +228,7 @@ def _guided(fields: Fields, name: str, kind: str) -> Named | None:
     if value is None or value is False:
         return None
     if kind == "json":
-        return path, schema_guide(value, path)
+        return path, schema_guide(fields, name)
     if kind == "choice":
         return path, _choice(value, path)
     if kind == "json_object":
@@ -233,8 +238,11 @@ def _guided(fields: Fields, name: str, kind: str) -> Named | None:
     return path, Guide(GuideKind.REGEX if kind == "regex" else GuideKind.LARK, text)
 
 
-def schema_guide(value: Any, path: str) -> Guide:
-    """Return a schema from an object, or from text as vLLM takes it."""
+def schema_guide(fields: Fields, name: str = "schema") -> Guide:
+    """Return the schema under a key: an object, or its text as vLLM takes it."""
+    value, path = fields.get(name), fields.path(name)
+    if value is None:
+        raise missing(path)
     if isinstance(value, str):
         try:
             value = json.loads(value)
@@ -262,11 +270,13 @@ def _choice(value: Any, path: str) -> Guide:
 Harmless = Callable[[Any, Fields], bool]
 
 
-def _never(_value: Any, _body: Fields) -> bool:
+def never(_value: Any, _body: Fields) -> bool:
+    """Return that no value is harmless."""
     return False
 
 
-def _only(*harmless: Any) -> Harmless:
+def only(*harmless: Any) -> Harmless:
+    """Return the test for a few values."""
     # `is` for booleans: 0 == False and 1 == True, and a client that sends 0 means a number.
     return lambda value, _body: any(
         value is h if isinstance(h, bool) else value == h and not isinstance(value, bool)
@@ -278,42 +288,37 @@ def _generation_prompt(value: Any, body: Fields) -> bool:
     return value is True or (value is False and body.get("continue_final_message") is True)
 
 
-def _empty(value: Any, _body: Fields) -> bool:
+def empty(value: Any, _body: Fields) -> bool:
+    """Return whether a list, an object or a text is empty."""
     return value in ([], {}, "")
 
 
 # Of all dialects: these keys are vLLM's, SGLang's and llama.cpp's own.
 UNSUPPORTED: dict[str, Harmless] = {
-    "typical_p": _only(1),
-    "use_beam_search": _only(False),
-    "bad_words": _empty,
-    "allowed_token_ids": _empty,
-    "logits_processors": _empty,
-    "custom_logit_processor": _empty,
-    "custom_params": _empty,
-    "vllm_xargs": _empty,
-    "stop_regex": _empty,
-    "structural_tag": _empty,
-    "prompt_logprobs": _only(False),
-    "truncate_prompt_tokens": _never,
-    "guided_whitespace_pattern": _never,
-    "grammar": _empty,
-    "max_new_tokens": _never,
-    "min_new_tokens": _only(0),
-    "n_predict": _never,
-    "lora_path": _empty,
-    "no_stop_trim": _only(False),
-    "return_hidden_states": _only(False),
-    "session_params": _empty,
-    "thinking_token_budget": _never,
-    "include_reasoning": _only(True),
-    "separate_reasoning": _only(True),
-    "top_a": _only(0),
-    "tfs_z": _only(1),
-    "top_n_sigma": _only(0, -1),
-    "dry_multiplier": _only(0),
-    "xtc_probability": _only(0),
-    "dynatemp_range": _only(0),
+    **dict.fromkeys(
+        (
+            *("bad_words", "allowed_token_ids", "logits_processors", "custom_logit_processor"),
+            *("custom_params", "vllm_xargs", "stop_regex", "structural_tag", "grammar"),
+            *("lora_path", "session_params"),
+        ),
+        empty,
+    ),
+    **dict.fromkeys(
+        (
+            *("truncate_prompt_tokens", "guided_whitespace_pattern", "max_new_tokens"),
+            *("n_predict", "thinking_token_budget"),
+        ),
+        never,
+    ),
+    **dict.fromkeys(
+        ("use_beam_search", "prompt_logprobs", "no_stop_trim", "return_hidden_states"), only(False)
+    ),
+    **dict.fromkeys(("include_reasoning", "separate_reasoning"), only(True)),
+    **dict.fromkeys(
+        ("min_new_tokens", "top_a", "dry_multiplier", "xtc_probability", "dynatemp_range"), only(0)
+    ),
+    **dict.fromkeys(("typical_p", "tfs_z"), only(1)),
+    "top_n_sigma": only(0, -1),
 }
 # Supported alternatives.
 _INSTEAD = {
@@ -330,42 +335,42 @@ _INSTEAD = {
 
 # Of dialects other than OpenAI's chats and completions, whose answers do not list tokens.
 UNSUPPORTED_TOKENS: dict[str, Harmless] = {
-    "skip_special_tokens": _only(True),
-    "return_token_ids": _only(False),
-    "return_tokens_as_token_ids": _only(False),
+    "skip_special_tokens": only(True),
+    "return_token_ids": only(False),
+    "return_tokens_as_token_ids": only(False),
 }
 
 UNSUPPORTED_CHAT: dict[str, Harmless] = {
     **UNSUPPORTED,
-    "modalities": _only(["text"]),
-    "audio": _never,
-    "web_search_options": _never,
-    "chat_template": _never,
-    "documents": _empty,
+    "modalities": only(["text"]),
+    "audio": never,
+    "web_search_options": never,
+    "chat_template": never,
+    "documents": empty,
     "add_generation_prompt": _generation_prompt,
-    "add_special_tokens": _only(False),
-    "echo": _only(False),
-    "input_ids": _empty,
-    "mm_processor_kwargs": _empty,
-    "cross_attention": _never,
+    "add_special_tokens": only(False),
+    "echo": only(False),
+    "input_ids": empty,
+    "mm_processor_kwargs": empty,
+    "cross_attention": never,
 }
 
 UNSUPPORTED_COMPLETION: dict[str, Harmless] = {
     **UNSUPPORTED,
-    "suffix": _empty,
-    "add_special_tokens": _only(True),
+    "suffix": empty,
+    "add_special_tokens": only(True),
 }
 
 
 def refuse_unsupported(body: Fields, table: dict[str, Harmless]) -> None:
     """Raise for the first unsupported parameter with an effect.
 
-    Raises:
-        UnsupportedParameter: its ``param`` names the parameter.
+    Raises ``UnsupportedParameter``: its ``param`` names the parameter.
     """
-    for name, harmless in table.items():
+    given = table.keys() & body.keys()  # few, if any, of the many
+    for name in (name for name in table if name in given) if given else ():
         value = body.get(name)
-        if value is not None and not harmless(value, body):
+        if value is not None and not table[name](value, body):
             path, instead = body.path(name), _INSTEAD.get(name)
             raise UnsupportedParameter(
                 f"Unsupported parameter: '{path}' with the value {quoted(value)} would change the "

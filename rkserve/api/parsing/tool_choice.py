@@ -13,9 +13,15 @@ from dataclasses import dataclass
 
 from pydantic_core import from_json
 
-from rkserve.api.json.body import JsonObject
-from rkserve.api.json.fields import Fields, as_fields, missing, quoted, wrong_type
-from rkserve.api.json.limits import MAX_TOOL_NAME_CHARS, MAX_TOOLS
+from rkserve.api.json.fields import (
+    MAX_TOOL_NAME_CHARS,
+    MAX_TOOLS,
+    Fields,
+    JsonObject,
+    as_fields,
+    quoted,
+    wrong_type,
+)
 from rkserve.api.parsing.sampling import Named
 from rkserve.api.parsing.tools.base import CallSyntax, ToolCallParser
 from rkserve.core.errors import RequestError, UnsupportedParameter
@@ -25,6 +31,9 @@ from rkserve.core.run_params import Guide, GuideKind
 _NAME = re.compile(rf"[A-Za-z0-9_.:/-]{{1,{MAX_TOOL_NAME_CHARS}}}")
 _NONE, _AUTO, _REQUIRED = "none", "auto", "required"
 ALLOWED = "allowed_tools"
+TOOL_KEYS = frozenset(
+    ("tools", "tool_choice", "parallel_tool_calls", "functions", "function_call")
+)  # read by ``read_tools``
 
 
 @dataclass(frozen=True)
@@ -112,20 +121,17 @@ def allowed(
     The model is shown no others, so it does not call them. ``name_of`` returns the object with a
     tool's name. Tools of the types ``left_out`` are passed over.
     """
-    mode = choice.choice("mode", _AUTO, _REQUIRED)
-    if mode is None:
-        raise missing(choice.path("mode"))
-    names, listed = set(), choice.items("tools")
+    mode = choice.required_choice("mode", _AUTO, _REQUIRED)
+    names, listed = set(), choice.objects("tools")
     if len(listed) > MAX_TOOLS:
         raise RequestError(f"Invalid '{choice.path('tools')}': at most {MAX_TOOLS}.", "tool_choice")
-    for index, value in enumerate(listed):
-        tool = as_fields(value, f"{choice.path('tools')}[{index}]")
+    for tool in listed:
         if tool.get("type") in left_out:
             continue
         _check_kind(tool, "tool")
         function = name_of(tool)
-        name, path = function.required_text("name"), function.path("name")
-        _check_known(name, given, path)
+        name = function.required_text("name")
+        check_known(name, given, function.path("name"))
         names.add(name)
     return tuple(tool for tool in given if tool["function"]["name"] in names), mode == _REQUIRED
 
@@ -142,16 +148,7 @@ def check_name(name: str, path: str) -> str:
 
 
 def _listed(body: Fields, key: str) -> list[Fields]:
-    found = body.get(key)
-    if found is None or found == []:
-        return []
-    if len(body.items(key)) > MAX_TOOLS:
-        raise RequestError(
-            f"Invalid '{key}': array too long. Expected at most {MAX_TOOLS} tools, but got "
-            f"{len(found)}.",
-            key,
-        )
-    return [as_fields(value, f"{key}[{index}]") for index, value in enumerate(found)]
+    return [] if body.get(key) in (None, []) else body.objects(key, MAX_TOOLS)
 
 
 def _described(body: Fields, *, legacy: bool) -> Iterator[Fields]:
@@ -166,16 +163,8 @@ def _described(body: Fields, *, legacy: bool) -> Iterator[Fields]:
 def _tools(body: Fields) -> tuple[JsonObject, ...]:
     given = []
     for tool in _listed(body, "tools"):
-        kind = tool.required_text("type")
-        if kind != "function":
-            raise UnsupportedParameter(
-                f"Unsupported tool: only the type 'function' is known, not {quoted(kind)}.",
-                tool.path("type"),
-            )
-        function = tool.child("function")
-        if function is None:
-            raise missing(tool.path("function"))
-        given.append(_tool(function))
+        _check_kind(tool, "tool")
+        given.append(_tool(tool.required_child("function")))
     return tuple(given)
 
 
@@ -183,19 +172,21 @@ def _functions(body: Fields) -> tuple[JsonObject, ...]:
     return tuple(_tool(function) for function in _listed(body, "functions"))
 
 
-def _tool(function: Fields) -> JsonObject:
+def _tool(function: Fields, schema: str = "parameters") -> JsonObject:
     """Return a tool as templates expect it, with the keys and the order of the training data.
 
-    ``strict`` concerns the generation and is not shown to the model.
+    The key ``schema`` describes its arguments. ``strict`` concerns the generation and is not shown
+    to the model.
     """
-    name = check_name(function.required_text("name"), function.path("name"))
-    described: JsonObject = {"name": name}
-    description, parameters = function.text("description"), function.child("parameters")
+    described: JsonObject = {
+        "name": check_name(function.required_text("name"), function.path("name"))
+    }
+    description, parameters = function.text("description"), function.child(schema)
     if description is not None:
         described["description"] = description
     # Templates require them.
     described["parameters"] = (
-        {"type": "object", "properties": {}} if parameters is None else function.get("parameters")
+        {"type": "object", "properties": {}} if parameters is None else function.get(schema)
     )
     return {"type": "function", "function": described}
 
@@ -206,16 +197,8 @@ def _allowed(
     value = body.get("tool_choice")
     if not isinstance(value, dict) or value.get("type") != ALLOWED:
         return None
-    choice = as_fields(value, "tool_choice").child(ALLOWED)
-    if choice is None:
-        raise missing(f"tool_choice.{ALLOWED}")
-
-    def function(tool: Fields) -> Fields:
-        if (inner := tool.child("function")) is None:
-            raise missing(tool.path("function"))
-        return inner
-
-    return allowed(choice, given, function)
+    choice = as_fields(value, "tool_choice").required_child(ALLOWED)
+    return allowed(choice, given, lambda tool: tool.required_child("function"))
 
 
 def _choice(body: Fields, key: str, given: tuple[JsonObject, ...]) -> tuple[bool, str | None, bool]:
@@ -226,7 +209,7 @@ def _choice(body: Fields, key: str, given: tuple[JsonObject, ...]) -> tuple[bool
     if value == _NONE:
         return False, None, False
     if value == _REQUIRED and key == "tool_choice":
-        _check_offered(given, key)
+        check_offered(given, key)
         return True, None, True
     if isinstance(value, str):
         words = (_NONE, _AUTO, *((_REQUIRED,) if key == "tool_choice" else ()))
@@ -244,13 +227,10 @@ def _named(choice: Fields, key: str, given: tuple[JsonObject, ...]) -> str:
     function = choice
     if key == "tool_choice":
         _check_kind(choice, "'tool_choice'")
-        inner = choice.child("function")
-        if inner is None:
-            raise missing(choice.path("function"))
-        function = inner
-    _check_offered(given, key)
-    name, path = function.required_text("name"), function.path("name")
-    _check_known(name, given, path)
+        function = choice.required_child("function")
+    check_offered(given, key)
+    name = function.required_text("name")
+    check_known(name, given, function.path("name"))
     return name
 
 
@@ -262,7 +242,8 @@ def _check_kind(fields: Fields, what: str) -> None:
         )
 
 
-def _check_known(name: str, given: tuple[JsonObject, ...], path: str) -> None:
+def check_known(name: str, given: tuple[JsonObject, ...], path: str) -> None:
+    """Raise ``RequestError`` for the name of a tool that is not among those given."""
     if all(tool["function"]["name"] != name for tool in given):
         raise RequestError(
             f"Invalid '{path}': there is no tool {quoted(name)} among the tools of this request.",
@@ -270,9 +251,12 @@ def _check_known(name: str, given: tuple[JsonObject, ...], path: str) -> None:
         )
 
 
-def _check_offered(given: tuple[JsonObject, ...], key: str) -> None:
+def check_offered(given: tuple[JsonObject, ...], key: str) -> None:
+    """Raise ``RequestError`` if a call is required and there is no tool to call."""
     if not given:
-        raise RequestError(f"'{key}' asks for a call, but the request offers no tools.", key)
+        raise RequestError(
+            f"'{key}' asks for a call, but the request offers no tools that the client runs.", key
+        )
 
 
 PARAM = "tools"
@@ -284,10 +268,8 @@ _KEYWORD = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 def calls_guide(tools: ToolOptions, form: type[ToolCallParser]) -> Named | None:
     """Return the grammar after the opening of a call; None if there is none.
 
-    There is one only if a call is required and one of the allowed tools is strict.
-
-    Raises:
-        RequestError: a strict tool cannot be called by its name in this form.
+    There is one only if a call is required and one of the allowed tools is strict. Raises
+    ``RequestError``: a strict tool cannot be called by its name in this form.
     """
     possible = tools.possible
     strict = [tool for tool in possible if tool["function"]["name"] in tools.strict]
@@ -341,62 +323,33 @@ RAW = "raw_arguments"
 _TYPE = re.compile(r"[A-Za-z0-9_.:-]{1,64}")  # left-out types stand in a response header
 
 
-@dataclass(frozen=True)
-class ToolDefinitions:
-    """The tools of a body. ``left_out`` are the types of tools that only other servers know."""
-
-    tools: tuple[JsonObject, ...] = ()
-    strict: frozenset[str] = frozenset()
-    left_out: tuple[str, ...] = ()
-
-    @property
-    def names(self) -> frozenset[str]:
-        """The names of the tools."""
-        return frozenset(tool["function"]["name"] for tool in self.tools)
-
-
 def read_definitions(
     fields: Fields, known: str, schema: str, default: str | None = None
-) -> ToolDefinitions:
+) -> ToolOptions:
     """Read ``tools``: those of the type ``known``, whose arguments the key ``schema`` describes.
 
     A tool of another type that the client only offers is left out: agents offer their provider's
     own tools to every server and do not need them. ``default`` is the type of a tool without one.
-
-    Raises:
-        RequestError: a tool without a name, or a wrong type.
+    Raises ``RequestError``: a tool without a name, or a wrong type.
     """
-    found = fields.get("tools")
-    given = [] if found in (None, []) else fields.items("tools")
-    if len(given) > MAX_TOOLS:
-        raise RequestError(f"Invalid 'tools': at most {MAX_TOOLS} are read.", "tools")
-    listed = [as_fields(one, f"tools[{at}]") for at, one in enumerate(given)]
-    kinds = [one.text("type") or default for one in listed]
-    own = [one for one, kind in zip(listed, kinds, strict=True) if kind == known]
-    others = (one for one, kind in zip(listed, kinds, strict=True) if kind != known)
-    left_out = dict.fromkeys(map(_other_type, others))
-    tools = tuple(_definition(one, schema) for one in own)
-    return ToolDefinitions(tools, strict_names(own), tuple(left_out))
+    own, left_out = [], []
+    for tool in _listed(fields, "tools"):
+        if (tool.text("type") or default) == known:
+            own.append(tool)
+        else:
+            left_out.append(_other_type(tool))
+    return ToolOptions(
+        tuple(_tool(tool, schema) for tool in own),
+        strict=strict_names(own),
+        left_out=tuple(dict.fromkeys(left_out)),
+    )
 
 
 def _other_type(tool: Fields) -> str:
-    kind, path = tool.text("type"), tool.path("type")
-    if kind is None:
-        raise missing(path)
+    kind, path = tool.any_text("type"), tool.path("type")
     if not _TYPE.fullmatch(kind):
         raise RequestError(f"Invalid '{path}': {quoted(kind)} is not the name of a type.", path)
     return kind
-
-
-def _definition(tool: Fields, schema: str) -> JsonObject:
-    """Return a tool with ``name`` and ``description``, whose arguments ``schema`` describes."""
-    function: JsonObject = {"name": check_name(tool.required_text("name"), tool.path("name"))}
-    if (description := tool.text("description")) is not None:
-        function["description"] = description
-    empty: JsonObject = {"type": "object", "properties": {}}
-    given = tool.child(schema)
-    function["parameters"] = empty if given is None else tool.get(schema)
-    return {"type": "function", "function": function}
 
 
 def as_object(arguments: str) -> JsonObject:

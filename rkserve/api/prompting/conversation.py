@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from pydantic_core import from_json
 
-from rkserve.api.json.body import JsonObject, JsonText
-from rkserve.api.json.fields import Fields, as_fields, missing, quoted, wrong_type
-from rkserve.api.json.limits import MAX_MESSAGES
+from rkserve.api.json.fields import (
+    MAX_MESSAGES,
+    Fields,
+    JsonObject,
+    JsonText,
+    as_fields,
+    quoted,
+    wrong_type,
+)
 from rkserve.api.prompting.images import ImagePart, read_image, shown
 from rkserve.core.errors import RequestError, UnsupportedParameter
 
@@ -18,7 +24,7 @@ Message = JsonObject
 IMAGE_PART = "image_url"
 LEGACY_ID_CHARS = 9  # required by Mistral's templates
 
-# The text of a part is under this key. A refusal is what a model once said instead of an answer.
+# The key of a part's text by its type. A refusal is a text of the model instead of an answer.
 _TEXT_PARTS = {"text": "text", "refusal": "refusal"}
 
 
@@ -30,11 +36,9 @@ def read_messages(body: Fields) -> tuple[Message, ...]:
     object, since templates print them with ``tojson``. The deprecated ``function_call``,
     and the role of its result, become a tool's. Tool calls and results without an id get one.
     """
-    pairing, found = PendingToolCalls(), []
-    for index, value in enumerate(body.items("messages", MAX_MESSAGES)):
-        fields = as_fields(value, f"messages[{index}]")
-        found.append(pairing.add(_message(fields), fields))
-    return tuple(found)
+    pairing = PendingToolCalls()
+    listed = body.objects("messages", MAX_MESSAGES)
+    return tuple(pairing.add(_message(fields), fields) for fields in listed)
 
 
 def read_prefill(body: Fields, messages: Sequence[Message]) -> bool:
@@ -145,15 +149,15 @@ def _message(fields: Fields) -> Message:
 
 
 def _system(fields: Fields) -> Message:
-    return {"role": "system", "content": _content(fields)}
+    return {"role": "system", "content": _text(fields)}
 
 
 def _user(fields: Fields) -> Message:
-    return {"role": "user", "content": _shown(fields)}
+    return {"role": "user", "content": read_shown(fields, _TEXT_PARTS, IMAGE_PART, read_image)}
 
 
 def _tool(fields: Fields) -> Message:
-    message: Message = {"role": "tool", "content": _content(fields)}
+    message: Message = {"role": "tool", "content": _text(fields)}
     if fields.get("tool_call_id") is None:
         return message
     return {**message, "tool_call_id": fields.required_text("tool_call_id")}
@@ -161,12 +165,12 @@ def _tool(fields: Fields) -> Message:
 
 def _function(fields: Fields) -> Message:
     name = fields.required_text("name")
-    content = "" if fields.get("content") is None else _content(fields)
+    content = "" if fields.get("content") is None else _text(fields)
     return {"role": "tool", "content": content, "tool_call_id": _legacy_id(name)}
 
 
 def _assistant(fields: Fields) -> Message:
-    content = "" if fields.get("content") is None else _content(fields)
+    content = "" if fields.get("content") is None else _text(fields)
     message: Message = {"role": "assistant", "content": content}
     thoughts = fields.text("reasoning_content") or fields.text("reasoning")
     if thoughts:
@@ -178,11 +182,7 @@ def _assistant(fields: Fields) -> Message:
             {"id": _legacy_id(called["name"]), "type": "function", "function": called}
         ]
     if fields.get("tool_calls") is not None:
-        path = fields.path("tool_calls")
-        message["tool_calls"] = [
-            _tool_call(as_fields(call, f"{path}[{index}]"))
-            for index, call in enumerate(fields.items("tool_calls"))
-        ]
+        message["tool_calls"] = [_tool_call(call) for call in fields.objects("tool_calls")]
     return message
 
 
@@ -203,10 +203,7 @@ def _tool_call(call: Fields) -> Message:
             f"Unsupported tool call: only the type 'function' is known, not {quoted(kind)}.",
             call.path("type"),
         )
-    function = call.child("function")
-    if function is None:
-        raise missing(call.path("function"))
-    read = {"type": "function", "function": _called(function)}
+    read = {"type": "function", "function": _called(call.required_child("function"))}
     return read if call.get("id") is None else {"id": call.required_text("id"), **read}
 
 
@@ -220,10 +217,7 @@ def _legacy_id(name: str) -> str:
 
 
 def _arguments(function: Fields) -> JsonObject:
-    path = function.path("arguments")
-    text = function.text("arguments")
-    if text is None:
-        raise missing(path)
+    path, text = function.path("arguments"), function.any_text("arguments")
     try:
         found = from_json(text or "{}", allow_inf_nan=False)
     except ValueError as exc:
@@ -234,42 +228,56 @@ def _arguments(function: Fields) -> JsonObject:
     return JsonText(found, text) if text.strip() else found
 
 
-def _content(fields: Fields) -> str:
-    value, path = fields.get("content"), fields.path("content")
-    if value is None:
-        raise missing(path)
+def _text(fields: Fields) -> str:
+    return read_text(fields, "content", _TEXT_PARTS, IMAGE_PART)
+
+
+def read_text(fields: Fields, name: str, keys: Mapping[str, str], image: str) -> str:
+    """Read a string or a list of parts, which are joined without anything between them.
+
+    ``keys`` holds the key of a part's text by its type, and ``image`` the type of a user's images,
+    which the error of another type names. Raises ``RequestError``.
+    """
+    value = fields.get(name)
     if isinstance(value, str):
         return value
-    if not isinstance(value, list):
-        raise wrong_type(path, "a string or an array of content parts", value)
-    parts = fields.items("content", MAX_MESSAGES)
-    return "".join(_part(as_fields(part, f"{path}[{index}]")) for index, part in enumerate(parts))
+    if value is not None and not isinstance(value, list):
+        raise wrong_type(fields.path(name), "a string or an array of content parts", value)
+    return "".join(_part(part, keys, image) for part in fields.objects(name, MAX_MESSAGES))
 
 
-def _shown(fields: Fields) -> str | list[str | ImagePart]:
-    """Read the content of a user's message, which may contain images."""
+def read_shown(
+    fields: Fields, keys: Mapping[str, str], image: str, read: Callable[[Fields], ImagePart]
+) -> str | list[str | ImagePart]:
+    """Read the content of a user's message, which may contain images; see ``read_text``."""
     if not isinstance(fields.get("content"), list):
-        return _content(fields)
-    path, given = fields.path("content"), fields.items("content", MAX_MESSAGES)
-    parts = (as_fields(value, f"{path}[{index}]") for index, value in enumerate(given))
+        return read_text(fields, "content", keys, image)
     return shown(
-        read_image(part) if part.get("type") == IMAGE_PART else _part(part) for part in parts
+        read(part) if part.get("type") == image else _part(part, keys, image)
+        for part in fields.objects("content", MAX_MESSAGES)
     )
 
 
-def _part(part: Fields) -> str:
+def _part(part: Fields, keys: Mapping[str, str], image: str) -> str:
     kind = part.required_text("type")
-    key = _TEXT_PARTS.get(kind)
-    if key is None:
+    if kind not in keys:
         raise UnsupportedParameter(
             f"Unsupported content part: {quoted(kind)}. This server reads text, and images "
-            f"({IMAGE_PART!r}) in messages of the user.",
+            f"({image!r}) in messages of the user.",
             part.path("type"),
         )
-    text = part.text(key)
-    if text is None:
-        raise missing(part.path(key))
-    return text
+    return part.any_text(keys[kind])
+
+
+def images_of(messages: Iterable[Message]) -> tuple[ImagePart, ...]:
+    """Return all images of a conversation, in their order."""
+    return tuple(
+        part
+        for message in messages
+        if isinstance(message.get("content"), list)
+        for part in message["content"]
+        if isinstance(part, ImagePart)
+    )
 
 
 def with_thoughts(

@@ -9,12 +9,11 @@ from __future__ import annotations
 import base64
 import binascii
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rkserve.api.json.fields import Fields, missing, quoted, wrong_type
-from rkserve.api.json.limits import MAX_PATH_CHARS
+from rkserve.api.json.fields import MAX_PATH_CHARS, Fields, missing, quoted, wrong_type
 from rkserve.api.prompting.tokenizer import IMAGE, ControlTokenGuard, PromptSegment
 from rkserve.core.errors import RequestError, UnsupportedParameter
 from rkserve.models.settings import VisionSettings
@@ -104,17 +103,6 @@ def shown(pieces: Iterable[str | ImagePart]) -> str | list[str | ImagePart]:
     return "".join(one for one in found if isinstance(one, str))
 
 
-def images_of(messages: Iterable[Mapping[str, Any]]) -> tuple[ImagePart, ...]:
-    """Return all images of a conversation, in their order."""
-    return tuple(
-        part
-        for message in messages
-        if isinstance(message.get("content"), list)
-        for part in message["content"]
-        if isinstance(part, ImagePart)
-    )
-
-
 def with_stand_ins(message: Mapping[str, Any], numbers: Mapping[str, int]) -> dict[str, Any]:
     """Return a message whose content is text, with a stand-in for each image.
 
@@ -145,18 +133,16 @@ class ImagePlaceholders:
         """The number of tokens of an image."""
         return 0 if self._vision is None else self._vision.tokens
 
-    def numbers(self, messages: Iterable[Mapping[str, Any]], *, answered: bool) -> dict[str, int]:
-        """Return the numbers of all images by their paths.
+    def numbers(self, images: Sequence[ImagePart], *, answered: bool) -> dict[str, int]:
+        """Return the numbers of all images of a conversation by their paths.
 
         Raises ``UnsupportedParameter`` if the model takes none, or nothing is ``answered``.
         """
-        images = images_of(messages)
-        if images and self._vision is None:
-            why = "this model takes no images"
-        elif images and not answered:
-            why = "images are read where they are answered, and not here"
-        else:
+        if self._vision is not None and answered:
             return {image.path: number for number, image in enumerate(images)}
+        why = "images are read where they are answered, and not here"
+        if self._vision is None:
+            why = "this model takes no images"
         raise UnsupportedParameter(f"Unsupported content part: {why}.", images[0].path)
 
     def placed(

@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 import tokenizers
 from tokenizers import decoders, models, normalizers
 
-from rkserve.api.json.body import JsonText
-from rkserve.api.json.limits import CHARS_PER_TOKEN
+from rkserve.api.json.fields import CHARS_PER_TOKEN, JsonText
 from rkserve.core.errors import ConfigError, RequestError
 
 # The library takes some 500 bytes for each character of a text, so that a long one is measured in
@@ -109,8 +108,7 @@ class Tokenizer:
     def check(self, ids: Sequence[int], path: str) -> None:
         """Check a client's token IDs against the vocabulary.
 
-        Raises:
-            RequestError: naming the first invalid ID.
+        Raises ``RequestError``: naming the first invalid ID.
         """
         for index, token_id in enumerate(ids):
             self.check_one(token_id, f"{path}[{index}]")

@@ -18,17 +18,18 @@ from rkserve.api.common import output
 from rkserve.api.common.answer import (
     AnswerOrigin,
     AnyCall,
-    BaseAnswer,
     CompletionDetails,
     Dialect,
+    DialectAnswer,
     TimingsAnswer,
     WeightSpans,
     pause_status,
+    retracted,
     timings_of,
 )
 from rkserve.api.common.logprobs import chat_logprobs
 from rkserve.api.common.output import error_object
-from rkserve.api.json.body import JsonObject
+from rkserve.api.json.fields import JsonObject
 from rkserve.api.json.schemas import Count
 from rkserve.api.parsing.tools.base import (
     Part,
@@ -80,10 +81,10 @@ class _Item:
         """Return its only part, with a text."""
         if self.kind == _REASONING:
             return {"type": "reasoning_text", "text": text}
-        told = {"type": "output_text", "text": text, "annotations": []}
-        return {**told, "logprobs": self.logprobs}
+        entry = {"type": "output_text", "text": text, "annotations": []}
+        return {**entry, "logprobs": self.logprobs}
 
-    def told(self, status: str) -> JsonObject:
+    def item(self, status: str) -> JsonObject:
         """Return the item in its current state."""
         head = {"id": self.item_id, "type": self.kind, "status": status, **self.more}
         begun = status != "in_progress"
@@ -176,7 +177,7 @@ class ResponseEvent(TypedDict):
     param: NotRequired[Any]
 
 
-class ResponseAnswer(BaseAnswer):
+class ResponseAnswer(DialectAnswer):
     """The answer to a call of /v1/responses."""
 
     def __init__(
@@ -200,14 +201,12 @@ class ResponseAnswer(BaseAnswer):
     # -- whole ----------------------------------------------------------------------------------
 
     def add(self, index: int, delta: Delta) -> list[Part]:
-        """Add a delta, and return its parts."""
-        parts = self._meant(index, delta)
+        parts = self._parts(index, delta)
         for part in parts:
             self._take(part)
         return parts
 
     def end(self, index: int, finished: Finished) -> list[Part]:
-        """End a choice, and return the parts that were held back."""
         parts = super().end(index, finished)
         for part in parts:
             self._take(part)
@@ -216,19 +215,16 @@ class ResponseAnswer(BaseAnswer):
         return parts
 
     def whole(self) -> JsonObject:
-        """Return the response."""
         return self._ended()
 
     # -- streamed -------------------------------------------------------------------------------
 
     def opening(self, _index: int) -> bytes:
-        """Return the events that begin a response."""
         begun = {"response": self._response("in_progress")}
         return self._events([("response.created", begun), ("response.in_progress", begun)])
 
     def delta(self, index: int, delta: Delta) -> bytes:
-        """Return the events of a delta."""
-        found = [event for part in self._meant(index, delta) for event in self._take(part)]
+        found = [event for part in self._parts(index, delta) for event in self._take(part)]
         return self._events(found)
 
     def paused(self, index: int, paused: Paused) -> bytes:
@@ -238,7 +234,6 @@ class ResponseAnswer(BaseAnswer):
         return output.PAUSED + self._events([self._own(pause_status(index, paused))])
 
     def finish(self, index: int, finished: Finished) -> bytes:
-        """Return the events that end the items."""
         found = [event for part in super().end(index, finished) for event in self._take(part)]
         self._score()
         return self._events([*found, *self._complete()])
@@ -250,7 +245,6 @@ class ResponseAnswer(BaseAnswer):
         return self._events([(f"response.{done}", {"response": response})]) + output.DONE
 
     def broken(self, exc: BaseException) -> bytes:
-        """Return the event that ends a response which has failed."""
         return self._events([("response.failed", {"response": self.failed(exc)})]) + output.DONE
 
     # -- kept -----------------------------------------------------------------------------------
@@ -266,8 +260,8 @@ class ResponseAnswer(BaseAnswer):
 
     def failed(self, exc: BaseException) -> JsonObject:
         """Return the response up to the failure."""
-        told = error_object(exc)[2]["error"]
-        error = {"code": "server_error", "message": told["message"], "type": told["code"]}
+        entry = error_object(exc)[2]["error"]
+        error = {"code": "server_error", "message": entry["message"], "type": entry["code"]}
         return {
             **self._response("failed"),
             "error": error,
@@ -279,12 +273,6 @@ class ResponseAnswer(BaseAnswer):
         return {**self._response("cancelled"), "output": self._output("incomplete")}
 
     # -- items ----------------------------------------------------------------------------------
-
-    def _meant(self, index: int, delta: Delta) -> list[Part]:
-        if self._tokens or not self._stamp.reading.plain:
-            return super().add(index, delta)
-        found: list[Part] = [Retraction(delta.retract)] if delta.retract else []
-        return [*found, TextPart(delta.text)] if delta.text else found
 
     def _take(self, part: Part) -> list[_Event]:
         """Add a part to the items, and return its events."""
@@ -312,12 +300,7 @@ class ResponseAnswer(BaseAnswer):
         calls = [item for item in self._items if item.kind == _CALL and not item.void]
         for item in calls[len(calls) - void.calls :]:
             item.void = True
-        counts = {
-            "retract": void.words,
-            "retract_reasoning": void.thoughts,
-            "retract_tool_calls": void.calls,
-        }
-        return self._own({key: count for key, count in counts.items() if count})
+        return self._own(retracted(void))
 
     def _more(self, kind: str, text: str) -> list[_Event]:
         last = self._items[-1] if self._items else None
@@ -335,7 +318,7 @@ class ResponseAnswer(BaseAnswer):
         unique = self.id.removeprefix(PREFIX)
         item = _Item(kind, number, f"{_IDS[kind]}_{unique}_{number}", more or _MORE[kind])
         self._items.append(item)
-        added = {"output_index": number, "item": item.told("in_progress")}
+        added = {"output_index": number, "item": item.item("in_progress")}
         events = [*closed, ("response.output_item.added", added)]
         if kind != _CALL:
             part = {**_place(item), "part": item.part("")}
@@ -348,14 +331,16 @@ class ResponseAnswer(BaseAnswer):
             return []
         item = self._items[-1]
         item.open = False
-        grown = {**_place(item), "text": item.text, **_extra(item)}
+        grown = {**_place(item), "text": item.text}
+        if item.kind == _MESSAGE:
+            grown["logprobs"] = item.logprobs
         if item.kind == _CALL:  # with the name, which OpenAI's client requires in its strict mode
             grown = {**_place(item), "name": item.more["name"], "arguments": item.text}
         events: list[_Event] = [(f"{_GROWS[item.kind]}.done", grown)]
         if item.kind != _CALL:
             part = {**_place(item), "part": item.part(item.text)}
             events.append(("response.content_part.done", part))
-        done = {"output_index": item.number, "item": item.told(status)}
+        done = {"output_index": item.number, "item": item.item(status)}
         return [*events, ("response.output_item.done", done)]
 
     def _score(self) -> None:
@@ -365,8 +350,8 @@ class ResponseAnswer(BaseAnswer):
             return
         messages = [item for item in self._items if item.kind == _MESSAGE]
         if messages:
-            told = chat_logprobs(lexicon, self._tokens[0].chosen)
-            messages[-1].logprobs = told["content"]
+            entry = chat_logprobs(lexicon, self._tokens[0].chosen)
+            messages[-1].logprobs = entry["content"]
 
     def _complete(self) -> list[_Event]:
         """End all items; an answer without any has an empty message."""
@@ -383,7 +368,7 @@ class ResponseAnswer(BaseAnswer):
 
     def _output(self, last: str) -> list[JsonObject]:
         items = [item for item in self._items if not item.void]
-        return [item.told(last if item is items[-1] else "completed") for item in items]
+        return [item.item(last if item is items[-1] else "completed") for item in items]
 
     def _ended(self) -> JsonObject:
         finished, counts = self._ends[0], self.usage()
@@ -433,9 +418,9 @@ class ResponseAnswer(BaseAnswer):
             **self._echo,
         }
 
-    def _own(self, told: JsonObject) -> _Event:
+    def _own(self, entry: JsonObject) -> _Event:
         """Return rkserve's own keys in an event that clients know and that changes nothing."""
-        return "response.in_progress", {"response": self._response("in_progress"), "rkserve": told}
+        return "response.in_progress", {"response": self._response("in_progress"), "rkserve": entry}
 
     def _events(self, events: list[_Event]) -> bytes:
         raw = b""
@@ -454,20 +439,12 @@ def _place(item: _Item) -> JsonObject:
     return place if item.kind == _CALL else {**place, "content_index": 0}
 
 
-def _extra(item: _Item) -> JsonObject:
-    return {"logprobs": item.logprobs} if item.kind == _MESSAGE else {}
-
-
-def _ping(_: AnyCall) -> bytes:
-    return output.PING
-
-
 def _broken(exc: BaseException) -> bytes:
     """End a stream without a response."""
-    told = error_object(exc)[2]["error"]
+    entry = error_object(exc)[2]["error"]
     event: JsonObject = {"type": "error", "sequence_number": 0}
-    event |= {key: told[key] for key in ("code", "message", "param")}
+    event |= {key: entry[key] for key in ("code", "message", "param")}
     return output.event("error", event) + output.DONE
 
 
-RESPONSES = Dialect(parse_response, ResponseAnswer, PREFIX, _ping, _broken)
+RESPONSES = Dialect(parse_response, ResponseAnswer, PREFIX, broken=_broken)

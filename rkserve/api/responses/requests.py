@@ -6,9 +6,9 @@ Earlier turns come with the request or from stored responses: a call names those
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, SkipValidation
 
@@ -26,9 +26,17 @@ from rkserve.api.common.parameters import (
     ToolChoice,
     TopLogprobs,
 )
-from rkserve.api.json.body import JsonObject, JsonText, parse_object
-from rkserve.api.json.fields import Fields, as_fields, missing, quoted, wrong_type
-from rkserve.api.json.limits import MAX_MESSAGES, MAX_REFERENCES, MAX_TOOLS
+from rkserve.api.json.fields import (
+    MAX_MESSAGES,
+    MAX_REFERENCES,
+    MAX_TOOLS,
+    Fields,
+    JsonObject,
+    JsonText,
+    as_fields,
+    parse_object,
+    quoted,
+)
 from rkserve.api.parsing import sampling
 from rkserve.api.parsing.sampling import (
     JSON_OBJECT,
@@ -40,14 +48,15 @@ from rkserve.api.parsing.tool_choice import (
     ALLOWED,
     NO_TOOLS,
     RAW,
-    ToolDefinitions,
     ToolOptions,
     allowed,
     as_object,
+    check_known,
+    check_offered,
     read_definitions,
 )
-from rkserve.api.prompting.conversation import Message
-from rkserve.api.prompting.images import DETAILS, ImagePart, image_at, shown
+from rkserve.api.prompting.conversation import Message, read_shown, read_text
+from rkserve.api.prompting.images import DETAILS, ImagePart, image_at
 from rkserve.core.errors import RequestError, UnsupportedParameter
 
 _LOGPROBS = "message.output_text.logprobs"
@@ -184,22 +193,14 @@ def remembered(
     )
 
 
-def _never(_value: Any, _: Fields) -> bool:
-    return False
-
-
-def _off(value: Any, _: Fields) -> bool:
-    return value is False
-
-
 # As in ``unsupported``: parameters that would change the answer.
 _REFUSED: dict[str, sampling.Harmless] = {
     **sampling.UNSUPPORTED,
     **sampling.UNSUPPORTED_TOKENS,
-    "conversation": _never,
-    "prompt": _never,
-    "background": _off,
-    "truncation": lambda value, _: value == "disabled",
+    "conversation": sampling.never,
+    "prompt": sampling.never,
+    "background": sampling.only(False),
+    "truncation": sampling.only("disabled"),
 }
 
 
@@ -207,12 +208,12 @@ def _steps(asked: ResponseRequest, fields: Fields) -> tuple[SamplingOptions, Jso
     """Return the sampling options and the text format, and their echo."""
     text = fields.child("text")
     form = None if text is None else text.child("format")
-    guide, told = (None, {"type": "text"}) if form is None else _format(form)
+    guide, form_entry = (None, {"type": "text"}) if form is None else _format(form)
     included = fields.get("include") not in (None, []) and _LOGPROBS in fields.items("include")
     top = asked.top_logprobs
     # OpenAI requires both keys; the number is sufficient, and 0 is its default.
     wanted = (top or 0) if included or top else None
-    return asked.steps(fields, wanted, guide), told
+    return asked.steps(fields, wanted, guide), form_entry
 
 
 def _format(form: Fields) -> tuple[Named | None, JsonObject]:
@@ -227,12 +228,11 @@ def _format(form: Fields) -> tuple[Named | None, JsonObject]:
             "'json_schema'.",
             form.path("type"),
         )
-    path, schema = form.path("schema"), form.get("schema")
-    if schema is None:
-        raise missing(path)
+    guide = schema_guide(form)
     form.maybe_flag("strict")  # always to the letter
-    told = {"type": kind, "name": form.text("name") or "", "schema": schema, "strict": True}
-    return (path, schema_guide(schema, path)), {**told, "description": form.text("description")}
+    form_entry = {"type": kind, "name": form.text("name") or "", "schema": form.get("schema")}
+    form_entry |= {"strict": True, "description": form.text("description")}
+    return (form.path("schema"), guide), form_entry
 
 
 # -- tools ----------------------------------------------------------------------------------------
@@ -242,59 +242,44 @@ def _tools(asked: ResponseRequest, fields: Fields) -> tuple[ToolOptions, JsonObj
     """Return the tools of a call, and their echo."""
     offer = read_definitions(fields, "function", "parameters")
     parallel, most = asked.parallel_tool_calls, asked.max_tool_calls
-    told = {
+    form_entry = {
         "parallel_tool_calls": parallel,
         "max_tool_calls": most,
         "tool_choice": fields.get("tool_choice") or "auto",
-        "tools": [_told(tool, offer.strict) for tool in offer.tools],
+        "tools": [_tool_entry(tool, offer.strict) for tool in offer.given],
     }
-    given, forced, named = _chosen(fields, offer)
-    if not given:
-        return replace(NO_TOOLS, left_out=offer.left_out), told
-    tools = ToolOptions(given, forced, named, parallel, False, offer.strict, most, offer.left_out)
-    return tools, told
+    chosen = _chosen(fields, offer)
+    if not chosen.given:
+        return replace(NO_TOOLS, left_out=offer.left_out), form_entry
+    return replace(chosen, parallel=parallel, max_calls=most), form_entry
 
 
-def _chosen(
-    fields: Fields, offer: ToolDefinitions
-) -> tuple[tuple[JsonObject, ...], bool, str | None]:
-    """Return the allowed tools, whether one must be called, and its name if given."""
-    value = fields.get("tool_choice")
-    if isinstance(value, dict) and value.get("type") == ALLOWED:
-        choice = as_fields(value, "tool_choice")
-        given, forced = allowed(choice, offer.tools, lambda tool: tool, offer.left_out)
-        named = None
-    else:
-        forced, named, offers = _choice(fields)
-        given = offer.tools if offers else ()
-    if (forced or named) and not given:
-        raise RequestError(
-            "'tool_choice' asks for a call, but there are no tools of the type 'function' to call.",
-            "tool_choice",
-        )
-    if named is not None and named not in offer.names:
-        raise RequestError(
-            f"Invalid 'tool_choice.name': there is no tool {quoted(named)}.", "tool_choice.name"
-        )
-    return given, forced, named
-
-
-def _choice(fields: Fields) -> tuple[bool, str | None, bool]:
-    """Return whether a tool must be called, its name if given, and whether any may be called."""
-    value = fields.get("tool_choice")
+def _chosen(fields: Fields, offer: ToolOptions) -> ToolOptions:
+    """Return the tools that ``tool_choice`` leaves of those offered, and what it demands."""
+    value, name = fields.get("tool_choice"), "tool_choice"
     if not isinstance(value, dict):
-        word = fields.choice("tool_choice", "none", "auto", "required")
-        return word == "required", None, word != "none"
-    choice = as_fields(value, "tool_choice")
+        word = fields.choice(name, "none", "auto", "required")
+        if word == "required":
+            check_offered(offer.given, name)
+        return NO_TOOLS if word == "none" else replace(offer, forced=word == "required")
+    choice = as_fields(value, name)
+    if value.get("type") == ALLOWED:
+        given, forced = allowed(choice, offer.given, lambda tool: tool, offer.left_out)
+        if forced:
+            check_offered(given, name)
+        return replace(offer, given=given, forced=forced)
     if (kind := choice.required_text("type")) != "function":
         raise UnsupportedParameter(
             f"Unsupported 'tool_choice': {quoted(kind)}. Only 'function' is known.",
             choice.path("type"),
         )
-    return True, choice.required_text("name"), True
+    named = choice.required_text("name")
+    check_offered(offer.given, name)
+    check_known(named, offer.given, choice.path("name"))
+    return replace(offer, forced=True, named=named)
 
 
-def _told(tool: JsonObject, strict: frozenset[str]) -> JsonObject:
+def _tool_entry(tool: JsonObject, strict: frozenset[str]) -> JsonObject:
     function = tool["function"]
     name = function["name"]
     rest = {"name": name, "parameters": function["parameters"], "strict": name in strict}
@@ -309,10 +294,8 @@ def _items(fields: Fields) -> list[JsonObject]:
     value = fields.get("input")
     if isinstance(value, str):
         return [{"type": "message", "role": "user", "content": value}]
-    items = fields.items("input", MAX_MESSAGES)
-    for index, item in enumerate(items):
-        as_fields(item, f"input[{index}]")
-    return items
+    fields.objects("input", MAX_MESSAGES)
+    return fields.items("input")
 
 
 def _prefill(items: Sequence[JsonObject]) -> bool:
@@ -350,7 +333,7 @@ def conversation(
         _read(as_fields(item, f"previous_response_id[{index}]"), turns)
     for index, item in enumerate(items):
         _read(as_fields(item, f"input[{index}]"), turns)
-    return tuple(turns.messages())
+    return tuple(turns.messages)
 
 
 def _read(item: Fields, turns: _Turns) -> None:
@@ -368,12 +351,12 @@ class _Turns:
     """Messages as templates take them: reasoning and calls are part of the assistant's turn."""
 
     def __init__(self) -> None:
-        self._found: list[Message] = []
+        self.messages: list[Message] = []
         self._thoughts = ""
 
     def message(self, role: str, content: str | list[str | ImagePart]) -> None:
         """Add a message."""
-        self._found.append({"role": role, "content": content, **self._thought(role)})
+        self.messages.append({"role": role, "content": content, **self._thought(role)})
 
     def think(self, text: str) -> None:
         """Add reasoning to the assistant's turn."""
@@ -381,18 +364,14 @@ class _Turns:
 
     def call(self, call: Message) -> None:
         """Add a tool call to the assistant's turn."""
-        last = self._found[-1] if self._found else None
+        last = self.messages[-1] if self.messages else None
         if last is None or last["role"] != "assistant":
             self.message("assistant", "")
-        self._found[-1].setdefault("tool_calls", []).append(call)
+        self.messages[-1].setdefault("tool_calls", []).append(call)
 
     def result(self, call_id: str, content: str) -> None:
         """Add the result of a call."""
-        self._found.append({"role": "tool", "content": content, "tool_call_id": call_id})
-
-    def messages(self) -> Iterator[Message]:
-        """Yield the messages."""
-        yield from self._found
+        self.messages.append({"role": "tool", "content": content, "tool_call_id": call_id})
 
     def _thought(self, role: str) -> Message:
         thoughts, self._thoughts = self._thoughts, ""
@@ -400,19 +379,9 @@ class _Turns:
 
 
 def _message(item: Fields, turns: _Turns) -> None:
-    role = item.choice("role", *_ROLES)
-    if role is None:
-        raise missing(item.path("role"))
-    turns.message(_ROLES[role], _shown(item) if role == "user" else _text(item, "content"))
-
-
-def _shown(item: Fields) -> str | list[str | ImagePart]:
-    """Read the content of a user's message, which may contain images."""
-    if not isinstance(item.get("content"), list):
-        return _text(item, "content")
-    path, given = item.path("content"), item.items("content", MAX_MESSAGES)
-    parts = (as_fields(value, f"{path}[{index}]") for index, value in enumerate(given))
-    return shown(_image(part) if part.get("type") == _IMAGE else _part(part) for part in parts)
+    role = item.required_choice("role", *_ROLES)
+    shown = read_shown(item, _TEXTS, _IMAGE, _image) if role == "user" else _text(item, "content")
+    turns.message(_ROLES[role], shown)
 
 
 def _image(part: Fields) -> ImagePart:
@@ -442,8 +411,8 @@ def _result(item: Fields, turns: _Turns) -> None:
 
 def _reasoning(item: Fields, turns: _Turns) -> None:
     if item.get("content") not in (None, []):
-        for index, part in enumerate(item.items("content", MAX_MESSAGES)):
-            turns.think(as_fields(part, f"{item.path('content')}[{index}]").text("text") or "")
+        for part in item.objects("content", MAX_MESSAGES):
+            turns.think(part.text("text") or "")
 
 
 def _reference(item: Fields, _turns: _Turns) -> None:
@@ -461,27 +430,4 @@ _ITEMS: dict[str, Callable[[Fields, _Turns], None]] = {
 
 
 def _text(fields: Fields, name: str) -> str:
-    """Read a string or a list of parts, which are joined without anything between them."""
-    value, path = fields.get(name), fields.path(name)
-    if isinstance(value, str):
-        return value
-    if value is not None and not isinstance(value, list):
-        raise wrong_type(path, "a string or an array of parts", value)
-    return "".join(
-        _part(as_fields(part, f"{path}[{index}]"))
-        for index, part in enumerate(fields.items(name, MAX_MESSAGES))
-    )
-
-
-def _part(part: Fields) -> str:
-    kind = part.required_text("type")
-    key = _TEXTS.get(kind)
-    if key is None:
-        raise UnsupportedParameter(
-            f"Unsupported part: {quoted(kind)}. This server reads text, and images ({_IMAGE!r}) in "
-            "messages of the user.",
-            part.path("type"),
-        )
-    if (text := part.text(key)) is None:
-        raise missing(part.path(key))
-    return text
+    return read_text(fields, name, _TEXTS, _IMAGE)

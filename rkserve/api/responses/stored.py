@@ -15,8 +15,7 @@ from pydantic import BeforeValidator, Field
 from typing_extensions import TypedDict
 
 from rkserve.api.common.parameters import OpenModel
-from rkserve.api.json.body import JsonObject
-from rkserve.api.json.fields import quoted
+from rkserve.api.json.fields import JsonObject, quoted
 from rkserve.api.json.schemas import RequestModel
 from rkserve.api.responses.answers import PREFIX
 from rkserve.core.errors import ItemNotFound, RequestError
@@ -42,7 +41,7 @@ class StoredResponse:
     size: int = 0
 
     @property
-    def said(self) -> list[JsonObject]:
+    def conversation(self) -> list[JsonObject]:
         """The items that the response adds to a conversation."""
         return [*self.items, *self.response["output"]]
 
@@ -85,69 +84,13 @@ class ItemsQuery(OpenModel):
 
     after: str | None = Field(None, description="The id of an item: the list begins behind it.")
     limit: Annotated[int, Field(ge=1, le=_MOST), BeforeValidator(_whole)] = Field(
-        _LIMIT, description="How many; 20 unless it is said."
+        _LIMIT, description="How many; the default is 20."
     )
-    order: Literal["asc", "desc"] = Field("desc", description="`desc` unless it is said.")
+    order: Literal["asc", "desc"] = Field("desc", description="The default is `desc`.")
 
-
-def is_response_id(text: str) -> bool:
-    """Return whether a text is a valid response ID."""
-    return _ID.fullmatch(text) is not None
-
-
-def response_of(item_id: str) -> str:
-    """Return the response ID of an item. Raises ``ItemNotFound``."""
-    if (found := _ITEM.fullmatch(item_id)) is None:
-        raise ItemNotFound(item_id)
-    return f"{PREFIX}{found[1]}"
-
-
-def find_item(kept: StoredResponse, item_id: str) -> JsonObject:
-    """Return an item of a response. Raises ``ItemNotFound``."""
-    for item in kept.said:
-        if item["id"] == item_id:
-            return item
-    raise ItemNotFound(item_id)
-
-
-def input_items(items: Iterable[JsonObject], response_id: str) -> tuple[JsonObject, ...]:
-    """Return the items of an input in OpenAI's form, with IDs."""
-    unique = response_id.removeprefix(PREFIX)
-    return tuple(_listed(item, f"{unique}_i{at}") for at, item in enumerate(items))
-
-
-def _listed(item: JsonObject, place: str) -> JsonObject:
-    kind = item.get("type") or "message"
-    told: JsonObject = {**item, "id": f"{_IDS[kind]}_{place}", "type": kind, "status": "completed"}
-    if kind == "message" and isinstance(item.get("content"), str):
-        part = _PARTS.get(item["role"], {"type": "input_text"})
-        told["content"] = [{**part, "text": item["content"]}]
-    return told
-
-
-def deleted(response_id: str) -> ResponseDeleted:
-    """Return the answer of a DELETE."""
-    return {"id": response_id, "object": "response", "deleted": True}
-
-
-def check_lookup(query: Sequence[tuple[str, str]]) -> None:
-    """Refuse unsupported parameters of a GET of a response. Raises ``RequestError``."""
-    for name, value in query:
-        if name == "stream" and value.lower() not in {"false", "0", ""}:
-            raise RequestError("A response that is over cannot be streamed again.", "stream")
-
-
-@dataclass(frozen=True, slots=True)
-class ListPage:
-    """The requested part of a list."""
-
-    after: str | None = None
-    limit: int = _LIMIT
-    latest_first: bool = True
-
-    def of(self, items: Sequence[JsonObject]) -> ResponseItems:
-        """Return that part. Raises ``RequestError``: there is no item ``after``."""
-        listed = list(reversed(items)) if self.latest_first else list(items)
+    def page(self, items: Sequence[JsonObject]) -> ResponseItems:
+        """Return the requested part. Raises ``RequestError``: there is no item ``after``."""
+        listed = list(items) if self.order == "asc" else list(reversed(items))
         if self.after is not None:
             ids = [item["id"] for item in listed]
             if self.after not in ids:
@@ -165,7 +108,53 @@ class ListPage:
         }
 
 
-def read_page(query: Sequence[tuple[str, str]]) -> ListPage:
-    """Read the query of a list. Raises ``RequestError``."""
-    asked = ItemsQuery.read(dict(query))
-    return ListPage(asked.after, asked.limit, asked.order != "asc")
+def is_response_id(text: str) -> bool:
+    """Return whether a text is a valid response ID."""
+    return _ID.fullmatch(text) is not None
+
+
+def response_of(item_id: str) -> str:
+    """Return the response ID of an item. Raises ``ItemNotFound``."""
+    if (found := _ITEM.fullmatch(item_id)) is None:
+        raise ItemNotFound(item_id)
+    return f"{PREFIX}{found[1]}"
+
+
+def find_item(kept: StoredResponse, item_id: str) -> JsonObject:
+    """Return an item of a response. Raises ``ItemNotFound``."""
+    for item in kept.conversation:
+        if item["id"] == item_id:
+            return item
+    raise ItemNotFound(item_id)
+
+
+def input_items(items: Iterable[JsonObject], response_id: str) -> tuple[JsonObject, ...]:
+    """Return the items of an input in OpenAI's form, with IDs."""
+    unique = response_id.removeprefix(PREFIX)
+    return tuple(_listed(item, f"{unique}_i{at}") for at, item in enumerate(items))
+
+
+def _listed(item: JsonObject, place: str) -> JsonObject:
+    kind = item.get("type") or "message"
+    result: JsonObject = {
+        **item,
+        "id": f"{_IDS[kind]}_{place}",
+        "type": kind,
+        "status": "completed",
+    }
+    if kind == "message" and isinstance(item.get("content"), str):
+        part = _PARTS.get(item["role"], {"type": "input_text"})
+        result["content"] = [{**part, "text": item["content"]}]
+    return result
+
+
+def deleted(response_id: str) -> ResponseDeleted:
+    """Return the answer of a DELETE."""
+    return {"id": response_id, "object": "response", "deleted": True}
+
+
+def check_lookup(query: Sequence[tuple[str, str]]) -> None:
+    """Refuse unsupported parameters of a GET of a response. Raises ``RequestError``."""
+    for name, value in query:
+        if name == "stream" and value.lower() not in {"false", "0", ""}:
+            raise RequestError("A response that is over cannot be streamed again.", "stream")

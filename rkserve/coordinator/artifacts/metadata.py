@@ -71,7 +71,7 @@ class MetadataFolder:
         known = list(self._known.items())
         return next((digest for digest, facts in known if label in facts.labels), None)
 
-    def add(self, digest: str, said: ArtifactMetadata) -> None:
+    def add(self, digest: str, metadata: ArtifactMetadata) -> None:
         """Store statements about a content.
 
         Raises:
@@ -79,7 +79,7 @@ class MetadataFolder:
             OSError: it cannot be written, and is not stored.
         """
         with self._lock:
-            for label in said.labels:
+            for label in metadata.labels:
                 other = self.labelled(label)
                 if other not in (None, digest):
                     raise ArtifactRefused(
@@ -87,7 +87,7 @@ class MetadataFolder:
                         "one another version.",
                         "version",
                     )
-            facts = self.of(digest).with_more(said)
+            facts = self.of(digest).with_more(metadata)
             if facts == self.of(digest):
                 return
             self._write(digest, facts)
@@ -164,19 +164,19 @@ def require_size(declared: DeclaredArtifact, size_bytes: int) -> None:
         )
 
 
-def compare(declared: DeclaredArtifact, said: Manifest, size_bytes: int, digest: str) -> None:
+def compare(declared: DeclaredArtifact, manifest: Manifest, size_bytes: int, digest: str) -> None:
     """Raise ``ArtifactRefused`` unless the file is as declared, before or after its upload."""
     if size_bytes == 0:
         raise ArtifactRefused(f"The {declared.what} is empty.", "size_bytes")
     for key, claimed, found in (
         ("size_bytes", declared.size_bytes, size_bytes),
-        ("size", said.size, size_bytes),
+        ("size", manifest.size, size_bytes),
         ("sha256", declared.sha256, digest),
-        ("sha256", said.sha256, digest),
-        ("base_model", said.base_model, declared.model),
+        ("sha256", manifest.sha256, digest),
+        ("base_model", manifest.base_model, declared.model),
     ):
         if claimed is not None and claimed != found:
-            raise ArtifactRefused(f"{key} is said to be {claimed}, and it is {found}.", key)
+            raise ArtifactRefused(f"{key} is declared as {claimed}, but is {found}.", key)
 
 
 log = logging.getLogger(__name__)
@@ -225,7 +225,7 @@ class FolderModels:
         """Raise ``ArtifactRefused`` for a file that certainly is no model for the boards of
         ``model``.
 
-        Only a board that loads it can tell whether it works.
+        Only a board that loads it shows whether it works.
         """
         try:
             found = weights_facts(file)

@@ -151,9 +151,9 @@ def open_url(url: str, prefixes: tuple[str, ...], limit_s: float) -> Source:
             response = _follow(client, stack, url, prefixes)
         except httpx.HTTPError as exc:
             raise _no_answer(exc) from exc
-        said = response.headers.get("content-length", "")
+        length = response.headers.get("content-length", "")
         blocks = _blocks(response, deadline_s)
-        return Source(blocks, int(said) if said.isdecimal() else None, stack.pop_all())
+        return Source(blocks, int(length) if length.isdecimal() else None, stack.pop_all())
     raise AssertionError("unreachable")  # the stack above swallows nothing
 
 

@@ -152,7 +152,7 @@ class ArtifactStore:
             self._write(upload, coming, data)
             return coming.size_bytes
 
-    def upload_end(self, upload: str, manifest: Mapping[str, Any] | None = None) -> AdapterVersion:
+    def upload_end(self, upload: str, manifest: Mapping[str, Any] | None = None) -> Artifact:
         """Keep the file if it matches its declaration; ``Manifest`` has the fields that may be
         added now.
 
@@ -160,11 +160,7 @@ class ArtifactStore:
             ArtifactNotFound: the upload was removed, or there was a restart.
             ArtifactRefused: it differs from its declaration, and was removed.
         """
-        return self._adapter(*self._end(upload, manifest))
-
-    def upload_end_model(self, upload: str, manifest: Mapping[str, Any]) -> BaseVersion:
-        """Keep a file of base weights, as ``upload_end`` does an adapter's."""
-        return self._model(*self._end(upload, manifest)[:2])
+        return _artifact(*self._end(upload, manifest))
 
     def _end(self, upload: str, manifest: Mapping[str, Any] | None) -> tuple[_Upload, str, float]:
         """Store the file; return the declaration, its digest, and the declared scale."""
@@ -172,9 +168,9 @@ class ArtifactStore:
         with coming.lock:
             self._coming(upload)  # it may have been ended while another thread wrote
             try:
-                said = read_manifest(manifest)
-                compare(coming.declared, said, coming.size_bytes, coming.digest.hexdigest())
-                return coming, self._keep(coming), said.scale
+                found = read_manifest(manifest)
+                compare(coming.declared, found, coming.size_bytes, coming.digest.hexdigest())
+                return coming, self._keep(coming), found.scale
             finally:
                 self.upload_abort(upload)
 
@@ -198,50 +194,30 @@ class ArtifactStore:
 
     # -- files from elsewhere -----------------------------------------------------------------
 
-    def register_path(
-        self, path: str, declared: DeclaredArtifact, scale: float = 1.0
-    ) -> AdapterVersion:
-        """Copy a file, or that of an adapter's folder, from one of the allowed folders.
+    def register(
+        self, kind: str, place: str, declared: DeclaredArtifact, scale: float = 1.0
+    ) -> Artifact | None:
+        """Copy a file from a ``path`` in one of the allowed folders, or fetch it from a ``url``
+        below one of the allowed ones; a folder stands for the file in it. None is base weights in
+        the model's own folder, which are not copied.
 
         Raises:
-            ArtifactRefused, ArtifactNotFound, BodyTooLarge: as ``open_path`` and an upload do.
-        """
-        checked(declared)
-        with open_path(path, self._rules.allowed_paths) as source:
-            return self._adapter(*self._take(source, declared, scale))
-
-    def register_url(
-        self, url: str, declared: DeclaredArtifact, scale: float = 1.0
-    ) -> AdapterVersion:
-        """Fetch a file from below one of the allowed URLs.
-
-        Raises:
-            ArtifactRefused, ArtifactNotFound, BodyTooLarge: as ``open_url`` and an upload do.
-        """
-        checked(declared)
-        rules = self._rules
-        with open_url(url, rules.allowed_urls, rules.fetch_timeout_s) as source:
-            return self._adapter(*self._take(source, declared, scale))
-
-    def register_model(
-        self, kind: str, place: str, declared: DeclaredArtifact
-    ) -> BaseVersion | None:
-        """Copy base weights from a ``path``, or fetch them from a ``url``: a file, or the one in a
-        model's folder. None is the model folder's own file, which is not copied.
-
-        Raises:
-            ArtifactRefused, ArtifactNotFound, BodyTooLarge: as for an adapter; and for a file that
-                certainly is no model.
+            ArtifactRefused, ArtifactNotFound, BodyTooLarge: as ``open_path``, ``open_url`` and an
+                upload do; and for base weights that certainly are no model.
         """
         checked(declared)
         rules = self._rules
         if kind == "url":
-            with open_url(place, rules.allowed_urls, rules.fetch_timeout_s) as source:
-                return self._own.unless_own(self._model(*self._take(source, declared)[:2]))
-        if self._own.leads_there(place, declared.model):
+            opened = open_url(place, rules.allowed_urls, rules.fetch_timeout_s)
+        elif not declared.base:
+            opened = open_path(place, rules.allowed_paths)
+        elif self._own.leads_there(place, declared.model):
             return None
-        with open_path(place, rules.allowed_paths, model_in) as source:
-            return self._own.unless_own(self._model(*self._take(source, declared)[:2]))
+        else:
+            opened = open_path(place, rules.allowed_paths, model_in)
+        with opened as source:
+            made = _artifact(*self._take(source, declared, scale))
+        return self._own.unless_own(made) if isinstance(made, BaseVersion) else made
 
     # -- what is there ------------------------------------------------------------------------
 
@@ -454,14 +430,14 @@ class ArtifactStore:
         )
         return digest
 
-    def _adapter(self, coming: _Upload, digest: str, scale: float) -> AdapterVersion:
-        declared = coming.declared
-        ref = AdapterRef(declared.name, _version_of(declared, digest), digest, scale)
-        return AdapterVersion(ref, coming.size_bytes)
 
-    def _model(self, coming: _Upload, digest: str) -> BaseVersion:
-        declared = coming.declared
-        return BaseVersion(declared.model, _version_of(declared, digest), digest, coming.size_bytes)
+def _artifact(coming: _Upload, digest: str, scale: float) -> Artifact:
+    """Return what a file has been declared to be."""
+    declared, version = coming.declared, _version_of(coming.declared, digest)
+    if declared.base:
+        return BaseVersion(declared.model, version, digest, coming.size_bytes)
+    ref = AdapterRef(declared.name, version, digest, scale)
+    return AdapterVersion(ref, coming.size_bytes)
 
 
 def _version_of(declared: DeclaredArtifact, digest: str) -> str:

@@ -16,9 +16,8 @@ from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rkserve.control.calls import AdapterRetireAction, OperationKind
+from rkserve.control.calls import AdapterRetireAction
 from rkserve.control.operations import (
-    UPDATES,
     BoardOutcome,
     ControlOperation,
     OperationState,
@@ -44,7 +43,7 @@ class RetryDelay:
 
     failures: int = 0
     until_s: float = 0.0
-    said: str = ""
+    reason: str = ""
 
 
 class Reconciler:
@@ -69,7 +68,7 @@ class Reconciler:
         self._bringing: dict[str, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
 
-    async def tell(
+    async def send(
         self, scope: Scope, timeout_s: float, boards: Collection[str] | None = None
     ) -> Replies:
         """Send the desired state to all boards; return once those in ``scope`` have answered.
@@ -86,8 +85,8 @@ class Reconciler:
         ]
         others = [address for address in addresses if address not in covered]
         if others:
-            self._begin(self._tell(others, timeout_s))
-        return await self._tell(covered, timeout_s)
+            self._begin(self._send(others, timeout_s))
+        return await self._send(covered, timeout_s)
 
     def announce(self) -> None:
         """Send the desired state to all boards without waiting for their answers.
@@ -96,14 +95,14 @@ class Reconciler:
         """
         addresses = self._roster.addresses()
         if addresses:
-            self._begin(self._tell(addresses, self._timeout_s))
+            self._begin(self._send(addresses, self._timeout_s))
 
-    async def _tell(self, addresses: Sequence[BoardAddress], timeout_s: float) -> Replies:
+    async def _send(self, addresses: Sequence[BoardAddress], timeout_s: float) -> Replies:
         deadline_s = time.monotonic() + timeout_s
         while True:
             left_s = max(0.001, deadline_s - time.monotonic())
             replies = await self._adopt(addresses, left_s)
-            latest = max((said.epoch for said in replies.said.values()), default=0)
+            latest = max((answer.epoch for answer in replies.answers.values()), default=0)
             if latest <= self._state.desired.epoch or time.monotonic() >= deadline_s:
                 break
             self._state.jump(
@@ -116,16 +115,16 @@ class Reconciler:
         self._sending.update(boards)
         began_s = time.monotonic()
         try:
-            replies = await self._roster.tell(
+            replies = await self._roster.send(
                 addresses, "adopt", self._state.desired, timeout_s=timeout_s
             )
         finally:
             self._sending.subtract(boards)
         now_s = time.monotonic()
         for address in addresses:
-            if address.board_id in replies.said:
+            if address.board_id in replies.answers:
                 self._heard_s[address.replica] = now_s
-        if replies.said:
+        if replies.answers:
             self._metrics.broadcast.observe(now_s - began_s)
             self._metrics.skew.observe(replies.skew_ms / 1e3)
         return replies
@@ -228,8 +227,8 @@ class Reconciler:
         delay_s = min(DELAY_S * 2.0**delay.failures, LONGEST_DELAY_S)
         delay.failures += 1
         delay.until_s = time.monotonic() + delay_s
-        if why and why != delay.said:
-            delay.said = why
+        if why and why != delay.reason:
+            delay.reason = why
             log.warning("board %s does not follow; retrying: %s", board, why)
 
     # -- tasks ---------------------------------------------------------------------------------
@@ -252,12 +251,6 @@ class Reconciler:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-# Single requests to boards; an obeyed epoch says nothing about their success.
-_ERRANDS = frozenset({OperationKind.CACHE_RESET, OperationKind.ABORT})
-# Boards obey these before they have loaded the weights.
-_LOADING = frozenset({OperationKind.WAKE, *UPDATES})
-
-
 class LateResults:
     """Partial operations that may yet succeed. Use it from one event loop."""
 
@@ -271,7 +264,7 @@ class LateResults:
 
     def add(self, operation: ControlOperation) -> None:
         """Watch a partial operation that boards can still follow."""
-        if operation.state is OperationState.PARTIAL and operation.kind not in _ERRANDS:
+        if operation.state is OperationState.PARTIAL and not operation.action.errand:
             # An operation that changed nothing is complete with the current epoch.
             epoch = operation.epoch or self._state.desired.epoch
             self._partial[operation.id] = (operation, epoch)
@@ -297,7 +290,7 @@ class LateResults:
     def _has_followed(self, one: ControlOperation, epoch: int, report: BoardReport | None) -> bool:
         if report is None or (report.epoch or 0) < epoch or report.missing:
             return False
-        if one.kind in _LOADING and not self._is_up(report):
+        if one.action.loads and not self._is_up(report):
             return False
         retired = one.action
         if not isinstance(retired, AdapterRetireAction):

@@ -44,7 +44,7 @@ Failed = Callable[[str, RkserveError], None]  # method and error, for the metric
 class Replies:
     """The boards' answers: values of those that succeeded, and a result for each board."""
 
-    said: dict[str, Any] = field(default_factory=dict)
+    answers: dict[str, Any] = field(default_factory=dict)
     results: dict[str, BoardOutcome] = field(default_factory=dict)
 
     @property
@@ -55,7 +55,7 @@ class Replies:
     @property
     def skew_ms(self) -> float:
         """The time from the first board's answer to the last one's."""
-        took = [self.results[board].latency_ms for board in self.said]
+        took = [self.results[board].latency_ms for board in self.answers]
         return max(took) - min(took) if took else 0.0
 
 
@@ -92,7 +92,7 @@ class Roster:
         """
         if unknown := self._fleet.unknown:
             raise CoordinatorAway(
-                "The Coordinator has not heard all boards yet since it started (of "
+                "Not all boards have reported to the Coordinator since it started (missing: "
                 f"{', '.join(sorted(unknown))}); try again in a moment."
             )
 
@@ -165,7 +165,7 @@ class Roster:
         """
         return await self._ask_each(addresses, (method, args), timeout_s, tries, Replies())
 
-    async def tell(
+    async def send(
         self, addresses: Collection[BoardAddress], method: str, *args: Any, timeout_s: float
     ) -> Replies:
         """Call as ``ask`` does, first with one broadcast to all boards; answers name their board.
@@ -174,10 +174,10 @@ class Roster:
         """
         replies, began_s = Replies(), time.monotonic()
         answers = await self._fleet.ask_together(addresses, method, *args, timeout_s=timeout_s)
-        for board, said in answers.said.items():
-            replies.said[board] = said
-            replies.results[board] = good(said, answers.took_ms[board])
-        left = [address for address in addresses if address.board_id not in answers.said]
+        for board, answer in answers.found.items():
+            replies.answers[board] = answer
+            replies.results[board] = good(answer, answers.took_ms[board])
+        left = [address for address in addresses if address.board_id not in answers.found]
         left_s = max(0.001, began_s + timeout_s - time.monotonic())
         return await self._ask_each(left, (method, args), left_s, TRIES, replies)
 
@@ -211,7 +211,7 @@ class Roster:
         except BoardGone:
             self._forget(address)
             raise
-        return answers.said[address.board_id]
+        return answers.found[address.board_id]
 
     def _forget(self, address: BoardAddress) -> None:
         key = (address.group, address.board_id)
@@ -231,7 +231,7 @@ class Roster:
         while True:
             left_s = max(0.001, until.deadline_s - time.monotonic())
             try:
-                said = await self.ask_one(address, method, *args, timeout_s=left_s)
+                answer = await self.ask_one(address, method, *args, timeout_s=left_s)
             except RkserveError as exc:
                 self._failed(method, exc)
                 if until.is_over(exc, pause_s):
@@ -239,9 +239,9 @@ class Roster:
                     replies.results[address.board_id] = result_of(exc, took_ms)
                     return
             else:
-                replies.said[address.board_id] = said
+                replies.answers[address.board_id] = answer
                 took_ms = (time.monotonic() - began_s) * 1e3
-                replies.results[address.board_id] = good(said, took_ms)
+                replies.results[address.board_id] = good(answer, took_ms)
                 return
             await self._sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
@@ -265,9 +265,9 @@ class BoardRetryLimits:
         return final or late or self.tries <= 0 or self.refusals <= 0
 
 
-def good(said: Any, took_ms: float) -> BoardOutcome:
+def good(answer: Any, took_ms: float) -> BoardOutcome:
     """Return the result of a board that succeeded."""
-    return BoardOutcome(ResultStatus.OK, took_ms, details=_details_of(said))
+    return BoardOutcome(ResultStatus.OK, took_ms, details=_details_of(answer))
 
 
 def is_own(exc: RkserveError) -> bool:
@@ -284,15 +284,15 @@ def result_of(exc: RkserveError, took_ms: float) -> BoardOutcome:
     return BoardOutcome(status, took_ms, exc.code or "internal_error", exc.message)
 
 
-def _details_of(said: Any) -> dict[str, Any]:
+def _details_of(answer: Any) -> dict[str, Any]:
     """Return the figures of an answer that belong into the record."""
-    if isinstance(said, Probe):
+    if isinstance(answer, Probe):
         names: tuple[str, ...] = ("load_ms", "tokens", "decode_tokens_per_s")
-    elif isinstance(said, Adoption):
+    elif isinstance(answer, Adoption):
         names = ("held", "stopped", "kept", "aborted", "switched")
     else:
         return {}
-    details = {name: getattr(said, name) for name in names}
-    if isinstance(said, Adoption):
-        details["emitted_until_ms"] = round(said.latency_ms, 3)
+    details = {name: getattr(answer, name) for name in names}
+    if isinstance(answer, Adoption):
+        details["emitted_until_ms"] = round(answer.latency_ms, 3)
     return details

@@ -432,12 +432,12 @@ class Stager:
         ended = await self._stage(version, boards, self.at, timeout_s)
         results: dict[str, BoardOutcome] = {}
         for board in boards:
-            said = ended[board]
+            answer = ended[board]
             took_ms = (time.monotonic() - began_s) * 1e3
-            if isinstance(said, RkserveError):
-                results[board] = result_of(said, took_ms)
+            if isinstance(answer, RkserveError):
+                results[board] = result_of(answer, took_ms)
             else:
-                results[board] = BoardOutcome(ResultStatus.OK, said["stage_ms"], details=said)
+                results[board] = BoardOutcome(ResultStatus.OK, answer["stage_ms"], details=answer)
         return results
 
     async def _stage(

@@ -58,32 +58,28 @@ class AdapterOperations:
 
     def __init__(
         self,
-        context: OperationContext,
         store: FileStore,
         garbage_collector: GarbageCollector,
         require_fit: RequireFit,
     ) -> None:
         """``require_fit`` raises for a version that was trained on other base weights."""
         self._require_fit = require_fit
-        self._context = context
         self._store = store
         self._garbage_collector = garbage_collector
         self._rolling: dict[str, tuple[RolloutRunner, asyncio.Future[None]]] = {}
 
     # -- staging -------------------------------------------------------------------------------
 
-    async def stage(
-        self, context: OperationContext, run: OperationRun, asked: AdapterStageAction
-    ) -> None:
+    async def stage(self, run: OperationRun, asked: AdapterStageAction) -> None:
         """Deliver a version to every board of its model; it is then served as ``name@version``."""
         model, version = asked.model, asked.artifact
         scope = Scope(models=(model,))
-        context.check(scope)
-        known = context.state.desired
+        run.context.check(scope)
+        known = run.context.state.desired
         state_changes.add_version(known, model, version)  # says why not
         line = known.line(model, version.ref.name)
         run.applied = line is None or version not in line.versions
-        run.allow(context.config.stage_timeout_s)
+        run.allow(run.context.config.stage_timeout_s)
         run.begin(Phase.STAGING)
         results = await self._spread(run, scope, version)
         bad = {board: result for board, result in results.items() if not result.good}
@@ -93,11 +89,13 @@ class AdapterOperations:
                 await self._garbage_collector.take_back(scope, version, run.operation.id)
             run.end(OperationState.FAILED, error)
             return
-        run.note(Phase.RELEASING, state_changes.add_version(context.state.desired, model, version))
+        run.note(
+            Phase.RELEASING, state_changes.add_version(run.context.state.desired, model, version)
+        )
         with run.timed(Phase.RELEASING.value):
-            replies = await context.reconciler.tell(scope, run.left_s)
+            replies = await run.context.reconciler.send(scope, run.left_s)
         # A board's staging result is more informative than its adoption.
-        run.heard(replies.behind)
+        run.record(replies.behind)
         run.end(OperationState.PARTIAL if replies.behind else OperationState.SUCCEEDED)
 
     async def _spread(
@@ -105,35 +103,34 @@ class AdapterOperations:
     ) -> dict[str, BoardOutcome]:
         with run.timed(Phase.STAGING.value):
             await asyncio.to_thread(self._store.check, version)
-            boards = [address.board_id for address in self._context.roster.addresses(scope)]
-            results = await self._context.stager.spread(version, boards, run.left_s)
-        run.heard(results)
+            boards = [address.board_id for address in run.context.roster.addresses(scope)]
+            results = await run.context.stager.spread(version, boards, run.left_s)
+        run.record(results)
         return results
 
     # -- rollouts ------------------------------------------------------------------------------
 
     async def roll(
         self,
-        context: OperationContext,
         run: OperationRun,
         asked: AdapterRolloutAction | AdapterRollbackAction,
     ) -> None:
         """Roll a version out, or back to the previous one."""
         operation = run.operation
-        observed = deciding(context.state.running, asked)
+        observed = deciding(run.context.state.running, asked)
         if observed is not None:
-            await self._decide(context, run, observed, promote=False)
+            await self._decide(run, observed, promote=False)
             return
         scope = Scope(models=(asked.model,))
-        context.check(scope)
-        before = context.state.desired
+        run.context.check(scope)
+        before = run.context.state.desired
         made = plan(
             operation.id,
             asked,
             _wanted(before, asked),
-            [address.board_id for address in context.roster.addresses(scope)],
-            hold_s=HOLD_LEASES * context.config.operation_timeout_s,
-            keep=context.config.keep_versions,
+            [address.board_id for address in run.context.roster.addresses(scope)],
+            hold_s=HOLD_LEASES * run.context.config.operation_timeout_s,
+            keep=run.context.config.keep_versions,
         )
         if made.holds(before):
             run.applied = False
@@ -142,10 +139,10 @@ class AdapterOperations:
             return
         made.check(before)
         self._require_fit(before, made.model, _served_then(before, made))
-        run.allow(context.config.stage_timeout_s + len(made.boards) * RENEW_S)
+        run.allow(run.context.config.stage_timeout_s + len(made.boards) * RENEW_S)
         run.begin(Phase.ACCEPTED)
         over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        rolling = RolloutRunner(context, run, made)
+        rolling = RolloutRunner(run, made)
         self._rolling[operation.id] = (rolling, over)
         try:
             finish = await rolling.run()
@@ -154,22 +151,19 @@ class AdapterOperations:
             del self._rolling[operation.id]
             over.set_result(None)
 
-    async def promote(
-        self, context: OperationContext, run: OperationRun, asked: AdapterPromoteAction
-    ) -> None:
+    async def promote(self, run: OperationRun, asked: AdapterPromoteAction) -> None:
         """Make the observed canary the active version now."""
-        observed = deciding(context.state.running, asked)
+        observed = deciding(run.context.state.running, asked)
         if observed is not None:
-            await self._decide(context, run, observed, promote=True)
+            await self._decide(run, observed, promote=True)
             return
         model, name = asked.model, asked.name
-        context.check(Scope(models=(model,)))
-        state_changes.promote(context.state.desired, model, name)  # says why not
+        run.context.check(Scope(models=(model,)))
+        state_changes.promote(run.context.state.desired, model, name)  # says why not
         raise OperationConflict(f"No canary of adapter '{name}' is being observed now.")
 
     async def _decide(
         self,
-        context: OperationContext,
         run: OperationRun,
         observed: ControlOperation,
         *,
@@ -183,9 +177,9 @@ class AdapterOperations:
         rolling.decide(promote, run.operation.who)
         with run.timed(Phase.SWITCHING.value):
             await asyncio.shield(over)
-        ended = context.state.operation(observed.id)
+        ended = run.context.state.operation(observed.id)
         assert ended is not None  # the latest one in the ledger
-        run.heard(ended.results)
+        run.record(ended.results)
         came_in = ended.state in (OperationState.SUCCEEDED, OperationState.PARTIAL)
         if came_in is promote:
             run.end(ended.state if promote else OperationState.SUCCEEDED)
@@ -198,22 +192,22 @@ class AdapterOperations:
 
     # -- retirement ----------------------------------------------------------------------------
 
-    async def retire(
-        self, context: OperationContext, run: OperationRun, asked: AdapterRetireAction
-    ) -> None:
+    async def retire(self, run: OperationRun, asked: AdapterRetireAction) -> None:
         """Remove a version, or an adapter, and free its memory and files."""
         scope = Scope(models=(asked.model,))
-        context.check(scope)
-        before = context.state.desired
+        run.context.check(scope)
+        before = run.context.state.desired
         after = state_changes.retire(before, asked.model, asked.name, asked.version)
-        run.allow(len(context.roster.addresses(scope)) * RENEW_S)
+        run.allow(len(run.context.roster.addresses(scope)) * RENEW_S)
         run.begin(Phase.RELEASING, after)
         with run.timed(Phase.RELEASING.value):
-            replies = await context.reconciler.tell(scope, context.config.operation_timeout_s)
-        run.heard(replies.results)
+            replies = await run.context.reconciler.send(
+                scope, run.context.config.operation_timeout_s
+            )
+        run.record(replies.results)
         with run.timed("reclaiming"):
             results = await self._garbage_collector.retired(scope, before, after)
-        run.heard(results)
+        run.record(results)
         behind = [one for one in run.operation.results.values() if not one.good]
         run.end(OperationState.PARTIAL if behind else OperationState.SUCCEEDED)
 

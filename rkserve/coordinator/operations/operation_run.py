@@ -110,12 +110,12 @@ class OperationContext:
 
 
 class OperationRun:
-    """The record of one operation. Nothing is stored before ``begin``."""
+    """The record of one operation, and its services. Nothing is stored before ``begin``."""
 
     def __init__(
         self, context: OperationContext, operation: ControlOperation, call: OperationRequest
     ) -> None:
-        self._context = context
+        self.context = context
         self.operation = operation
         self.call = call
         self.has_begun = asyncio.Event()
@@ -160,23 +160,23 @@ class OperationRun:
 
     def note(self, phase: Phase, desired: Desired | None = None) -> None:
         """Store a phase, with its change of the desired state. Raises ``LedgerFailed``."""
-        changed = desired is not None and desired != self._context.state.desired
+        changed = desired is not None and desired != self.context.state.desired
         epoch = desired.epoch if changed and desired is not None else None
         operation = self.operation.at(phase, epoch=epoch)
-        self._context.state.write(desired, operation)
+        self.context.state.write(desired, operation)
         self.operation = operation
 
-    def heard(self, results: Mapping[str, BoardOutcome]) -> None:
+    def record(self, results: Mapping[str, BoardOutcome]) -> None:
         """Add the boards' latest answers, with all figures; they are stored with the next step."""
         for board, result in results.items():
             before = self.operation.results.get(board)
             details = {**({} if before is None else before.details), **result.details}
-            self.operation = self.operation.heard(board, replace(result, details=details))
+            self.operation = self.operation.with_result(board, replace(result, details=details))
 
     def show(self, results: Mapping[str, BoardOutcome]) -> None:
         """Show the boards' progress to readers; the boards' answers replace it."""
         self.operation = replace(self.operation, results=results)
-        self._context.state.show(self.operation)
+        self.context.state.show(self.operation)
 
     def forget_waiting(self) -> None:
         """Remove the boards that are still waited for."""
@@ -199,7 +199,7 @@ class OperationRun:
     def spent(self, name: str, took_s: float) -> None:
         """Record the duration of a phase."""
         self.operation = self.operation.spent(name, round(took_s * 1e3, 3))
-        self._context.metrics.phase.labels(self.operation.kind.value, name).observe(took_s)
+        self.context.metrics.phase.labels(self.operation.kind.value, name).observe(took_s)
 
     def end(
         self,
@@ -208,20 +208,20 @@ class OperationRun:
         desired: Desired | None = None,
     ) -> None:
         """Store the end. Raises ``LedgerFailed``."""
-        ended = self.operation.end(state, self._context.now_s(), error)
-        if desired is not None and desired != self._context.state.desired:
+        ended = self.operation.end(state, self.context.now_s(), error)
+        if desired is not None and desired != self.context.state.desired:
             ended = replace(ended, epoch=desired.epoch)
         try:
-            self._context.state.write(
-                desired, ended, audit=[AuditEntry.of(ended, self._context.now_s(), ended.who)]
+            self.context.state.write(
+                desired, ended, audit=[AuditEntry.of(ended, self.context.now_s(), ended.who)]
             )
         except LedgerFailed:
             self.unwritten = (state, error)
             raise
         self.operation = ended
-        self._context.metrics.operations.labels(ended.kind.value, ended.state.value).inc()
+        self.context.metrics.operations.labels(ended.kind.value, ended.state.value).inc()
         took_s = time.monotonic() - self._began_s
-        self._context.metrics.duration.labels(ended.kind.value).observe(took_s)
+        self.context.metrics.duration.labels(ended.kind.value).observe(took_s)
         log.info(
             "operation %s: %s %s in %.1f ms, %d of %d boards, epoch %d%s%s",
             ended.id,
@@ -242,7 +242,7 @@ class OperationRun:
 
 
 # Its last argument is the operation's action, of the class of its kind.
-Handler = Callable[[OperationContext, OperationRun, Any], Awaitable[None]]
+Handler = Callable[[OperationRun, Any], Awaitable[None]]
 
 
 def shortfall(results: Mapping[str, BoardOutcome], done: str, limit_s: float) -> ControlError:
@@ -250,8 +250,8 @@ def shortfall(results: Mapping[str, BoardOutcome], done: str, limit_s: float) ->
     bad = {board: result for board, result in sorted(results.items()) if not result.good}
     silent = [board for board, one in bad.items() if one.status is ResultStatus.SILENT]
     if silent:
-        said = f"{', '.join(silent)} did not answer within {limit_s:g} s; {done}."
-        said = f"Board {said}" if len(silent) == 1 else f"Boards {said}"
-        return ControlError.of(OperationTimeout(said))
+        message = f"{', '.join(silent)} did not answer within {limit_s:g} s; {done}."
+        message = f"Board {message}" if len(silent) == 1 else f"Boards {message}"
+        return ControlError.of(OperationTimeout(message))
     board, worst = next(iter(bad.items()))
     return ControlError(503, worst.error, f"Board {board}: {worst.message} So {done}.")

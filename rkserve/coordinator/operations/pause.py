@@ -45,26 +45,26 @@ QUEUE, ROUTERS = "queue", "Routers"
 SAFE_TRIES = 100  # of repeatable calls: the time limit ends them
 
 
-async def pause(context: OperationContext, run: OperationRun, asked: PauseAction) -> None:
+async def pause(run: OperationRun, asked: PauseAction) -> None:
     """Stop boards; it succeeds when all of them have stopped, and is undone otherwise."""
     scope = asked.scope
-    context.check(scope)
-    before = context.state.desired
+    run.context.check(scope)
+    before = run.context.state.desired
     desired = state_changes.pause(
         before,
         run.operation.id,
         scope,
         asked.mode,
-        context.now_s(),
+        run.context.now_s(),
         clear_cache=asked.clear_cache,
         lease_s=asked.lease_s,
-        running=going_on(context),
+        running=going_on(run.context),
     )
     run.applied = desired is not before
     run.begin(Phase.STOPPING, desired)
-    replies = await halt(context, run, scope)
+    replies = await halt(run, scope)
     done = "no request stays paused by it" if run.applied else "an earlier pause is still in effect"
-    await end_hold(context, run, scope, replies, done)
+    await end_hold(run, scope, replies, done)
 
 
 LEASE_OVER = ControlError(
@@ -77,63 +77,57 @@ def going_on(context: OperationContext) -> tuple[str, ...]:
     return tuple(one.id for one in context.state.running)
 
 
-def holds(context: OperationContext, run: OperationRun) -> bool:
+def holds(run: OperationRun) -> bool:
     """Return whether the pause is still in effect: its lease may have ended while boards
     stopped.
     """
-    pauses = (one.operation for one in context.state.desired.pauses)
+    pauses = (one.operation for one in run.context.state.desired.pauses)
     return not run.applied or run.operation.id in pauses
 
 
-async def halt(
-    context: OperationContext, run: OperationRun, scope: Scope, phase: Phase = Phase.STOPPING
-) -> Replies:
+async def halt(run: OperationRun, scope: Scope, phase: Phase = Phase.STOPPING) -> Replies:
     """Have boards adopt the desired state, and return their answers."""
     with run.timed(phase.value):
-        replies = await context.reconciler.tell(scope, run.left_s)
-    run.heard(replies.results)
-    run.emitted = dict(pair for said in replies.said.values() for pair in said.emitted)
+        replies = await run.context.reconciler.send(scope, run.left_s)
+    run.record(replies.results)
+    run.emitted = dict(pair for answer in replies.answers.values() for pair in answer.emitted)
     return replies
 
 
-async def end_hold(
-    context: OperationContext, run: OperationRun, scope: Scope, replies: Replies, done: str
-) -> None:
+async def end_hold(run: OperationRun, scope: Scope, replies: Replies, done: str) -> None:
     """End the operation successfully if every board followed, and undo it otherwise."""
     behind = replies.behind
-    if not behind and holds(context, run):
+    if not behind and holds(run):
         run.end(OperationState.SUCCEEDED)
         return
     error = shortfall(behind, done, run.limit_s) if behind else LEASE_OVER
-    await undo(context, run, scope, error)
+    await undo(run, scope, error)
 
 
-async def undo(
-    context: OperationContext, run: OperationRun, scope: Scope, error: ControlError
-) -> None:
+async def undo(run: OperationRun, scope: Scope, error: ControlError) -> None:
     """Remove the pause, and answer once the stopped boards have been released."""
-    run.note(Phase.UNDOING, state_changes.withdraw(context.state.desired, run.operation.id))
+    run.note(Phase.UNDOING, state_changes.withdraw(run.context.state.desired, run.operation.id))
     stopped = {board for board, one in run.operation.results.items() if one.good}
     with run.timed(Phase.UNDOING.value):
-        await context.reconciler.tell(scope, UNDO_S, stopped)
+        await run.context.reconciler.send(scope, UNDO_S, stopped)
     run.end(OperationState.UNDONE if run.applied else OperationState.FAILED, error)
 
 
-async def resume(context: OperationContext, run: OperationRun, asked: ResumeAction) -> None:
+async def resume(run: OperationRun, asked: ResumeAction) -> None:
     """Remove pauses; boards that do not answer are released later."""
     scope = asked.scope
-    desired, removed = state_changes.resume(context.state.desired, scope, going_on(context))
+    desired, removed = state_changes.resume(run.context.state.desired, scope, going_on(run.context))
     run.applied = bool(removed)
     run.begin(Phase.RELEASING, desired)
-    await spread(context, run, scope)
+    await spread(run, scope)
 
 
-async def label(context: OperationContext, run: OperationRun, asked: LabelAction) -> None:
+async def label(run: OperationRun, asked: LabelAction) -> None:
     """Name the weights of a base model."""
     model, name = asked.model, asked.label
     scope = Scope(models=(model,))
-    context.check(scope)
-    before = context.state.desired
+    run.context.check(scope)
+    before = run.context.state.desired
     desired = state_changes.set_label(before, model, name)
     if asked.reset_step:
         desired = state_changes.as_one(
@@ -143,82 +137,80 @@ async def label(context: OperationContext, run: OperationRun, asked: LabelAction
         )
     run.applied = desired is not before
     run.begin(Phase.RELEASING, desired)
-    await spread(context, run, scope)
+    await spread(run, scope)
 
 
-async def spread(context: OperationContext, run: OperationRun, scope: Scope) -> None:
+async def spread(run: OperationRun, scope: Scope) -> None:
     """Have boards adopt a change that stands; those that do not answer follow later."""
-    replies = await halt(context, run, scope, Phase.RELEASING)
+    replies = await halt(run, scope, Phase.RELEASING)
     run.end(OperationState.PARTIAL if replies.behind else OperationState.SUCCEEDED)
 
 
-async def reset_caches(
-    context: OperationContext, run: OperationRun, asked: CacheResetAction
-) -> None:
+async def reset_caches(run: OperationRun, asked: CacheResetAction) -> None:
     """Clear KV caches; running requests keep theirs unless they are stopped for it as well."""
     scope = asked.scope
-    context.check(scope)
+    run.context.check(scope)
     if asked.reset_running_requests:
-        await _reset_running(context, run, scope)
+        await _reset_running(run, scope)
         return
     run.begin(Phase.STOPPING)
-    _end(run, await _ask(context, run, scope, "clear_kv", False))
+    _end(run, await _ask(run, scope, "clear_kv", False))
 
 
-async def _reset_running(context: OperationContext, run: OperationRun, scope: Scope) -> None:
+async def _reset_running(run: OperationRun, scope: Scope) -> None:
     """Stop all requests, drop every cache, and continue: running requests are recomputed."""
     desired = state_changes.pause(
-        context.state.desired,
+        run.context.state.desired,
         run.operation.id,
         scope,
         PauseMode.KEEP,
-        context.now_s(),
+        run.context.now_s(),
         clear_cache=True,
         lease_s=run.limit_s + RESET_LEASE_S,
-        running=going_on(context),
+        running=going_on(run.context),
     )
     run.begin(Phase.STOPPING, desired)
-    behind = (await halt(context, run, scope)).behind
+    behind = (await halt(run, scope)).behind
     if behind:
         done = "all boards go on, and those that answered have cleared their caches"
-        await undo(context, run, scope, shortfall(behind, done, run.limit_s))
+        await undo(run, scope, shortfall(behind, done, run.limit_s))
         return
-    run.note(Phase.RELEASING, state_changes.withdraw(context.state.desired, run.operation.id))
-    await spread(context, run, scope)
+    run.note(Phase.RELEASING, state_changes.withdraw(run.context.state.desired, run.operation.id))
+    await spread(run, scope)
 
 
-async def abort(context: OperationContext, run: OperationRun, asked: AbortAction) -> None:
+async def abort(run: OperationRun, asked: AbortAction) -> None:
     """Abort requests: the named ones, or all."""
     scope = asked.scope
-    context.check(scope)
+    run.context.check(scope)
     ids = asked.request_ids or None
     run.begin(Phase.STOPPING)
     # Routers come first: a board that is freed would take the next request of their queues, and a
     # request that leaves its board from here on finds that it has been aborted.
     with run.timed(Phase.STOPPING.value):
-        waiting = await _abort_waiting(context, run, scope, ids)
+        waiting = await _abort_waiting(run, scope, ids)
     # A repeated call for all may meet requests that arrived after a lost answer.
     tries = 1 if ids is None else SAFE_TRIES
-    replies = await _ask(context, run, scope, "abort_all", ids, tries=tries)
-    for board, ended in replies.said.items():
+    replies = await _ask(run, scope, "abort_all", ids, tries=tries)
+    for board, ended in replies.answers.items():
         result = replies.results[board]
-        run.heard({board: replace(result, details={"aborted": ended})})
-    run.heard(waiting)
+        run.record({board: replace(result, details={"aborted": ended})})
+    run.record(waiting)
     replies.results |= waiting
-    replies.said |= {name: 0 for name, one in waiting.items() if one.good}
+    replies.answers |= {name: 0 for name, one in waiting.items() if one.good}
     _end(run, replies)
 
 
 async def _abort_waiting(
-    context: OperationContext, run: OperationRun, scope: Scope, ids: Collection[str] | None
+    run: OperationRun, scope: Scope, ids: Collection[str] | None
 ) -> dict[str, BoardOutcome]:
     """Abort the requests without a board, and return the Routers' result, if any."""
-    if context.routers is None:
+    if run.context.routers is None:
         return {}
     began_s = time.monotonic()
     try:
         named = None if ids is None else list(ids)
-        ended = await context.routers.abort(scope, named, min(run.left_s, ROUTERS_S))
+        ended = await run.context.routers.abort(scope, named, min(run.left_s, ROUTERS_S))
     except RkserveError as exc:
         return {ROUTERS: result_of(exc, (time.monotonic() - began_s) * 1e3)}
     took_ms = (time.monotonic() - began_s) * 1e3
@@ -227,7 +219,6 @@ async def _abort_waiting(
 
 
 async def _ask(
-    context: OperationContext,
     run: OperationRun,
     scope: Scope,
     method: str,
@@ -235,19 +226,19 @@ async def _ask(
     tries: int = SAFE_TRIES,
 ) -> Replies:
     """Ask every board for something that does not change the desired state."""
-    addresses = context.roster.addresses(scope)
+    addresses = run.context.roster.addresses(scope)
     with run.timed(Phase.STOPPING.value):
-        replies = await context.roster.ask(
+        replies = await run.context.roster.ask(
             addresses, method, *args, timeout_s=run.left_s, tries=tries
         )
-    run.heard(replies.results)
+    run.record(replies.results)
     return replies
 
 
 def _end(run: OperationRun, replies: Replies) -> None:
     if not replies.behind:
         run.end(OperationState.SUCCEEDED)
-    elif replies.said:
+    elif replies.answers:
         run.end(OperationState.PARTIAL)
     else:
         error = shortfall(replies.behind, "no board has done it", run.limit_s)

@@ -129,7 +129,7 @@ class PromptCacheKeeper:
     def _of(self, model: str) -> list[DesiredCache]:
         return [one for one in self._kept.values() if one.model == model]
 
-    def told(self, model: str) -> list[dict[str, object]]:
+    def desired(self, model: str) -> list[dict[str, object]]:
         """Return a model's desired caches, and the boards that could not build them."""
         configured = {one.name: one for one in self._configured.values() if one.model == model}
         kept = {one.name: one for one in self._of(model) if one.ids}

@@ -37,7 +37,7 @@ from rkserve.control.rollout_plan import (
     RolloutStage,
 )
 from rkserve.coordinator.boards.roster import Replies, result_of
-from rkserve.coordinator.operations.operation_run import UNDO_S, OperationContext, OperationRun
+from rkserve.coordinator.operations.operation_run import UNDO_S, OperationRun
 from rkserve.core.desired_state import AdapterVersion, Adoption, Scope, SleepLevel
 from rkserve.core.errors import (
     BoardAsleep,
@@ -67,21 +67,21 @@ def _untried(replies: Replies) -> dict[str, BoardOutcome]:
     """Return the results of sleeping boards: they load and try the weights when they wake."""
     return {
         board: replace(replies.results[board], details={**replies.results[board].details, **_LATER})
-        for board, said in replies.said.items()
-        if said.level is not None and said.level >= SleepLevel.UNLOADED
+        for board, answer in replies.answers.items()
+        if answer.level is not None and answer.level >= SleepLevel.UNLOADED
     }
 
 
-def _no(board: str, said: Adoption) -> BoardOutcome | None:
+def _no(board: str, answer: Adoption) -> BoardOutcome | None:
     """Return the result of a board that refuses these base weights after a failed trial."""
-    return result_of(RebaseFailed(board, said.refused), 0.0) if said.refused else None
+    return result_of(RebaseFailed(board, answer.refused), 0.0) if answer.refused else None
 
 
 class RolloutRunner:
     """One running rollout or rollback. Use it from one event loop."""
 
-    def __init__(self, context: OperationContext, run: OperationRun, plan: RolloutPlan) -> None:
-        self._context = context
+    def __init__(self, run: OperationRun, plan: RolloutPlan) -> None:
+        self._context = run.context
         self._run = run
         self._plan = plan
         self._events: asyncio.Queue[Event] = asyncio.Queue()
@@ -120,7 +120,7 @@ class RolloutRunner:
             if board not in results or results[board].good:
                 limit_s = self._run.limit_s
                 late = BoardFailed(board, f"it did not follow within {limit_s:g} s")
-                self._run.heard({board: result_of(late, limit_s * 1e3)})
+                self._run.record({board: result_of(late, limit_s * 1e3)})
 
     def _advance(self, event: Event) -> tuple[Step, ...]:
         phase = self._rollout.phase
@@ -184,7 +184,7 @@ class RolloutRunner:
             self._run.note(self._rollout.phase)
 
     async def _change(self, step: MoveRequest) -> ChangeRefused | None:
-        """Store a change and tell the boards; a change that cannot be stored is refused."""
+        """Store a change and send it to the boards; a change that cannot be stored is refused."""
         while True:
             try:
                 desired = self._plan.apply(step, self._context.state.desired, self._context.now_s())
@@ -195,10 +195,10 @@ class RolloutRunner:
                 await asyncio.sleep(AGAIN_S)  # boards stay as they are until it can be undone
             else:
                 break
-        self._begin(self._tell(step))
+        self._begin(self._move(step))
         return None
 
-    async def _tell(self, step: MoveRequest) -> None:
+    async def _move(self, step: MoveRequest) -> None:
         """Tell the boards of a step, and for a hold or a commit all present boards.
 
         Boards that joined meanwhile may serve an older state, and may not have answered.
@@ -207,24 +207,26 @@ class RolloutRunner:
         if step.move in EVERYWHERE:
             scope = Scope(models=(self._plan.model,))
         deadline_s = time.monotonic() + self._tell_s(step.move)
-        told: set[str] = set()
+        notified: set[str] = set()
         results: dict[str, BoardOutcome] = {}
-        while fresh := [s for s in self._context.roster.addresses(scope) if s.replica not in told]:
+        while fresh := [
+            s for s in self._context.roster.addresses(scope) if s.replica not in notified
+        ]:
             left_s = deadline_s - time.monotonic()
-            if told and left_s <= 0:
+            if notified and left_s <= 0:
                 break
-            told |= {address.replica for address in fresh}
+            notified |= {address.replica for address in fresh}
             boards = {address.board_id for address in fresh}
-            replies = await self._context.reconciler.tell(scope, max(0.001, left_s), boards)
-            refused = {board: _no(board, said) for board, said in replies.said.items()}
+            replies = await self._context.reconciler.send(scope, max(0.001, left_s), boards)
+            refused = {board: _no(board, answer) for board, answer in replies.answers.items()}
             replies.results |= {board: one for board, one in refused.items() if one is not None}
             if self._plan.heavy and step.move is Move.SWITCH:
                 replies.results |= _untried(replies)
             # Reconciliation delivers anything else that a board lacks.
             lacking = [
                 board
-                for board, said in replies.said.items()
-                if self._plan.heavy and said.missing_base == self._plan.version is not None
+                for board, answer in replies.answers.items()
+                if self._plan.heavy and answer.missing_base == self._plan.version is not None
             ]
             if lacking:
                 replies.results |= await self._equip(scope, lacking, deadline_s)
@@ -241,14 +243,14 @@ class RolloutRunner:
     async def _equip(
         self, scope: Scope, boards: list[str], deadline_s: float
     ) -> dict[str, BoardOutcome]:
-        """Deliver base weights to boards that joined after the staging, and tell these again."""
+        """Deliver base weights to boards that joined after staging, and send the state again."""
         version = self._plan.version
         assert version is not None  # the file in the model folder is on every board
         left_s = max(0.001, deadline_s - time.monotonic())
         staged = await self._context.stager.spread(version, boards, left_s)
         ready = [board for board, one in staged.items() if one.good]
         left_s = max(0.001, deadline_s - time.monotonic())
-        replies = await self._context.reconciler.tell(scope, left_s, ready)
+        replies = await self._context.reconciler.send(scope, left_s, ready)
         return {**staged, **replies.results}
 
     def _newcomers(self) -> list[str]:
@@ -309,7 +311,7 @@ class RolloutRunner:
         return level is not None and level > SleepLevel.PAUSED
 
     def _answer(self, move: Move, boards: Iterable[str], results: dict[str, BoardOutcome]) -> None:
-        self._run.heard({board: self._summed(board, one) for board, one in results.items()})
+        self._run.record({board: self._summed(board, one) for board, one in results.items()})
         for board in boards:
             result = results.get(board, BoardOutcome(ResultStatus.GONE))
             if result.status is ResultStatus.GONE:

@@ -57,12 +57,12 @@ class SleepOperations:
         """Return the configured sleep of a model's boards."""
         return self._policies.get(model, SleepPolicy())
 
-    async def sleep(self, context: OperationContext, run: OperationRun, asked: SleepAction) -> None:
+    async def sleep(self, run: OperationRun, asked: SleepAction) -> None:
         """Put boards to sleep; it succeeds when all of them sleep, and is undone otherwise."""
         scope = asked.scope
-        context.check(scope)
-        before = context.state.desired
-        models = scope.models or tuple(context.roster.models)
+        run.context.check(scope)
+        before = run.context.state.desired
+        models = scope.models or tuple(run.context.roster.models)
         wakes = asked.wakes
         if wakes is None:
             wakes = all(self.policy(model).wakes for model in models)
@@ -72,41 +72,42 @@ class SleepOperations:
             scope,
             asked.mode,
             asked.level,
-            now_s=context.now_s(),
+            now_s=run.context.now_s(),
             lease_s=asked.lease_s,
             wakes=wakes,
             models=models,
-            running=going_on(context),
+            running=going_on(run.context),
         )
         run.applied = desired is not before
-        run.allow(self._load_s(context, scope))
-        renewal = self.renews(context, asked)
+        run.allow(self._load_s(run.context, scope))
+        renewal = self.renews(run.context, asked)
         run.begin(Phase.SLEEPING, desired)
         if renewal:
             self._renewing.add(run.operation.id)
         try:
-            replies = await self._move(context, run, scope, Phase.SLEEPING)
+            replies = await self._move(run, scope, Phase.SLEEPING)
         finally:
             self._renewing.discard(run.operation.id)
         done = "no board is left asleep by it" if run.applied else "an earlier sleep goes on"
-        await end_hold(context, run, scope, replies, done)
+        await end_hold(run, scope, replies, done)
 
-    async def wake(self, context: OperationContext, run: OperationRun, asked: WakeAction) -> None:
+    async def wake(self, run: OperationRun, asked: WakeAction) -> None:
         """Remove sleeps, and answer once the models are loaded; late boards follow."""
         scope = asked.scope
-        context.check(Scope(models=scope.models))  # the only sleeping board may be one that is gone
-        desired, woken = _woken(context, asked)
+        # The only sleeping board may be one that is gone.
+        run.context.check(Scope(models=scope.models))
+        desired, woken = _woken(run.context, asked)
         run.applied = bool(woken)
-        run.allow(self._load_s(context, scope))
+        run.allow(self._load_s(run.context, scope))
         run.begin(Phase.WAKING, desired)
-        replies = await self._move(context, run, scope, Phase.WAKING)
+        replies = await self._move(run, scope, Phase.WAKING)
         # A board that died in it is not awake; its replacement will be.
         died = any(one.status is ResultStatus.GONE for one in replies.results.values())
         late = replies.behind or died
         run.end(OperationState.PARTIAL if late else OperationState.SUCCEEDED)
         if woken and asked.requested:
             state = run.operation.state.value
-            context.metrics.requested_wakes.labels(scope.models[0], state).inc()
+            run.context.metrics.requested_wakes.labels(scope.models[0], state).inc()
 
     def renews(self, context: OperationContext, asked: AnyAction) -> bool:
         """Return whether it renews an existing sleep: only its end may change."""
@@ -130,13 +131,11 @@ class SleepOperations:
         models = scope.models or tuple(context.roster.models)
         return max((self.policy(model).load_s for model in models), default=0.0)
 
-    async def _move(
-        self, context: OperationContext, run: OperationRun, scope: Scope, phase: Phase
-    ) -> Replies:
+    async def _move(self, run: OperationRun, scope: Scope, phase: Phase) -> Replies:
         """Have boards unload or load, with their progress shown in the record."""
-        watch = asyncio.get_running_loop().create_task(_watch(context, run, scope))
+        watch = asyncio.get_running_loop().create_task(_watch(run, scope))
         try:
-            replies = await halt(context, run, scope, phase)
+            replies = await halt(run, scope, phase)
         finally:
             watch.cancel()
             run.forget_waiting()
@@ -145,10 +144,10 @@ class SleepOperations:
 
     def _note(self, run: OperationRun, replies: Replies) -> None:
         """Record each board's depth of sleep and the fate of its KV cache."""
-        for board, said in replies.said.items():
+        for board, answer in replies.answers.items():
             result: BoardOutcome = replies.results[board]
-            if isinstance(said, Adoption) and said.level is not None:
-                run.heard({board: replace(result, details=asleep(said, said.level))})
+            if isinstance(answer, Adoption) and answer.level is not None:
+                run.record({board: replace(result, details=asleep(answer, answer.level))})
 
     @property
     def handlers(self) -> dict[OperationKind, Handler]:
@@ -156,19 +155,19 @@ class SleepOperations:
         return {OperationKind.SLEEP: self.sleep, OperationKind.WAKE: self.wake}
 
 
-async def _watch(context: OperationContext, run: OperationRun, scope: Scope) -> None:
+async def _watch(run: OperationRun, scope: Scope) -> None:
     """Show in the operation's record which boards have arrived, by their reports."""
     while True:
-        reports = {report.board_id: report for report in context.roster.reports()}
+        reports = {report.board_id: report for report in run.context.roster.reports()}
         run.show(
             {
                 address.board_id: _ARRIVED
-                if _is_there(context.state.desired, reports.get(address.board_id))
+                if _is_there(run.context.state.desired, reports.get(address.board_id))
                 else _ON_ITS_WAY
-                for address in context.roster.addresses(scope)
+                for address in run.context.roster.addresses(scope)
             }
         )
-        await asyncio.sleep(context.config.report_s)
+        await asyncio.sleep(run.context.config.report_s)
 
 
 _ARRIVED, _ON_ITS_WAY = BoardOutcome(ResultStatus.OK), BoardOutcome(ResultStatus.WAITING)
@@ -198,20 +197,20 @@ def _woken(context: OperationContext, asked: WakeAction) -> tuple[Desired, tuple
     )
 
 
-def asleep(said: Adoption, level: SleepLevel) -> dict[str, int | str]:
+def asleep(adoption: Adoption, level: SleepLevel) -> dict[str, int | str]:
     """Return the record's details of a sleeping board."""
-    contexts = said.kept_tokens + said.dropped_tokens
+    contexts = adoption.kept_tokens + adoption.dropped_tokens
     if level is SleepLevel.PAUSED:
         kv = "kept"
-    elif level is SleepLevel.DROPPED or said.kept_tokens < KEPT_SHARE * contexts:
+    elif level is SleepLevel.DROPPED or adoption.kept_tokens < KEPT_SHARE * contexts:
         kv = "discarded"
     else:
         kv = "parked"
     return {
         "level": int(level),
         "kv": kv,
-        "kept_tokens": said.kept_tokens,
-        "dropped_tokens": said.dropped_tokens,
+        "kept_tokens": adoption.kept_tokens,
+        "dropped_tokens": adoption.dropped_tokens,
     }
 
 
@@ -271,11 +270,11 @@ class IdleModels:
         if not unused(desired, model, reports, policy.idle_s):
             return False
         # A board without a report may be at work.
-        heard = {report.board_id for report in reports}
+        reported = {report.board_id for report in reports}
         addresses = [
             address for address in self._context.roster.addresses() if address.model == model
         ]
-        if any(address.silent or address.board_id not in heard for address in addresses):
+        if any(address.silent or address.board_id not in reported for address in addresses):
             return False
         return conflict(state.running, self._unload(model)) is None
 

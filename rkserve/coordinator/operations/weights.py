@@ -111,8 +111,8 @@ class WeightOperations:
         now = self._own(model) if base is None else base.digest
         if now is None:
             raise ArtifactRefused(
-                f"Neither the head nor the boards of model '{model}' have told the sha256 of its "
-                "file to compare 'base_digest' with; GET /weight_info tells it once it is known.",
+                f"Neither the head nor the boards of model '{model}' have reported the sha256 of "
+                "its file to compare 'base_digest' with; GET /weight_info has it once it is known.",
                 "base_digest",
             )
         if now != digest:
@@ -137,47 +137,43 @@ class WeightOperations:
         known = self._store.known_own_digest(model)
         if known is not None:
             return known
-        told = own_digest(self._roster.reports(model))
-        return told if DIGEST.fullmatch(told) else None
+        digest = own_digest(self._roster.reports(model))
+        return digest if DIGEST.fullmatch(digest) else None
 
     @property
     def handlers(self) -> dict[OperationKind, Handler]:
         """Return the handler of each kind."""
         return {OperationKind.WEIGHT_UPDATE: self.update, OperationKind.REBASE: self.rebase}
 
-    async def update(
-        self, context: OperationContext, run: OperationRun, asked: WeightUpdateAction
-    ) -> None:
+    async def update(self, run: OperationRun, asked: WeightUpdateAction) -> None:
         """Have all boards serve a trainer's weights from one instant on."""
         if asked.name is None:
-            await self.rebase(context, run, asked)
+            await self.rebase(run, asked)
             return
         model, in_flight = asked.model, asked.in_flight
-        boards = _boards(context, model)
+        boards = _boards(run.context, model)
         planned = AdapterRolloutPlan(
             operation=run.operation.id,
             model=model,
             name=asked.name,
-            version=_staged(context.state.desired, model, asked.name, asked.version),
+            version=_staged(run.context.state.desired, model, asked.name, asked.version),
             boards=boards,
             strategy=Strategy.ATOMIC,
             in_flight=in_flight,
-            keep=context.config.keep_versions,
+            keep=run.context.config.keep_versions,
             step=asked.step,
             held_first=in_flight is not InFlight.PIN,
         )
-        planned.check(context.state.desired)
-        self.require_fit(context.state.desired, model, planned.version)
+        planned.check(run.context.state.desired)
+        self.require_fit(run.context.state.desired, model, planned.version)
         _begin(run)
-        run.allow(context.config.stage_timeout_s + LOAD_S)
-        await _roll(context, run, replace(planned, hold_s=run.limit_s + SPARE_S))
+        run.allow(run.context.config.stage_timeout_s + LOAD_S)
+        await _roll(run, replace(planned, hold_s=run.limit_s + SPARE_S))
 
-    async def rebase(
-        self, context: OperationContext, run: OperationRun, asked: RebaseAction | WeightUpdateAction
-    ) -> None:
+    async def rebase(self, run: OperationRun, asked: RebaseAction | WeightUpdateAction) -> None:
         """Have boards load other base weights one by one, or for an update all at once."""
-        model, version, before = asked.model, asked.artifact, context.state.desired
-        boards = _boards(context, model)
+        model, version, before = asked.model, asked.artifact, run.context.state.desired
+        boards = _boards(run.context, model)
         at_once = isinstance(asked, WeightUpdateAction)
         step, unavailable = (
             (asked.step, 1)
@@ -204,11 +200,11 @@ class WeightOperations:
         planned.check(before)
         _begin(run)
         loads = 1 if at_once else -(-len(boards) // planned.max_unavailable)
-        run.allow(context.config.stage_timeout_s + loads * context.config.load_timeout_s)
+        run.allow(run.context.config.stage_timeout_s + loads * run.context.config.load_timeout_s)
         if version is not None:
             with run.timed("checking"):
                 await asyncio.to_thread(self._store.check, version)
-        await _roll(context, run, replace(planned, hold_s=run.limit_s + SPARE_S))
+        await _roll(run, replace(planned, hold_s=run.limit_s + SPARE_S))
 
 
 def _begin(run: OperationRun) -> None:
@@ -217,8 +213,8 @@ def _begin(run: OperationRun) -> None:
     run.begin(Phase.ACCEPTED)
 
 
-async def _roll(context: OperationContext, run: OperationRun, planned: RolloutPlan) -> None:
-    finish = await RolloutRunner(context, run, planned).run()
+async def _roll(run: OperationRun, planned: RolloutPlan) -> None:
+    finish = await RolloutRunner(run, planned).run()
     run.end(finish.state, finish.error)
 
 

@@ -185,9 +185,7 @@ _UNDONE = "The Coordinator was restarted before it was done; what it had changed
 _FAILED = "The Coordinator was restarted before it had changed anything; ask again."
 _UNKNOWN = "The Coordinator was restarted; which boards have done it is not known: ask again."
 
-_K, _S = OperationKind, OperationState
-# These make a single change of the desired state, which stands once it is stored.
-_ONE_CHANGE = frozenset({_K.RESUME, _K.WAKE, _K.LABEL, _K.ADAPTER_STAGE, _K.ADAPTER_RETIRE})
+_S = OperationState
 
 
 def recover(
@@ -224,7 +222,7 @@ def _is_dead(pause: ActivePause, operations: dict[str, ControlOperation]) -> boo
 
 
 def _ended(desired: Desired, one: ControlOperation, now_s: float) -> ControlOperation:
-    if one.kind in (_K.CACHE_RESET, _K.ABORT):
+    if one.action.errand:
         return one.end(_S.FAILED, now_s, ControlError(503, INTERRUPTED, _UNKNOWN))
     if stands(desired, one):
         return one.end(_S.PARTIAL, now_s)
@@ -237,11 +235,11 @@ def stands(desired: Desired, one: ControlOperation) -> bool:
     """Return whether its change is already part of the desired state, so that boards need only
     follow.
 
-    Never for a pause or a sleep that was not acknowledged: the caller was not told that it holds.
+    Never for a pause or a sleep that was not acknowledged: its caller got no confirmation.
     """
     if not one.epoch or one.kind in HOLDS:
         return False
-    if one.kind in _ONE_CHANGE:
+    if one.action.one_change:
         return True
     if isinstance(one.action, AdapterRolloutAction):
         line = desired.line(one.action.model, one.action.name)

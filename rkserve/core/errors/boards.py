@@ -1,10 +1,10 @@
-"""Errors of boards, their engines and the vendor's library, at start and while serving."""
+"""Errors of boards, their engines and the vendor's library, and of the cluster and calls on it."""
 
 from __future__ import annotations
 
 import re
 
-from rkserve.core.errors.requests import RkserveError, without_folders
+from rkserve.core.errors.requests import RequestError, RkserveError
 
 
 class HookFailed(RkserveError):
@@ -136,15 +136,11 @@ class NoBoard(RkserveError):
     http_status = 503
     kind = "overloaded_error"
     code = "no_board"
+    sentence = "No board can serve '{model}' now: {reason}."
 
     def __init__(self, model: str, reason: str, retry_after_s: int = 5) -> None:
         super().__init__(model, reason, retry_after_s)
         self.model, self.reason, self.retry_after_s = model, reason, retry_after_s
-
-    @property
-    def message(self) -> str:
-        """The sentence for the user."""
-        return f"No board can serve '{self.model}' now: {without_folders(self.reason)}."
 
 
 class BoardFailed(RkserveError):
@@ -157,34 +153,23 @@ class BoardFailed(RkserveError):
     kind = "server_error"
     code = "board_failed"
     retry_after_s: int | None = 1
+    sentence = "Board {board_id} failed while it answered: {reason}."
 
     def __init__(self, board_id: str, reason: str) -> None:
         super().__init__(board_id, reason)
         self.board_id, self.reason = board_id, reason
 
-    @property
-    def message(self) -> str:
-        """The sentence for the user."""
-        reason = without_folders(self.reason)
-        return f"Board {self.board_id} failed while it answered: {reason}."
-
 
 class BoardOutOfOrder(BoardFailed):
     """The board takes no requests and has rejected the waiting ones; another board may serve."""
 
-    @property
-    def message(self) -> str:
-        """The sentence for the user."""
-        return f"Board {self.board_id} is out of order: {without_folders(self.reason)}."
+    sentence = "Board {board_id} is out of order: {reason}."
 
 
 class BoardSilent(BoardFailed):
     """The board did not answer in time; ``reason`` is the call's fate, if known."""
 
-    @property
-    def message(self) -> str:
-        """The sentence for the user."""
-        return f"Board {self.board_id} did not answer: {without_folders(self.reason)}."
+    sentence = "Board {board_id} did not answer: {reason}."
 
 
 class BoardGone(BoardFailed):
@@ -216,18 +201,14 @@ class PoisonRequest(RkserveError):
     http_status = 422
     kind = "invalid_request_error"
     code = "poison_request"
+    sentence = (
+        "{boards} boards failed while they worked on this request, at the same place of it, and no "
+        "other one is asked. Last: {reason}."
+    )
 
     def __init__(self, boards: int, reason: str) -> None:
         super().__init__(boards, reason)
         self.boards, self.reason = boards, reason
-
-    @property
-    def message(self) -> str:
-        """The sentence for the user."""
-        return (
-            f"{self.boards} boards failed while they worked on this request, at the same place of "
-            f"it, and no other one is asked. Last: {without_folders(self.reason)}."
-        )
 
 
 class ConfigError(RkserveError):
@@ -280,17 +261,17 @@ class LoadFailed(NativeError):
 
 
 class CallFailed(NativeError):
-    """A call into the library returned an error; ``said`` are the lines that it logged."""
+    """A call into the library returned an error; ``logged`` are the lines that it logged."""
 
-    def __init__(self, function: str, code: int, said: str = "") -> None:
-        super().__init__(function, code, said)
-        self.function, self.return_code, self.said = function, code, said
+    def __init__(self, function: str, code: int, logged: str = "") -> None:
+        super().__init__(function, code, logged)
+        self.function, self.return_code, self.logged = function, code, logged
 
     @property
     def message(self) -> str:
         """The sentence for the user."""
         returned = f"{self.function} returned {self.return_code}"
-        return f"{returned} (the library said: {self.said})" if self.said else returned
+        return f"{returned} (the library logged: {self.logged})" if self.logged else returned
 
 
 class NothingComputed(NativeError):
@@ -309,3 +290,197 @@ class StepsRefused(NativeError):
 
 class Misuse(NativeError):
     """A call that the handle's state does not allow; it was not passed on to the library."""
+
+
+class OperationNotFound(RequestError):
+    """No operation of that ID is recorded."""
+
+    http_status = 404
+    code = "operation_not_found"
+    sentence = "There is no operation '{operation}'; GET /v1/operations lists them."
+
+    def __init__(self, operation: str) -> None:
+        RkserveError.__init__(self, operation)
+        self.operation = operation
+
+
+class AdapterExists(RequestError):
+    """The name or the version is taken, by another content or by a model."""
+
+    code = "adapter_exists"
+
+
+class ArtifactRefused(RequestError):
+    """A file or its manifest does not fit; nothing was changed anywhere."""
+
+    code = "artifact_refused"
+
+
+class ArtifactNotFound(ArtifactRefused):
+    """There is no such file, or the upload has been removed."""
+
+    http_status = 404
+    code = "artifact_not_found"
+
+
+class OperationConflict(RequestError):
+    """A running operation excludes the requested one, or it comes too late."""
+
+    http_status = 409
+    code = "operation_conflict"
+
+
+class JoinRefused(RequestError):
+    """A board cannot join this cluster: its versions differ, or the head takes no boards."""
+
+    http_status = 409
+    code = "join_refused"
+
+
+class StaleEpoch(RequestError):
+    """The caller expected an older epoch than the current one, or sent an older version."""
+
+    http_status = 409
+    code = "stale_epoch"
+
+
+class StaleWeights(RequestError):
+    """A trainer's step is not later than the last one that was applied."""
+
+    http_status = 409
+    code = "stale_weights"
+
+
+class InvalidApiKey(RequestError):
+    """The call needs a key, and the given one is unknown."""
+
+    http_status = 401
+    code = "invalid_api_key"
+
+
+class EnginePaused(RkserveError):
+    """The requested part is paused in a mode that accepts no new requests."""
+
+    http_status = 503
+    kind = "server_error"
+    code = "engine_paused"
+    sentence = "Paused: {what}. New requests are not taken until it is resumed."
+
+    def __init__(self, what: str, retry_after_s: int = 5) -> None:
+        super().__init__(what, retry_after_s)
+        self.what, self.retry_after_s = what, retry_after_s
+
+
+class CallAborted(RkserveError):
+    """The request was aborted by a pause of the cluster; another board would do the same."""
+
+    http_status = 503
+    kind = "server_error"
+    code = "aborted"
+    retry_after_s = 5  # the duration of the pause is unknown
+    sentence = "Aborted: {what} was paused, and what ran there was ended with that."
+
+    def __init__(self, what: str) -> None:
+        super().__init__(what)
+        self.what = what
+
+
+class EngineAsleep(EnginePaused):
+    """The requested part sleeps in a mode that accepts no new requests, and no request wakes it."""
+
+    sentence = "Asleep: {what}. New requests are not taken until it is woken up."
+
+
+class VersionUnavailable(RkserveError):
+    """No present board serves a version that the request's policy allows."""
+
+    http_status = 503
+    code = "version_unavailable"
+    sentence = "No board serves what x-version-policy '{policy}' asks for: {why}."
+
+    def __init__(self, policy: str, why: str, retry_after_s: int = 1) -> None:
+        super().__init__(policy, why, retry_after_s)
+        self.policy, self.why, self.retry_after_s = policy, why, retry_after_s
+
+
+class CoordinatorAway(RkserveError):
+    """The Coordinator cannot be reached: the cluster keeps serving, and cannot be changed."""
+
+    http_status = 503
+    code = "coordinator_unavailable"
+    retry_after_s = 3
+
+
+class OperationTimeout(RkserveError):
+    """An operation was not done in time, and its changes were undone."""
+
+    http_status = 504
+    code = "operation_timeout"
+
+
+class LedgerFailed(RkserveError):
+    """The Coordinator cannot read or write its ledger; nothing was changed.
+
+    At the Coordinator's start the message names the folder and the fix.
+    """
+
+    http_status = 503
+    code = "ledger_failed"
+
+
+class ResponsesFailed(RkserveError):
+    """Stored responses cannot be read now: the disk of a Router's node is full or broken."""
+
+    http_status = 503
+    code = "responses_failed"
+
+
+class BoardBehind(BoardFailed):
+    """The board has not adopted the desired state yet; another one may have.
+
+    The Router sends the request to another board; nothing has begun.
+    """
+
+    code = "board_behind"
+    sentence = "Board {board_id} does not take the request yet: {reason}."
+
+
+class BoardAsleep(BoardFailed):
+    """The board's model is unloaded, or about to be; nothing has begun, and another board may be
+    awake.
+
+    The Router sends a request that must not wait to another board.
+    """
+
+    code = "board_asleep"
+    sentence = "Board {board_id} is asleep: {reason}."
+
+
+class ModelAsleep(RkserveError):
+    """The model is unloaded, and the request could not wake it."""
+
+    http_status = 503
+    code = "model_asleep"
+    sentence = "Model '{model}' is asleep and could not be woken: {reason}."
+
+    def __init__(self, model: str, reason: str, retry_after_s: int = 5) -> None:
+        super().__init__(model, reason, retry_after_s)
+        self.model, self.reason, self.retry_after_s = model, reason, retry_after_s
+
+
+class StageFailed(BoardFailed):
+    """A file could not be delivered to the board's disk completely; nothing of it is used."""
+
+    code = "stage_failed"
+    sentence = "Board {board_id} did not get the file: {reason}."
+
+
+class RebaseFailed(BoardFailed):
+    """The board could not load other base weights, or they failed their trial.
+
+    It has returned to its previous ones, and serves nothing until these are desired or it can load
+    the others.
+    """
+
+    code = "rebase_failed"
+    sentence = "Board {board_id} did not take the weights: {reason}."

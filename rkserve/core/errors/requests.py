@@ -18,7 +18,8 @@ class RkserveError(Exception):
     kind: ClassVar[str] = "server_error"
     code: ClassVar[str | None] = None
 
-    # The message, with the names of attributes in braces; None is the first argument.
+    # The message, with the names of attributes in braces; None is the first argument. Names from
+    # clients are cut to 80 characters.
     sentence: ClassVar[str | None] = None
 
     param: str | None = None
@@ -26,10 +27,13 @@ class RkserveError(Exception):
 
     @property
     def message(self) -> str:
-        """The sentence for the user."""
-        if self.sentence is not None:
-            return self.sentence.format_map(vars(self))
-        return str(self.args[0]) if self.args else type(self).__name__
+        """The sentence for the user; of files in a ``reason`` only the names are left."""
+        if self.sentence is None:
+            return str(self.args[0]) if self.args else type(self).__name__
+        facts = dict(vars(self))
+        if "reason" in facts:
+            facts["reason"] = without_folders(facts["reason"])
+        return self.sentence.format_map(facts)
 
     def __str__(self) -> str:
         return self.message
@@ -46,9 +50,6 @@ def without_folders(text: str) -> str:
     machine.
     """
     return _BARE.sub("", _QUOTED.sub("", text))
-
-
-MAX_NAME_CHARS = 80  # of client input in a message
 
 
 class RequestError(RkserveError):
@@ -130,19 +131,14 @@ class HostNotAllowed(RequestError):
 
     http_status = 421
     code = "host_not_allowed"
+    sentence = (
+        "The host name '{host:.80}' is not in the allow-list. Use an IP address, localhost or the "
+        "machine's own name, or add the name to router.allowed_hosts in serve_config.yaml."
+    )
 
     def __init__(self, host: str) -> None:
         RkserveError.__init__(self, host)
         self.host = host
-
-    @property
-    def message(self) -> str:
-        """The sentence for the user."""
-        return (
-            f"The host name '{self.host[:MAX_NAME_CHARS]}' is not in the allow-list. Use an IP "
-            "address, localhost or the machine's own name, or add the name to "
-            "router.allowed_hosts in serve_config.yaml."
-        )
 
 
 class ContextOverflow(RequestError):
@@ -220,16 +216,12 @@ class AdapterBroken(RequestError):
     """The adapter's file is missing, changed or refused by the runtime; the board continues."""
 
     code = "adapter_broken"
+    sentence = "Adapter '{adapter}' cannot be used: {reason}."
 
     def __init__(self, adapter: str, reason: str) -> None:
         RkserveError.__init__(self, adapter, reason)
         self.adapter, self.reason = adapter, reason
         self.param = "model"
-
-    @property
-    def message(self) -> str:
-        """The sentence for the user."""
-        return f"Adapter '{self.adapter}' cannot be used: {without_folders(self.reason)}."
 
 
 class CacheNotFound(RequestError):
@@ -237,15 +229,11 @@ class CacheNotFound(RequestError):
 
     http_status = 404
     code = "cache_not_found"
+    sentence = "There is no prompt cache '{name}'. GET /v1/cache/{{model}} lists those."
 
     def __init__(self, name: str, param: str = "use_cache") -> None:
         RkserveError.__init__(self, name, param)
         self.name, self.param = name, param
-
-    @property
-    def message(self) -> str:
-        """The sentence for the user."""
-        return f"There is no prompt cache '{self.name}'. GET /v1/cache/{{model}} lists those."
 
 
 class CacheUnsupported(RequestError):
@@ -280,15 +268,11 @@ class ResponseNotFound(RequestError):
 
     http_status = 404
     code = "response_not_found"
+    sentence = "Response with id '{response:.80}' not found."
 
     def __init__(self, response: str, param: str | None = None) -> None:
         RkserveError.__init__(self, response, param)
         self.response, self.param = response, param
-
-    @property
-    def message(self) -> str:
-        """The sentence for the user."""
-        return f"Response with id '{self.response[:MAX_NAME_CHARS]}' not found."
 
 
 class PreviousResponseNotFound(ResponseNotFound):
@@ -305,7 +289,7 @@ class PreviousResponseNotFound(ResponseNotFound):
     @property
     def message(self) -> str:
         """The sentence for the user."""
-        gone = self.response[:MAX_NAME_CHARS]
+        gone = self.response[:80]
         if self.asked is None or self.asked == self.response:
             return f"Previous response with id '{gone}' not found."
         return (
@@ -319,19 +303,12 @@ class ItemNotFound(RequestError):
 
     http_status = 404
     code = "item_not_found"
+    sentence = "Item with id '{item:.80}' not found. Items are kept with responses that are stored."
 
     def __init__(self, item: str) -> None:
         RkserveError.__init__(self, item)
         self.item = item
         self.param = "input"
-
-    @property
-    def message(self) -> str:
-        """The sentence for the user."""
-        return (
-            f"Item with id '{self.item[:MAX_NAME_CHARS]}' not found. Items are kept with responses "
-            "that are stored."
-        )
 
 
 class BoardNotFound(RequestError):
@@ -359,8 +336,8 @@ class StateConflict(RequestError):
     @property
     def message(self) -> str:
         """The sentence for the user."""
-        said = f"Cannot {self.asked} a generation that is {self.state}."
-        return f"{said} {self.hint}" if self.hint else said
+        sentence = f"Cannot {self.asked} a generation that is {self.state}."
+        return f"{sentence} {self.hint}" if self.hint else sentence
 
 
 class Forbidden(RequestError):
@@ -382,7 +359,7 @@ class OriginNotAllowed(Forbidden):
     @property
     def message(self) -> str:
         """The sentence for the user."""
-        page = "another site" if self.origin is None else f"'{self.origin[:MAX_NAME_CHARS]}'"
+        page = "another site" if self.origin is None else f"'{self.origin[:80]}'"
         return (
             f"Requests by web pages of {page} are refused. To allow them, add the page's origin to "
             "router.allowed_origins in serve_config.yaml."

@@ -29,24 +29,19 @@ from rkserve.core.errors import (
     QueueTimeout,
     RkserveError,
 )
-from rkserve.core.messages import (
-    Delta,
-    Event,
-    Finished,
-    GenerateRequest,
-    Paused,
-)
+from rkserve.core.messages import Delta, Event, Finished, GenerateRequest, Paused
 from rkserve.core.metrics import QueueCollector, RouterMetrics
 from rkserve.fleet.fleet import BoardLink, Fleet
+from rkserve.fleet.measurements import Circuit, CircuitBreaker
 from rkserve.router.dispatch.failover import (
     BY_CLUSTER,
-    Circuit,
-    CircuitBreaker,
+    ControlChange,
     GenerationProgress,
+    RequestLocation,
     why,
 )
-from rkserve.router.dispatch.unassigned import ControlChange, RequestLocation, UnassignedRequests
-from rkserve.router.policies import POLICIES, InstrumentedPolicy, PolicySettings
+from rkserve.router.dispatch.unassigned import UnassignedRequests
+from rkserve.router.policies import POLICIES, PolicySettings
 from rkserve.router.queue.admission import QueueTerms
 from rkserve.router.queue.queues import ModelQueues, QueueRules, TriedBoards
 
@@ -91,10 +86,10 @@ class BoardReservation(Protocol):
     request: GenerateRequest
     waited_ms: float
 
-    def heard(self, event: Event) -> None:
+    def observe(self, event: Event) -> None:
         """Process an event of the board."""
 
-    def lost(self, exc: RkserveError) -> None:
+    def lost(self) -> None:
         """Stop using the board until its next report."""
 
     def ended(self, *, left: bool) -> None:
@@ -113,22 +108,6 @@ class ReservationQueue(Protocol):
         """Return whether the request is in a queue."""
 
 
-class FailoverFigures(Protocol):
-    """The metrics of lost boards."""
-
-    def continued(self, word: str) -> None:
-        """Count a failover by its reason."""
-
-    def back(self, took_s: float) -> None:
-        """Count the time from the loss to the first event of the next board."""
-
-    def opened(self) -> None:
-        """Count an opened circuit."""
-
-    def held(self, model: str, by: str, held_s: float) -> None:
-        """Count the time for which the cluster held a generation."""
-
-
 class _Attempt:
     """The outcome of a request on one board."""
 
@@ -145,18 +124,18 @@ class Dispatch:
         fleet: Fleet,
         queues: ReservationQueue,
         rng: random.Random,
-        limits: FailoverLimits | None = None,
+        limits: FailoverLimits,
         *,
-        breaker: CircuitBreaker | None = None,
-        losses: FailoverFigures | None = None,
+        breaker: CircuitBreaker,
+        metrics: RouterMetrics,
     ) -> None:
         """``breaker`` records outcomes; the queues must be set up to respect it."""
         self.fleet = fleet
         self.queues = queues
-        self.breaker = CircuitBreaker() if breaker is None else breaker
+        self.breaker = breaker
         self._rng = rng
-        self._limits = limits or FailoverLimits()
-        self._losses = losses
+        self._limits = limits
+        self._metrics = metrics
         self.unassigned = UnassignedRequests(fleet)
         self._tasks: set[asyncio.Task[None]] = set()
         fleet.changed.append(self._forget_boards)
@@ -187,7 +166,10 @@ class Dispatch:
         progress = GenerationProgress(request, self._limits.continuations)
         tried = TriedBoards()
         terms = terms or QueueTerms()
-        with self.unassigned.locate(progress, terms) as location:
+        location = RequestLocation(progress, self.fleet, self.unassigned.known)
+        aborts = self.unassigned.aborts
+        location.ended = bool(aborts) and self.unassigned.is_aborted(request, terms)
+        with location:
             while (reservation := await self._reservation(location, tried, terms)) is not None:
                 one = _Attempt(reservation)
                 link = self.fleet.links[reservation.group]
@@ -200,15 +182,15 @@ class Dispatch:
                         )
                         one.accepted = True
                         location.enter(reservation.group, reservation.replica)
-                        reservation.heard(event)
-                        if (sent := progress.heard(event)) is not None:
+                        reservation.observe(event)
+                        if (sent := progress.observe(event)) is not None:
                             yield sent
                         async for event in events:
                             one.finished = isinstance(event, Finished)
-                            reservation.heard(event)
+                            reservation.observe(event)
                             if progress.waits or location.paused or isinstance(event, Paused):
                                 self._noted(location, event)
-                            if (sent := progress.heard(event)) is not None:
+                            if (sent := progress.observe(event)) is not None:
                                 yield sent
                         self._require_end(one)
                 except (ControlChange, *_ELSEWHERE) as exc:
@@ -220,8 +202,7 @@ class Dispatch:
                 else:
                     return
                 finally:
-                    self.breaker.undecided(reservation.replica)
-                    reservation.ended(left=one.left)
+                    self._give_back(reservation, left=one.left)
                 await self._between(location)
             for last in self.unassigned.end(location):
                 yield last
@@ -250,10 +231,11 @@ class Dispatch:
         with suppress(ControlChange):
             await location.unless_changed(self._pause(location.progress, location.failures))
 
-    def _give_back(self, reservation: BoardReservation) -> None:
-        """Release a reservation that is no longer needed."""
-        self.breaker.undecided(reservation.replica)
-        reservation.ended(left=False)
+    def _give_back(self, reservation: BoardReservation, *, left: bool = False) -> None:
+        """Release a reservation; ``left``: the client disconnected before the board was done."""
+        if self.breaker.failing:
+            self.breaker.undecided(reservation.replica)
+        reservation.ended(left=left)
 
     # -- before a board has it ----------------------------------------------------------------
 
@@ -279,7 +261,8 @@ class Dispatch:
                 if not progress.begun and self._is_hopeless(progress.request.model):
                     raise
             else:
-                self.breaker.sent(reservation.replica, time.monotonic())
+                if self.breaker.failing:
+                    self.breaker.sent(reservation.replica, time.monotonic())
                 return reservation
             tries += 1
             await asyncio.sleep(self._pause_s(tries))
@@ -314,7 +297,8 @@ class Dispatch:
         """Raise ``BoardFailed`` if the stream ended normally before the answer did."""
         if not one.finished:
             raise BoardFailed(one.reservation.replica, "its answer has no end")
-        self.breaker.worked(one.reservation.replica)
+        if self.breaker.failing:
+            self.breaker.worked(one.reservation.replica)
 
     async def _pause(self, progress: GenerationProgress, failures: int) -> None:
         """Wait before the next attempt; the first retry of a begun answer does not wait."""
@@ -355,9 +339,11 @@ class Dispatch:
             raise exc  # it has waited as long as a request without any text may
         reservation, now_s = one.reservation, time.monotonic()
         if isinstance(exc, BoardFailed) and not isinstance(exc, _WAITING):
-            reservation.lost(exc)
-        if isinstance(exc, _FAULTS):
-            self._blame(reservation.replica, exc, now_s)
+            reservation.lost()
+        if isinstance(exc, _FAULTS) and self.breaker.failed(
+            reservation.replica, exc.message, now_s
+        ):
+            self._metrics.opened()
         if isinstance(exc, AdapterBroken):
             log.warning("board %s is passed over: %s", reservation.replica, exc)
         if not one.accepted:
@@ -371,8 +357,7 @@ class Dispatch:
             if isinstance(error, PoisonRequest):
                 self._forgive(progress)
             raise error
-        if self._losses is not None:
-            self._losses.continued(why(exc))
+        self._metrics.continued(why(exc))
         log.warning(
             "%s goes on elsewhere after %d tokens: %s",
             reservation.request.request_id,
@@ -380,30 +365,20 @@ class Dispatch:
             exc,
         )
 
-    def _blame(self, replica: str, exc: RkserveError, now_s: float) -> None:
-        opened = self.breaker.failed(replica, exc.message, now_s)
-        if opened and self._losses is not None:
-            self._losses.opened()
-
     def _noted(self, location: RequestLocation, event: Event) -> None:
         """Register an event that pauses or resumes the answer."""
         now_s, model = time.monotonic(), location.progress.asked.model
-        served = self.fleet.listing.desired.served
+        served = self.fleet.desired.served
         if isinstance(event, Paused):
             if event.by == BY_CLUSTER and location.paused is None:
                 location.paused = (now_s, served(model))
-        elif location.paused is not None and (isinstance(event, Finished) or _grows(event)):
+        elif location.paused is not None and (
+            isinstance(event, Finished) or (isinstance(event, Delta) and event.token_ids)
+        ):
             (since_s, before), location.paused = location.paused, None
-            if self._losses is not None:
-                self._losses.held(model, before.held_by(served(model)), now_s - since_s)
-        if location.progress.waits:
-            self._back(location.progress, event)
-
-    def _back(self, progress: GenerationProgress, event: Event) -> None:
-        """Note that an answer that lost its board continues with this event."""
-        took_s = progress.back(event, time.monotonic())
-        if took_s is not None and self._losses is not None:
-            self._losses.back(took_s)
+            self._metrics.held(model, before.held_by(served(model)), now_s - since_s)
+        if location.progress.waits and (took_s := location.progress.back(event, now_s)) is not None:
+            self._metrics.back(took_s)
 
     def _forgive(self, progress: GenerationProgress) -> None:
         """Clear the boards that failed during a request that caused it itself."""
@@ -425,11 +400,6 @@ class Dispatch:
         task.add_done_callback(self._tasks.discard)
 
 
-def _grows(event: Event) -> bool:
-    """Return whether the event adds a token to the answer."""
-    return isinstance(event, Delta) and bool(event.token_ids)
-
-
 def open_fleet(
     config: RouterConfig, links: Mapping[str, BoardLink], groups: Mapping[str, str]
 ) -> Fleet:
@@ -445,13 +415,10 @@ def open_dispatch(
     """Return the dispatch of a fleet, with its queues."""
     breaker = CircuitBreaker()
     rules = QueueRules(config.queue_limit, config.queue_timeout_s, config.replicas)
-    chosen = POLICIES[config.policy](rng, PolicySettings(max_wait_s=config.board_wait_s))
-    policy = InstrumentedPolicy(chosen, metrics)
-    for model, boards in fleet.listing.boards.items():
-        policy.watch(model, boards)
+    policy = POLICIES[config.policy](rng, PolicySettings(max_wait_s=config.board_wait_s))
     queues = ModelQueues(fleet, policy, rules, breaker, metrics)
     metrics.registry.register(QueueCollector(queues.depths))
     limits = FailoverLimits(
         config.accept_timeout_s, config.max_continuations, config.restart_wait_s
     )
-    return Dispatch(fleet, queues, rng, limits, breaker=breaker, losses=metrics)
+    return Dispatch(fleet, queues, rng, limits, breaker=breaker, metrics=metrics)

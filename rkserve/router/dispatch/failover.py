@@ -1,18 +1,20 @@
-"""Failover of one generation: the circuit breakers that keep its requests off failing boards, its
-progress over all boards that work on it, and its continuation after a loss. Pure.
+"""Failover of one generation: its progress over all boards that work on it, its continuation after
+a loss, and its location, which control calls change while no board has it.
 
-The clock is passed in. A board is identified by its key; the replacement of a replica has a new
-key, and starts with a closed circuit. A generation's progress processes events and losses, and
-builds the request for the next board; the choice of that board and the wait for it are made
-elsewhere.
+A generation's progress processes events and losses, and builds the request for the next board; the
+choice of that board and the wait for it are made elsewhere.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from dataclasses import dataclass, field, replace
-from enum import Enum
+import asyncio
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
+from rkserve.core.board_report import GenerationInfo, GenerationState
+from rkserve.core.desired_state import ServedWeights
 from rkserve.core.errors import (
     BoardFailed,
     BoardGone,
@@ -28,7 +30,9 @@ from rkserve.core.errors import (
 from rkserve.core.messages import (
     Accepted,
     Bound,
+    ControlAction,
     Delta,
+    EmbedRequest,
     Event,
     FailoverState,
     Finished,
@@ -44,135 +48,7 @@ from rkserve.core.messages import (
     Usage,
     VersionSpan,
 )
-
-
-class Circuit(str, Enum):
-    """The state of a board's circuit."""
-
-    CLOSED = "closed"  # all requests pass
-    OPEN = "open"  # no requests for a while
-    HALF_OPEN = "half_open"  # one probe, which closes or opens the circuit
-
-
-@dataclass(frozen=True, slots=True)
-class BreakerRules:
-    """``failures`` within ``window_s`` open the circuit for ``open_s``.
-
-    Each failed probe doubles that time, up to ``longest_s``. A probe without a result for
-    ``probe_s`` is abandoned, and another one may be sent.
-    """
-
-    failures: int = 3
-    window_s: float = 30.0
-    open_s: float = 2.0
-    longest_s: float = 60.0
-    probe_s: float = 30.0
-
-
-@dataclass(slots=True)
-class _Board:
-    failed_s: deque[float] = field(default_factory=deque)
-    reason: str = ""
-    until_s: float | None = None  # None: closed
-    lasts_s: float = 0.0  # the duration of the last opening
-    probe_s: float | None = None  # the time at which the probe was sent
-
-
-class CircuitBreaker:
-    """The circuits of all boards of one Router."""
-
-    def __init__(self, rules: BreakerRules | None = None) -> None:
-        self._rules = rules or BreakerRules()
-        self._boards: dict[str, _Board] = {}  # boards with recent failures only
-
-    def circuit(self, key: str, now_s: float) -> Circuit:
-        """Return the state of the board's circuit."""
-        board = self._boards.get(key)
-        if board is None or board.until_s is None:
-            return Circuit.CLOSED
-        if now_s < board.until_s or self._is_probed(board, now_s):
-            return Circuit.OPEN
-        return Circuit.HALF_OPEN
-
-    def allows(self, key: str, now_s: float) -> bool:
-        """Return whether a request may be sent to the board now."""
-        return key not in self._boards or self.circuit(key, now_s) is not Circuit.OPEN
-
-    def blocked(self, now_s: float) -> list[str]:
-        """Return the keys of boards with an open circuit."""
-        return [key for key in self._boards if self.circuit(key, now_s) is Circuit.OPEN]
-
-    def soonest_s(self, now_s: float) -> float | None:
-        """Return the time at which the first of ``blocked`` half-opens; None without any."""
-        return min([self._again_s(self._boards[key]) for key in self.blocked(now_s)], default=None)
-
-    def sent(self, key: str, now_s: float) -> None:
-        """Note a request to the board; the first one after the open time is the probe."""
-        board = self._boards.get(key)
-        if board is not None and board.until_s is not None and now_s >= board.until_s:
-            board.probe_s = now_s
-
-    def worked(self, key: str) -> None:
-        """Close the circuit after a success and forget earlier failures."""
-        self._boards.pop(key, None)
-
-    def failed(self, key: str, reason: str, now_s: float) -> bool:
-        """Count a request lost by the board's fault; return whether that opens the circuit."""
-        board, rules = self._boards.setdefault(key, _Board()), self._rules
-        board.reason = reason
-        board.failed_s.append(now_s)
-        while board.failed_s[0] <= now_s - rules.window_s:
-            board.failed_s.popleft()
-        if board.until_s is not None and now_s >= board.until_s:
-            return self._open(board, now_s, min(2 * board.lasts_s, rules.longest_s))
-        if board.until_s is None and len(board.failed_s) >= rules.failures:
-            return self._open(board, now_s, rules.open_s)
-        return False
-
-    def undecided(self, key: str) -> None:
-        """Note a request that ended without showing the board's health; allow another probe."""
-        board = self._boards.get(key)
-        if board is not None:
-            board.probe_s = None
-
-    def forgive(self, key: str) -> None:
-        """Remove the last failure, which was not the board's fault."""
-        board = self._boards.get(key)
-        if board is None:
-            return
-        board.failed_s.pop()
-        board.until_s = board.probe_s = None
-        if not board.failed_s:
-            del self._boards[key]
-
-    def reason(self, key: str, now_s: float) -> str:
-        """Return why the circuit is not closed; empty if it is."""
-        board = self._boards.get(key)
-        if board is None or board.until_s is None:
-            return ""
-        left_s = max(0.0, board.until_s - now_s)
-        return (
-            f"{len(board.failed_s)} requests failed, last: {board.reason}; next in {left_s:.1f} s"
-        )
-
-    def keep(self, keys: frozenset[str]) -> None:
-        """Forget all boards but these."""
-        for key in self._boards.keys() - keys:
-            del self._boards[key]
-
-    def _open(self, board: _Board, now_s: float, lasts_s: float) -> bool:
-        board.until_s, board.lasts_s, board.probe_s = now_s + lasts_s, lasts_s, None
-        return True
-
-    def _is_probed(self, board: _Board, now_s: float) -> bool:
-        return board.probe_s is not None and now_s < board.probe_s + self._rules.probe_s
-
-    def _again_s(self, board: _Board) -> float:
-        """Return the time at which an open circuit half-opens without news of the board."""
-        assert board.until_s is not None
-        probed_s = 0.0 if board.probe_s is None else board.probe_s + self._rules.probe_s
-        return max(board.until_s, probed_s)
-
+from rkserve.fleet.fleet import Fleet
 
 BY_CLUSTER = "cluster"  # the origin of a pause that ends with the cluster's
 # Deltas kept one by one take many times the memory of their text.
@@ -217,10 +93,10 @@ class GenerationProgress:
         self._prompt_ids: tuple[int, ...] | None = None
         self._slots: list[TranscriptToken] = []  # without those of ``_news``
         self._text: list[str] = []
-        self._tokens = 0  # of the answer, those of ``_news`` included
+        self.tokens = 0  # of the answer, those of ``_news`` included
         self._news: list[Delta] = []  # deltas that only append to the answer
         self._bound: Bound | None = None
-        self._rest: Paused | None = None
+        self.rests: Paused | None = None  # the pause in force, which the next board takes over
         self._scored = False  # the client has the logprobs of the prompt
         self._over = False  # the pause at the last token has ended
         self._arrived = False  # the current board has sent its acceptance and nothing else
@@ -237,16 +113,11 @@ class GenerationProgress:
     # -- events of boards ---------------------------------------------------------------------
 
     @property
-    def tokens(self) -> int:
-        """The number of tokens of the answer so far."""
-        return self._tokens
-
-    @property
     def begun(self) -> bool:
         """Return whether any part of the answer has arrived."""
         return bool(self._slots or self._news)
 
-    def heard(self, event: Event) -> Event | None:
+    def observe(self, event: Event) -> Event | None:
         """Process an event; return it as the client gets it, None if it gets nothing."""
         if isinstance(event, Delta):
             self._grow(event)
@@ -266,18 +137,13 @@ class GenerationProgress:
             return replace(event, timings=timings)
         return event
 
-    @property
-    def rests(self) -> Paused | None:
-        """The pause in force, which the next board takes over; None if not paused."""
-        return self._rest
-
     def pause(self) -> None:
         """Pause it while no board has it; the next board keeps it paused."""
-        self._rest, self._over = Paused(None, self.tokens, Kv.RECOMPUTED), False
+        self.rests, self._over = Paused(None, self.tokens, Kv.RECOMPUTED), False
 
     def resume(self) -> None:
         """End its pause while no board has it."""
-        self._rest, self._over = None, True
+        self.rests, self._over = None, True
 
     def aborted(self, waited_ms: float) -> list[Event]:
         """Return the events that end it while no board has it.
@@ -308,7 +174,7 @@ class GenerationProgress:
     def back(self, event: Event, now_s: float) -> float | None:
         """Return the time from a loss to this event, the first of the next board.
 
-        Call it before ``heard``, while ``waits``.
+        Call it before ``observe``, while ``waits``.
         """
         goes_on = isinstance(event, Finished) or (isinstance(event, Delta) and event.token_ids)
         if self._lost_s is None or not goes_on:
@@ -331,19 +197,19 @@ class GenerationProgress:
 
     def _rested(self, paused: Paused) -> Paused | None:
         """Drop the next board's report of a pause that the client knows."""
-        known = self._arrived and self._rest is not None
+        known = self._arrived and self.rests is not None
         self._arrived = False
         if paused.by == BY_CLUSTER:
-            self._rest, self._over = None, True
+            self.rests, self._over = None, True
         else:
-            self._rest = paused
+            self.rests = paused
         return None if known else paused
 
     def _grow(self, delta: Delta) -> None:
         self._arrived = False
-        self._tokens += len(delta.token_ids)
+        self.tokens += len(delta.token_ids)
         if delta.plain:
-            self._rest, self._over = None, not delta.token_ids
+            self.rests, self._over = None, not delta.token_ids
             if delta.token_ids:
                 self._news.append(delta)
                 if len(self._news) >= MERGE_AFTER:
@@ -358,13 +224,13 @@ class GenerationProgress:
             grown = bool(delta.token_ids)
         else:
             grown = self._splice(delta.splice)
-        self._tokens = sum(slot.kind is not TokenOrigin.INJECTED for slot in self._slots)
+        self.tokens = sum(slot.kind is not TokenOrigin.INJECTED for slot in self._slots)
         if delta.retract:
             self._text = ["".join(self._text)[: -delta.retract]]
         self._text.append(delta.text)
         if not delta.paused:
-            self._over = not grown and (self._over or self._rest is not None)
-            self._rest = None
+            self._over = not grown and (self._over or self.rests is not None)
+            self.rests = None
 
     def _splice(self, splice: Splice) -> bool:
         """Apply an edit to the transcript; return whether new tokens were added."""
@@ -399,7 +265,7 @@ class GenerationProgress:
         self._arrived = False
         if self._lost_s is None:
             self._lost_s = now_s
-        if isinstance(exc, _OWN_RUN) and self._rest is None:
+        if isinstance(exc, _OWN_RUN) and self.rests is None:
             if self.strikes and self.strikes[-1].tokens != self.tokens:
                 self.strikes = []  # it has new tokens since then, so that failure was another one
             self.strikes.append(LostBoard(board, self.tokens))
@@ -420,7 +286,7 @@ class GenerationProgress:
             text=text,
             prompt_ids=self._prompt_ids,
             bound=self._bound if self.begun else None,
-            paused=self._rest,
+            paused=self.rests,
             pause_over=self._over,
             times=self.times,
             suspect=bool(self.strikes),
@@ -440,3 +306,126 @@ def _slots(delta: Delta) -> list[TranscriptToken]:
         slots.append(TranscriptToken(token_id, delta.text[at : at + length].encode()))
         at += length
     return slots
+
+
+BY_REQUEST = "request"  # the origin of the pause
+T = TypeVar("T")
+
+
+class ControlChange(Exception):
+    """A control call changed a request that no board has."""
+
+
+class RequestLocation:
+    """The board of one request, or none; registered with its Router while entered.
+
+    While no board has the request, control calls change it here, and end the waits of
+    ``unless_changed``.
+    """
+
+    def __init__(
+        self, progress: GenerationProgress, fleet: Fleet, known: dict[str, RequestLocation]
+    ) -> None:
+        self.progress = progress
+        self.id = progress.asked.request_id
+        self.ended = False  # aborted, with or without a board
+        # Of a pause by the cluster: its begin, and the weights that were served before it.
+        self.paused: tuple[float, ServedWeights] | None = None
+        self.failures = 0  # the boards that rejected it or were lost
+        self.since_s = time.monotonic()  # the time since which it has no board
+        self.replica: str | None = None
+        self._running, self._known = fleet.running, known
+        self._changed = asyncio.Event()
+
+    def __enter__(self) -> RequestLocation:
+        self._known[self.id] = self
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._running.pop(self.id, None)
+        if self._known.get(self.id) is self:
+            del self._known[self.id]
+
+    @property
+    def controllable(self) -> bool:
+        """Return whether no board has the request, and it can be controlled here."""
+        return self.replica is None and not isinstance(self.progress.asked, EmbedRequest)
+
+    def enter(self, group: str, replica: str) -> None:
+        """Note that a board has accepted the request."""
+        self.replica = replica
+        self._running[self.id] = (group, replica)
+
+    def leave(self) -> None:
+        """Note that no board has the request."""
+        self._running.pop(self.id, None)
+        self.replica, self.since_s = None, time.monotonic()
+
+    def abort(self) -> None:
+        """End the request when no board has it; a board that has it is asked by others."""
+        self.ended = True
+        if self.replica is None:
+            self._changed.set()
+
+    def act(self, action: ControlAction) -> bool:
+        """Apply a control action; return False if the request's state does not allow it."""
+        progress = self.progress
+        if action is ControlAction.ABORT:
+            return True  # ``abort`` has done it
+        if action is ControlAction.PAUSE and progress.accepted:
+            progress.pause()
+        elif action is ControlAction.RESUME and progress.rests is not None:
+            progress.resume()
+        else:
+            return False
+        self._changed.set()
+        return True
+
+    async def unless_changed(
+        self, work: Coroutine[Any, Any, T], drop: Callable[[T], None] = lambda _: None
+    ) -> T:
+        """Return the result of ``work``; ``drop`` releases one that comes too late.
+
+        Raises:
+            ControlChange: a control call changed the request first.
+        """
+        loop = asyncio.get_running_loop()
+        task, changed = loop.create_task(work), loop.create_task(self._changed.wait())
+        pending: set[asyncio.Task[Any]] = {task, changed}
+        returned = False
+        try:
+            await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            if not self._changed.is_set():
+                returned = True
+                return task.result()
+            self._changed.clear()
+            raise ControlChange
+        finally:
+            changed.cancel()
+            if not returned:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+                if not task.cancelled() and task.exception() is None:
+                    drop(task.result())
+
+    def info(self) -> GenerationInfo:
+        """Return the state of the request while no board has it."""
+        progress = self.progress
+        request, rests = progress.request, progress.rests
+        done, ref = request.continued, request.adapter
+        state = GenerationState.QUEUED if rests is None else GenerationState.PAUSED
+        return GenerationInfo(
+            request_id=request.request_id,
+            board_id="",
+            model=request.model,
+            state=GenerationState.ABORTING if self.ended else state,
+            prompt_tokens=len(request.prompt_ids),
+            tokens=0 if done is None else done.tokens,
+            context_tokens=len(request.prompt_ids) + (0 if done is None else len(done.slots)),
+            partial_output="" if done is None else done.text,
+            kv=None if rests is None else Kv.RECOMPUTED,
+            adapter=request.line if ref is None else ref.name,
+            native_pause=request.native_pause,
+            paused_by=None if rests is None else rests.by or BY_REQUEST,
+            age_s=time.monotonic() - self.since_s,
+        )

@@ -12,23 +12,21 @@ from functools import partial
 from typing import Any
 
 from rkserve.api.admin.caches import (
-    ClearCall,
     KvCachesAnswer,
+    KvClearBody,
     KvScope,
+    KvSizeQuery,
     built,
     caches_list,
-    check_delete,
     failures,
     ids_of,
     kv_list,
     parse_build,
-    parse_clear,
-    parse_size,
 )
 from rkserve.api.admin.generations import EditCall
-from rkserve.api.admin.query import ControlRequest
+from rkserve.api.admin.query import ControlRequest, NoParameters
 from rkserve.api.common.version_policy import ResolvedModel
-from rkserve.api.json.body import JsonObject
+from rkserve.api.json.fields import JsonObject
 from rkserve.core.desired_state import SYSTEM_PROMPT, Desired, DesiredCache
 from rkserve.core.errors import (
     BoardNotFound,
@@ -60,28 +58,28 @@ class Caches:
 
     async def kv(self, asked: ControlRequest) -> KvCachesAnswer:
         """Return the contents of KV caches, optionally of one model or some boards."""
-        addresses = await self._addresses(parse_size(asked))
+        addresses = await self._addresses(asked.read(KvSizeQuery).where)
         answers = await self._ask(addresses, "kv", timeout_s=self._service.config.report_timeout_s)
-        return kv_list(list(answers.said.values()), answers.failed)
+        return kv_list(list(answers.found.values()), answers.failed)
 
     async def clear(self, asked: ControlRequest) -> tuple[int, JsonObject]:
         """Clear KV caches of boards, or ranges of a paused generation's cache."""
-        call = parse_clear(asked)
+        call = asked.read(KvClearBody)
         if call.generation is not None:
-            edit = EditCall(choice=call.choice, clear=call.ranges)
+            edit = EditCall(choice=call.choice, clear=call.ranges or ())
             return await self._generations.apply(call.generation, edit)
         return await self._clear_boards(call)
 
-    async def _clear_boards(self, call: ClearCall) -> tuple[int, JsonObject]:
+    async def _clear_boards(self, call: KvClearBody) -> tuple[int, JsonObject]:
         addresses = self._some(await self._addresses(call.where), call.where.model)
-        answers = await self._ask(addresses, "clear_kv", call.keep_system_prompt)
-        self._service.fleet.forget_prompts(lambda board, _: board in answers.said, files=False)
+        answers = await self._ask(addresses, "clear_kv", call.keep_system_prompt is not False)
+        self._service.fleet.forget_prompts(lambda board, _: board in answers.found, files=False)
         answers.require_one()
         results = {
             board: {"status": report.status, "latency_ms": round(answers.took_ms[board], 3)}
-            for board, report in sorted(answers.said.items())
+            for board, report in sorted(answers.found.items())
         }
-        listed = kv_list(list(answers.said.values()), answers.failed)
+        listed = kv_list(list(answers.found.values()), answers.failed)
         return _status(answers), {**listed, "results": results}
 
     # -- prompt caches ------------------------------------------------------------------------
@@ -90,7 +88,7 @@ class Caches:
         """Build a named prompt cache on every present board of a model."""
         call = await off_loop(len(asked.body), partial(parse_build, asked))
         meant = await self._service.models.resolve(model)
-        served = self._service.models.served(meant.model)
+        served = self._service.models.by_name[meant.model]
         work = partial(ids_of, call, served.renderer, served.folder.settings.context_length)
         ids = await off_loop(len(asked.body), work)
         addresses = self._some(self._service.fleet.addresses(meant.model), meant.model)
@@ -103,7 +101,7 @@ class Caches:
         answers.require_one()
         desired = self._service.cluster.desired
         kept = await self._keep(_to_keep(call.cache_name, ids, meant, desired))
-        made = built(call, model, len(ids), list(answers.said.values()), answers.failed)
+        made = built(call, model, len(ids), list(answers.found.values()), answers.failed)
         return _status(answers), {**made, "kept": kept}
 
     async def _keep(self, cache: DesiredCache) -> bool:
@@ -131,7 +129,7 @@ class Caches:
             "caches",
             timeout_s=self._service.config.report_timeout_s,
         )
-        entries = merged(answers.said.values())
+        entries = merged(answers.found.values())
         if meant.ref is not None:
             entries = [entry for entry in entries if entry.adapter == meant.ref.key]
         listed = caches_list(entries, answers.failed)
@@ -152,12 +150,12 @@ class Caches:
         Raises ``CacheNotFound``, or ``CoordinatorAway`` before anything is deleted: joining boards
         would build it again.
         """
-        check_delete(asked)
+        asked.read(NoParameters)
         check_cache_name(name)
         meant = await self._service.models.resolve(model)
         kept = await self._service.cluster.drop_cache(meant.model, name)
         answers = await self._ask(self._service.fleet.addresses(meant.model), "delete_cache", name)
-        had = sorted(board for board, deleted in answers.said.items() if deleted)
+        had = sorted(board for board, deleted in answers.found.items() if deleted)
         if not had and not kept:
             if answers.failed:
                 raise min(answers.failed.items())[1]  # the cache may have existed there

@@ -17,7 +17,8 @@ from typing import Generic, TypeVar
 
 from rkserve.api.common.output import answer_headers, error_object
 from rkserve.api.common.renderer import Prompt, Renderer
-from rkserve.api.common.version_policy import ANY, ResolvedModel, VersionPolicy, read_session
+from rkserve.api.common.version_policy import ANY, ResolvedModel, VersionPolicy
+from rkserve.api.json.fields import MAX_SESSION_CHARS
 from rkserve.api.openai.embeddings import (
     OPENAI,
     EmbeddingDialect,
@@ -29,6 +30,7 @@ from rkserve.api.openai.embeddings import (
     pooling_answer,
     texts_of,
 )
+from rkserve.config.router import RouterConfig
 from rkserve.core.board_report import BoardState
 from rkserve.core.errors import (
     BoardAsleep,
@@ -75,6 +77,13 @@ class CallContext:
     session: str | None = None
     timeout_s: float | None = None
     started_s: float = field(default_factory=time.monotonic)
+
+    def terms(self, wanted: VectorOptions, config: RouterConfig) -> QueueTerms:
+        """Return the queue terms of the call's requests. Raises ``RequestError``."""
+        timeouts_s = (self.timeout_s, wanted.timeout_s)
+        return queue_terms(
+            self.caller, config, self.started_s, priority=wanted.priority, timeouts_s=timeouts_s
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +143,7 @@ class Embeddings:
         with self.entered(visit):
             call = await off_loop(len(body), lambda: parse_pooling(body))
             meant = await self._service.models.resolve(call.wanted.model, visit.policy)
-            served = self._service.models.served(meant.model)
+            served = self._service.models.by_name[meant.model]
             served.renderer.needs_ids("input")
             context_len = served.folder.settings.context_length
             texts = await off_loop(
@@ -179,11 +188,6 @@ class Embeddings:
             metrics.in_flight.dec()
             visit.caller.leave()
 
-    @property
-    def service(self) -> Service:
-        """The Router's service."""
-        return self._service
-
     async def model(self, wanted: VectorOptions, visit: CallContext) -> EmbeddingModel:
         """Return the model of a call.
 
@@ -192,7 +196,7 @@ class Embeddings:
             RkserveError: as ``ServedModels.resolve``.
         """
         meant = await self._service.models.resolve(wanted.model, visit.policy)
-        served = self._service.models.served(meant.model)
+        served = self._service.models.by_name[meant.model]
         settings = served.folder.settings.embedding
         if settings is None:
             raise EmbeddingUnsupported(
@@ -219,7 +223,7 @@ class Embeddings:
             RkserveError: the error of one request; the others are cancelled.
         """
         service, name = self._service, model.meant.model
-        terms = queue_terms(wanted, visit.caller, visit.timeout_s, service.config, visit.started_s)
+        terms = visit.terms(wanted, service.config)
         call_id = EMBEDDING + uuid.uuid4().hex
         boards = boards_at_work(service, name)
         chunks = chunks_of(
@@ -227,7 +231,7 @@ class Embeddings:
             model.meant,
             model.settings,
             call_id,
-            session=read_session(visit.session, wanted.session, call_id),
+            session=(visit.session or wanted.session or call_id)[:MAX_SESSION_CHARS],
             boards=boards,
             pooling=pooling,
         )
@@ -253,7 +257,7 @@ class RequestSpread(Generic[RequestT, T]):
     def __init__(
         self, service: Service, visit: CallContext, terms: QueueTerms, requests: Sequence[RequestT]
     ) -> None:
-        self._service, self._visit, self._claim = service, visit, terms
+        self._service, self._visit, self._terms = service, visit, terms
         self._left = deque(enumerate(requests))
         self._values: dict[int, T] = {}
         self._versions: list[str] = []
@@ -277,7 +281,7 @@ class RequestSpread(Generic[RequestT, T]):
             DeadlineExceeded: not in time.
             RkserveError: the error of one request; the others are cancelled.
         """
-        terms = self._claim
+        terms = self._terms
 
         async def work() -> None:
             while self._left:
@@ -317,7 +321,7 @@ class RequestSpread(Generic[RequestT, T]):
     ) -> T:
         accepted: Accepted | None = None
         found: T | None = None
-        async with aclosing(self._service.events(request, self._claim)) as events:
+        async with aclosing(self._service.dispatch.generate(request, self._terms)) as events:
             async for event in events:
                 if isinstance(event, Accepted):
                     accepted = event

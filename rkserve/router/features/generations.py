@@ -9,8 +9,8 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Protocol
@@ -26,7 +26,7 @@ from rkserve.api.admin.generations import (
     read_choice,
 )
 from rkserve.api.admin.query import ControlRequest
-from rkserve.api.json.body import JsonObject
+from rkserve.api.json.fields import JsonObject
 from rkserve.core.board_report import GenerationInfo, GenerationState, RouterGenerations
 from rkserve.core.errors import (
     BoardFailed,
@@ -86,28 +86,6 @@ class _Found:
     failed: dict[str, RkserveError]
 
 
-@dataclass(frozen=True, slots=True)
-class _AtRouters:
-    """The outcome for choices that no board has; ``here``: this Router has one of them."""
-
-    done: tuple[GenerationInfo, ...] = ()
-    refused: tuple[GenerationInfo, ...] = ()
-    ended: tuple[GenerationInfo, ...] = ()
-    here: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class _Others:
-    """The answers of other Routers about generations that no board has, or the failure."""
-
-    unassigned: list[GenerationInfo] = field(default_factory=list)
-    failed: dict[str, RkserveError] = field(default_factory=dict)
-
-    def of(self, generation: str, choice: int | None) -> list[GenerationInfo]:
-        """Return the entries of one generation."""
-        return [one for one in self.unassigned if _is_of(one, generation, choice)]
-
-
 class Generations:
     """The generations on all boards, including those of other Routers."""
 
@@ -120,28 +98,30 @@ class Generations:
 
     async def listed(self) -> JsonObject:
         """Return all generations without their texts, including those without a board."""
-        answers, others = await asyncio.gather(self._held(self._fleet.addresses()), self._others())
-        unassigned = {
-            one.request_id: one for one in [*others.unassigned, *self._service.unassigned.infos()]
-        }
+        answers, (others, failed) = await asyncio.gather(
+            self._held(self._fleet.addresses()), self._others()
+        )
+        own = self._service.unassigned.infos()
+        unassigned = {one.request_id: one for one in [*others, *own]}
         return {
-            **generations_list([*merged(answers.said.values()), *unassigned.values()]),
-            "failed": failures({**answers.failed, **others.failed}),
+            **generations_list([*merged(answers.found.values()), *unassigned.values()]),
+            "failed": failures({**answers.failed, **failed}),
         }
 
     async def one(self, generation: str) -> JsonObject:
         """Return one generation. Raises ``GenerationNotFound``, ``BoardFailed``."""
         _check_id(generation)
-        held, waiting = self._fleet.holders(generation), self._waiting(generation, None)
+        held = self._fleet.holders(generation)
+        waiting = _of(self._service.unassigned.infos(), generation, None)
         failed: dict[str, RkserveError] = {}
         if held or waiting:
             answers = await self._held(held)
         else:
-            (_, answers), others = await asyncio.gather(
+            (_, answers), (others, failed) = await asyncio.gather(
                 self._survey(generation, None), self._others()
             )
-            waiting, failed = others.of(generation, None), others.failed
-        found = [i for i in merged(answers.said.values()) if _is_of(i, generation, None)] + waiting
+            waiting = _of(others, generation, None)
+        found = _of(merged(answers.found.values()), generation, None) + waiting
         if not found:
             failed = {**answers.failed, **failed}
             raise _worst([*failed.values(), GenerationNotFound(generation)])
@@ -171,7 +151,7 @@ class Generations:
             at, failed = await self._at_routers(generation, action, choice)
             if moves and action is ControlAction.ABORT:
                 at = replace(at, done=(*at.done, *at.ended))  # it left its board and has ended
-            if (at.here or at.ended) and not self._fleet.holders(generation, choice):
+            if (at.known or at.ended) and not self._fleet.holders(generation, choice):
                 # All remaining choices are at this Router, without a board.
                 return _answered(action, at, began_s)
             found = await self._find(generation, choice)
@@ -185,7 +165,7 @@ class Generations:
                 choice,
                 timeout_s=self._config.control_timeout_s,
             )
-            done: list[GenerationInfo] = [*merged(answers.said.values()), *at.done]
+            done: list[GenerationInfo] = [*merged(answers.found.values()), *at.done]
             failed |= {**found.failed, **answers.failed}
             if done or at.refused or not await self._moved(generation, choice):
                 break
@@ -197,35 +177,35 @@ class Generations:
 
     async def _at_routers(
         self, generation: str, action: ControlAction, choice: int | None
-    ) -> tuple[_AtRouters, dict[str, RkserveError]]:
-        """Control choices without a board, at this Router or else at all others."""
+    ) -> tuple[RouterGenerations, dict[str, RkserveError]]:
+        """Control choices without a board, at this Router or else at all others.
+
+        The generation is ``known`` only if this Router has one of its choices.
+        """
         own = self._service.unassigned.control(generation, action, choice)
         if self._peers is None or own.known or own.ended:
-            return _AtRouters(own.done, own.refused, own.ended, here=own.known), {}
+            return own, {}
         try:
             found = await self._peers.control_unassigned(generation, action, choice)
         except BoardFailed as exc:
-            return _AtRouters(), {ROUTERS: exc}
-        return _AtRouters(found.done, found.refused, found.ended), {}
+            return RouterGenerations(), {ROUTERS: exc}
+        return replace(found, known=False), {}
 
     async def _moved(self, generation: str, choice: int | None) -> bool:
         """Return whether a generation has just left its board and is at a Router."""
-        if self._waiting(generation, choice):
+        if _of(self._service.unassigned.infos(), generation, choice):
             return True
-        return bool((await self._others()).of(generation, choice))
+        others, _ = await self._others()
+        return bool(_of(others, generation, choice))
 
-    def _waiting(self, generation: str, choice: int | None) -> list[GenerationInfo]:
-        """Return this Router's entries of a generation without a board."""
-        return [one for one in self._service.unassigned.infos() if _is_of(one, generation, choice)]
-
-    async def _others(self) -> _Others:
-        """Ask the other Routers for generations that no board has."""
+    async def _others(self) -> tuple[list[GenerationInfo], dict[str, RkserveError]]:
+        """Ask the other Routers for generations that no board has; return the failure, if any."""
         if self._peers is None:
-            return _Others()
+            return [], {}
         try:
-            return _Others(await self._peers.unassigned())
+            return await self._peers.unassigned(), {}
         except BoardFailed as exc:
-            return _Others(failed={ROUTERS: exc})
+            return [], {ROUTERS: exc}
 
     async def _find(self, generation: str, choice: int | None) -> _Found:
         """Look up the boards in this Router's table, or else ask all boards."""
@@ -234,7 +214,7 @@ class Generations:
             return _Found(held, True, {})
         addresses, answers = await self._survey(generation, choice)
         holding = _holding(answers, generation, choice)
-        among = [address for address in addresses if address.board_id in (holding or answers.said)]
+        among = [address for address in addresses if address.board_id in (holding or answers.found)]
         return _Found(among, bool(holding), answers.failed)
 
     async def _survey(
@@ -260,15 +240,15 @@ class Generations:
         if not found.sure:
             return Edit()  # a board without the generation answers that before it checks the edit
         if len(found.addresses) > 1:  # with a single board, its own error says the same
-            raise RequestError("The answer has several choices; say which one to edit.", "choice")
-        served = self._service.models.served(found.addresses[0].model)
+            raise RequestError("The answer has several choices; name the one to edit.", "choice")
+        served = self._service.models.by_name[found.addresses[0].model]
         work = partial(edit_of, call, served.renderer, served.folder.settings.context_length)
         return await off_loop(len(call.text or call.token_ids or ""), work)
 
 
 def _answered(
     action: ControlAction,
-    at: _AtRouters,
+    at: RouterGenerations,
     began_s: float,
     failed: Mapping[str, RkserveError] = MappingProxyType({}),
 ) -> tuple[int, JsonObject]:
@@ -309,11 +289,7 @@ def _refusal(action: ControlAction, info: GenerationInfo) -> StateConflict:
 def _holding(
     answers: Answers[list[GenerationInfo]], generation: str, choice: int | None
 ) -> set[str]:
-    return {
-        board
-        for board, infos in answers.said.items()
-        if any(_is_of(info, generation, choice) for info in infos)
-    }
+    return {board for board, infos in answers.found.items() if _of(infos, generation, choice)}
 
 
 def _check_id(generation: str) -> None:
@@ -321,10 +297,13 @@ def _check_id(generation: str) -> None:
         raise GenerationNotFound(generation[:80])
 
 
-def _is_of(info: GenerationInfo, generation: str, choice: int | None) -> bool:
+def _of(
+    infos: Iterable[GenerationInfo], generation: str, choice: int | None
+) -> list[GenerationInfo]:
+    """Return the entries of one generation, or of one of its choices."""
     if choice is None:
-        return info.request_id.startswith(f"{generation}/")
-    return info.request_id == f"{generation}/{choice}"
+        return [info for info in infos if info.request_id.startswith(f"{generation}/")]
+    return [info for info in infos if info.request_id == f"{generation}/{choice}"]
 
 
 def _is_over(exc: RkserveError) -> bool:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from rkserve.api.common.renderer import Prompt
-from rkserve.api.common.version_policy import read_session
+from rkserve.api.json.fields import MAX_SESSION_CHARS
 from rkserve.api.openai.embeddings import VectorOptions, finished_vector, texts_of
 from rkserve.api.openai.rerank import (
     RankedText,
@@ -29,7 +29,6 @@ from rkserve.api.openai.rerank import (
     verdict,
 )
 from rkserve.core.messages import Delta, Event, GenerateRequest
-from rkserve.router.auth import queue_terms
 from rkserve.router.features.embeddings import (
     CallContext,
     EmbeddingModel,
@@ -44,60 +43,14 @@ Pairs = Sequence[tuple[RankedText, RankedText]]
 _PREFIX = "rerank-"
 
 
-class RerankerModel:
-    """Scores by a model that answers yes or no. Use from the Router's event loop."""
-
-    def __init__(self, service: Service) -> None:
-        self._service = service
-
-    async def judge(self, wanted: VectorOptions, visit: CallContext) -> RerankModel | None:
-        """Return the prompts and words of the call's model; None if it compares vectors.
-
-        Raises:
-            UnsupportedParameter: its words are not tokens of the vocabulary.
-            RkserveError: as ``ServedModels.resolve``.
-        """
-        meant = await self._service.models.resolve(wanted.model, visit.policy)
-        served = self._service.models.served(meant.model)
-        settings = served.folder.settings
-        if settings.rerank is None:
-            return None
-        return judge_of(meant, settings.rerank, served.renderer, settings.context_length)
-
-    async def scores(
-        self, judge: RerankModel, wanted: VectorOptions, pairs: Pairs, size: int, visit: CallContext
-    ) -> tuple[list[float], int, dict[str, str]]:
-        """Return the score of each pair, the number of tokens, and headers.
-
-        ``size`` is the length of the body. Raises ``RkserveError``, after cancelling the other
-        requests.
-        """
-        service, name = self._service, judge.meant.model
-        terms = queue_terms(wanted, visit.caller, visit.timeout_s, service.config, visit.started_s)
-        call_id = f"{_PREFIX}{uuid.uuid4().hex}"
-        session = read_session(visit.session, wanted.session, call_id)
-        requests = await off_loop(size, partial(requests_of, judge, pairs, call_id, session))
-        spread: RequestSpread[GenerateRequest, float] = RequestSpread(
-            service, visit, terms, requests
-        )
-
-        def score(_: GenerateRequest, event: Event, _board_id: str) -> float | None:
-            return verdict(judge, event) if isinstance(event, Delta) else None
-
-        boards = boards_at_work(service, name)
-        scores = await spread.run(boards, score, "it said neither yes nor no")
-        return scores, spread.tokens, spread.headers
-
-
 Key = tuple[str, bool]  # a text, and whether it is a query
 
 
 class Reranking:
     """The rerank and score calls of one Router. Use from its event loop."""
 
-    def __init__(self, embeddings: Embeddings) -> None:
-        self._embeddings = embeddings
-        self._judging = RerankerModel(embeddings.service)
+    def __init__(self, service: Service, embeddings: Embeddings) -> None:
+        self._service, self._embeddings = service, embeddings
 
     async def rerank(self, body: bytes, visit: CallContext) -> tuple[RankingAnswer, dict[str, str]]:
         """Answer POST /v1/rerank. Raises ``RkserveError``."""
@@ -117,10 +70,14 @@ class Reranking:
     async def _scores(
         self, wanted: VectorOptions, pairs: Pairs, body: bytes, visit: CallContext
     ) -> tuple[list[float], int, dict[str, str]]:
-        """Return the similarity of each pair, the number of tokens, and headers."""
-        judge = await self._judging.judge(wanted, visit)
-        if judge is not None:
-            return await self._judging.scores(judge, wanted, pairs, len(body), visit)
+        """Return the score of each pair, the number of tokens, and headers."""
+        meant = await self._service.models.resolve(wanted.model, visit.policy)
+        served = self._service.models.by_name[meant.model]
+        settings = served.folder.settings
+        if settings.rerank is not None:
+            length = settings.context_length
+            judge = judge_of(meant, settings.rerank, served.renderer, length)
+            return await self._judged(judge, wanted, pairs, len(body), visit)
         model = await self._embeddings.model(wanted, visit)
         # A query that is common to all pairs is computed once, and so is a repeated document.
         unique: dict[Key, RankedText] = {}
@@ -142,6 +99,30 @@ class Reranking:
             ]
 
         return await off_loop(sum(map(len, made.vectors)), scores), made.tokens, made.headers
+
+    async def _judged(
+        self, judge: RerankModel, wanted: VectorOptions, pairs: Pairs, size: int, visit: CallContext
+    ) -> tuple[list[float], int, dict[str, str]]:
+        """Return the scores by a model that answers yes or no to each pair.
+
+        ``size`` is the length of the body. Raises ``RkserveError``, after cancelling the other
+        requests.
+        """
+        service, name = self._service, judge.meant.model
+        terms = visit.terms(wanted, service.config)
+        call_id = f"{_PREFIX}{uuid.uuid4().hex}"
+        session = (visit.session or wanted.session or call_id)[:MAX_SESSION_CHARS]
+        requests = await off_loop(size, partial(requests_of, judge, pairs, call_id, session))
+        spread: RequestSpread[GenerateRequest, float] = RequestSpread(
+            service, visit, terms, requests
+        )
+
+        def score(_: GenerateRequest, event: Event, _board_id: str) -> float | None:
+            return verdict(judge, event) if isinstance(event, Delta) else None
+
+        boards = boards_at_work(service, name)
+        scores = await spread.run(boards, score, "the answer was neither yes nor no")
+        return scores, spread.tokens, spread.headers
 
 
 def _prompts(texts: Sequence[RankedText], model: EmbeddingModel) -> list[Prompt]:

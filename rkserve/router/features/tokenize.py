@@ -12,17 +12,15 @@ from typing import TypeVar
 from rkserve.api.common.calls import ChatCall
 from rkserve.api.common.plan import header
 from rkserve.api.common.renderer import Prompt, PromptHeader, Renderer
-from rkserve.api.json.body import JsonObject
+from rkserve.api.json.fields import JsonObject, parse_object
 from rkserve.api.ollama.models import FolderFacts
 from rkserve.api.openai.tokenize import (
     DetokenizedAnswer,
+    DetokenizeRequest,
     TokenizeCall,
     TokensAnswer,
-    detokenized,
-    parse_detokenize,
     parse_info,
     parse_tokenize,
-    tokenized,
     tokenizer_info,
 )
 from rkserve.core.errors import UnsupportedParameter
@@ -50,7 +48,7 @@ async def count_prompt(service: Service, body: bytes, parse: Callable[[bytes], C
     """
     call = await read_call(body, parse)
     meant = await service.models.resolve(call.model)
-    served = service.models.served(meant.model)
+    served = service.models.by_name[meant.model]
     service.check_images(call.messages, meant.model)
     if served.renderer.tokenizer is None:
         raise UnsupportedParameter(
@@ -72,7 +70,7 @@ async def make_ready(service: Service, asked: str) -> None:
 
 async def folder_facts(service: Service, model_ids: list[str]) -> dict[str, FolderFacts]:
     """Return the details of models' folders, by model."""
-    served = {model_id: service.models.served(model_id) for model_id in model_ids}
+    served = {model_id: service.models.by_name[model_id] for model_id in model_ids}
     return await asyncio.to_thread(
         lambda: {model_id: _facts(one) for model_id, one in served.items()}
     )
@@ -116,23 +114,23 @@ class Tokenization:
         call = await self._off_loop(body, partial(parse_tokenize, body))
         model = await self._model(call.model)
         self._service.check_images(call.messages, model)
-        served = self._service.models.served(model)
+        served = self._service.models.by_name[model]
         return await self._off_loop(body, lambda: _written(_tokenize(served, call)))
 
     async def detokenize(self, body: bytes) -> bytes:
         """Answer POST /detokenize in JSON. Raises ``RequestError``, ``ModelNotFound``."""
-        call = await self._off_loop(body, partial(parse_detokenize, body))
-        served = self._service.models.served(await self._model(call.model))
+        call = await self._off_loop(body, lambda: DetokenizeRequest.read(parse_object(body)))
+        served = self._service.models.by_name[await self._model(call.model)]
         most = served.folder.settings.context_length
-        text = partial(served.renderer.whole_text, call.ids, "tokens", most)
-        return await self._off_loop(body, lambda: _written(detokenized(text())))
+        text = partial(served.renderer.whole_text, tuple(call.tokens), "tokens", most)
+        return await self._off_loop(body, lambda: _written({"prompt": text()}))
 
     async def _off_loop(self, body: bytes, work: Callable[[], T]) -> T:
         return await off_loop(len(body), work, counts=True)
 
     async def info(self, query: Sequence[tuple[str, str]]) -> JsonObject:
         """Answer GET /tokenizer_info. Raises ``RequestError``, ``ModelNotFound``."""
-        served = self._service.models.served(await self._model(parse_info(query)))
+        served = self._service.models.by_name[await self._model(parse_info(query))]
         settings, facts = served.folder.settings, served.renderer.facts()
         if facts["eos_token"] is None and settings.eos_token_ids:
             facts["eos_token"] = served.renderer.strings(settings.eos_token_ids[:1])[0]
@@ -167,8 +165,12 @@ def _tokenize(served: ServedModel, call: TokenizeCall) -> TokensAnswer:
             ids = renderer.counted(prompt.text, special=False, context_len=length)
         else:
             ids = prompt.ids
-    strings = renderer.strings(ids) if call.strings else None
-    return tokenized(ids, length, strings, len(ids) if count is None else count)
+    return {
+        "count": len(ids) if count is None else count,  # with the tokens of images
+        "max_model_len": length,
+        "tokens": list(ids),
+        "token_strs": renderer.strings(ids) if call.strings else None,
+    }
 
 
 def _written(answer: TokensAnswer | DetokenizedAnswer) -> bytes:

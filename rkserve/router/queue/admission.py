@@ -23,180 +23,6 @@ from typing import Generic, TypeVar
 from rkserve.core.errors import DeadlineUnreachable, QueueFull, QueueTimeout, RkserveError
 from rkserve.router.queue.reservation import ServiceTime
 
-
-@dataclass(eq=False, slots=True)
-class Waiting:
-    """One waiting request.
-
-    ``number`` grows with each arrival. ``flow`` is the owner, and ``cost_ms`` the expected board
-    time. A request that is ``ahead`` goes before all that are not.
-    """
-
-    number: int
-    flow: str
-    weight: float
-    priority: int
-    cost_ms: float
-    ahead: bool
-
-
-WaitingT = TypeVar("WaitingT", bound=Waiting)
-
-
-@dataclass(slots=True)
-class _Flow(Generic[WaitingT]):
-    """The waiting requests of one owner at one priority, in the order of arrival."""
-
-    entries: dict[int, WaitingT] = field(default_factory=dict)
-    cost_ms: float = 0.0  # the weighted cost of all of them
-
-
-class FairQueue(Generic[WaitingT]):
-    """The requests that wait for boards of one model."""
-
-    def __init__(self) -> None:
-        self._ahead: list[WaitingT] = []  # by priority and number
-        self._levels: dict[int, dict[str, _Flow[WaitingT]]] = {}
-        self._size = 0
-        # The weighted service of each owner. An owner that returns starts at the level of the least
-        # served one that waits, so that idle time earns no credit.
-        self._served: dict[str, float] = {}
-        self._floor = 0.0
-
-    def __len__(self) -> int:
-        return self._size + len(self._ahead)
-
-    @property
-    def size(self) -> int:
-        """The number of waiting requests without those that are ahead, which were admitted
-        before.
-        """
-        return self._size
-
-    def by_priority(self) -> dict[int, int]:
-        """Return the number of waiting requests at each priority."""
-        counts: dict[int, int] = {}
-        for one in self._ahead:
-            counts[one.priority] = counts.get(one.priority, 0) + 1
-        for priority, flows in self._levels.items():
-            waiting = sum(len(flow.entries) for flow in flows.values())
-            counts[priority] = counts.get(priority, 0) + waiting
-        return counts
-
-    def add(self, one: WaitingT) -> None:
-        """Add a request behind those of its owner at the same priority."""
-        if one.ahead:
-            bisect.insort(self._ahead, one, key=lambda other: (other.priority, other.number))
-            return
-        flows = self._levels.setdefault(one.priority, {})
-        if all(one.flow not in level for level in self._levels.values()):
-            self._served[one.flow] = max(self._served.get(one.flow, 0.0), self._floor)
-        flow = flows.setdefault(one.flow, _Flow())
-        flow.entries[one.number] = one
-        flow.cost_ms += one.cost_ms / one.weight
-        self._size += 1
-
-    def remove(self, one: WaitingT) -> None:
-        """Remove a waiting request."""
-        if one.ahead:
-            self._ahead.remove(one)
-            return
-        flows = self._levels[one.priority]
-        flow = flows[one.flow]
-        del flow.entries[one.number]
-        flow.cost_ms -= one.cost_ms / one.weight
-        self._size -= 1
-        if not flow.entries:
-            del flows[one.flow]
-        if not flows:
-            del self._levels[one.priority]
-
-    def serve(self, one: WaitingT) -> None:
-        """Remove a request that gets a board, and charge its expected time to its owner."""
-        self.remove(one)
-        self._floor = max(self._floor, self._served.get(one.flow, self._floor))
-        self.charge(one.flow, one.weight, one.cost_ms)
-
-    def charge(self, flow: str, weight: float, ms: float) -> None:
-        """Correct the service of an owner by that time, which may be negative."""
-        self._served[flow] = self._served.get(flow, self._floor) + ms / weight
-
-    def order(self) -> Iterator[WaitingT]:
-        """Yield the waiting requests in serving order, without changing the queue."""
-        had: dict[str, float] = {}  # the service of the owners by then
-
-        def charged(one: WaitingT) -> float:
-            before = had.get(one.flow, self._served.get(one.flow, self._floor))
-            had[one.flow] = before + one.cost_ms / one.weight
-            return had[one.flow]
-
-        for one in self._ahead:
-            charged(one)
-            yield one
-        for priority in sorted(self._levels):
-            flows = self._levels[priority]
-            turns = [
-                (
-                    had.get(name, self._served.get(name, self._floor)),
-                    name,
-                    iter(flow.entries.values()),
-                )
-                for name, flow in flows.items()
-            ]
-            heapq.heapify(turns)
-            while turns:
-                _, name, rest = turns[0]
-                following = next(rest, None)
-                if following is None:
-                    heapq.heappop(turns)
-                    continue
-                yield following
-                heapq.heapreplace(turns, (charged(following), name, rest))
-
-    def ahead_of(self, flow: str, priority: int) -> float:
-        """Return the service before one more request of that owner, in ms."""
-        total = sum(one.cost_ms for one in self._ahead)
-        for level, flows in self._levels.items():
-            if level < priority:
-                total += sum(_cost(one) for one in flows.values())
-        mine = self._levels.get(priority, {})
-        own = mine.get(flow)
-        until = 0.0 if own is None else own.cost_ms
-        until += self._served.get(flow, self._floor) if own is not None else self._floor
-        for name, other in mine.items():
-            share = other.cost_ms
-            if name != flow:
-                share = min(share, max(0.0, until - self._served.get(name, self._floor)))
-            total += share * _weight(other)
-        return total
-
-    def victim(self, newcomer: WaitingT) -> WaitingT:
-        """Return the request to evict: the youngest of the largest owner at the lowest urgency.
-
-        It may be the new request.
-        """
-        worst = max(self._levels, default=newcomer.priority)
-        if newcomer.priority > worst:
-            return newcomer
-        flows = self._levels.get(worst, {})
-        backlog = {name: flow.cost_ms for name, flow in flows.items()}
-        if newcomer.priority == worst:
-            own = backlog.get(newcomer.flow, 0.0)
-            backlog[newcomer.flow] = own + newcomer.cost_ms / newcomer.weight
-        most = max(backlog, key=lambda name: backlog[name], default=newcomer.flow)
-        if newcomer.priority == worst and backlog[newcomer.flow] >= backlog[most]:
-            return newcomer
-        return next(reversed(flows[most].entries.values()))
-
-
-def _cost(flow: _Flow[WaitingT]) -> float:
-    return flow.cost_ms * _weight(flow)
-
-
-def _weight(flow: _Flow[WaitingT]) -> float:
-    return next(iter(flow.entries.values())).weight
-
-
 T = TypeVar("T")
 # The assumed service time before any is known: shares then count requests.
 UNKNOWN_MS = 1000.0
@@ -246,12 +72,20 @@ class Capacity:
 
 
 @dataclass(eq=False, slots=True)
-class QueueEntry(Waiting, Generic[T]):
+class QueueEntry(Generic[T]):
     """One request that waits or is being served.
 
-    It must start by ``start_by_s`` to meet its deadline if it takes ``safe_ms``.
+    ``number`` grows with each arrival. ``flow`` is the owner, and ``cost_ms`` the expected board
+    time. A request that is ``ahead`` goes before all that are not. It must start by ``start_by_s``
+    to meet its deadline if it takes ``safe_ms``.
     """
 
+    number: int
+    flow: str
+    weight: float
+    priority: int
+    cost_ms: float
+    ahead: bool
     what: T
     terms: QueueTerms
     safe_ms: float
@@ -262,26 +96,163 @@ class QueueEntry(Waiting, Generic[T]):
     charged_ms: float = 0.0  # charged to its owner since it got its board
 
 
-class AdmissionQueue(Generic[T]):
+@dataclass(slots=True)
+class _Flow(Generic[T]):
+    """The waiting requests of one owner at one priority, in the order of arrival."""
+
+    entries: dict[int, QueueEntry[T]] = field(default_factory=dict)
+    cost_ms: float = 0.0  # the weighted cost of all of them
+
+    @property
+    def weight(self) -> float:
+        """The owner's weight."""
+        return next(iter(self.entries.values())).weight
+
+
+class FairQueue(Generic[T]):
+    """The requests that wait for boards of one model."""
+
+    def __init__(self) -> None:
+        self._ahead: list[QueueEntry[T]] = []  # by priority and number
+        self._levels: dict[int, dict[str, _Flow[T]]] = {}
+        self.size = 0  # without those that are ahead, which were admitted before
+        # The weighted service of each owner. An owner that returns starts at the level of the least
+        # served one that waits, so that idle time earns no credit.
+        self._served: dict[str, float] = {}
+        self._floor = 0.0
+
+    def __len__(self) -> int:
+        return self.size + len(self._ahead)
+
+    def by_priority(self) -> dict[int, int]:
+        """Return the number of waiting requests at each priority."""
+        counts: dict[int, int] = {}
+        for one in self._ahead:
+            counts[one.priority] = counts.get(one.priority, 0) + 1
+        for priority, flows in self._levels.items():
+            waiting = sum(len(flow.entries) for flow in flows.values())
+            counts[priority] = counts.get(priority, 0) + waiting
+        return counts
+
+    def add(self, one: QueueEntry[T]) -> None:
+        """Add a request behind those of its owner at the same priority."""
+        if one.ahead:
+            bisect.insort(self._ahead, one, key=lambda other: (other.priority, other.number))
+            return
+        flows = self._levels.setdefault(one.priority, {})
+        if all(one.flow not in level for level in self._levels.values()):
+            self._served[one.flow] = max(self._served.get(one.flow, 0.0), self._floor)
+        flow = flows.setdefault(one.flow, _Flow())
+        flow.entries[one.number] = one
+        flow.cost_ms += one.cost_ms / one.weight
+        self.size += 1
+
+    def remove(self, one: QueueEntry[T]) -> None:
+        """Remove a waiting request."""
+        if one.ahead:
+            self._ahead.remove(one)
+            return
+        flows = self._levels[one.priority]
+        flow = flows[one.flow]
+        del flow.entries[one.number]
+        flow.cost_ms -= one.cost_ms / one.weight
+        self.size -= 1
+        if not flow.entries:
+            del flows[one.flow]
+        if not flows:
+            del self._levels[one.priority]
+
+    def serve(self, one: QueueEntry[T]) -> None:
+        """Remove a request that gets a board, and charge its expected time to its owner."""
+        self.remove(one)
+        self._floor = max(self._floor, self._served.get(one.flow, self._floor))
+        self.bill(one, one.cost_ms)
+
+    def bill(self, one: QueueEntry[T], ms: float) -> None:
+        """Correct the service of a request's owner by that time, which may be negative."""
+        self._served[one.flow] = self._served.get(one.flow, self._floor) + ms / one.weight
+
+    def order(self) -> Iterator[QueueEntry[T]]:
+        """Yield the waiting requests in serving order, without changing the queue."""
+        had: dict[str, float] = {}  # the service of the owners by then
+
+        def charged(one: QueueEntry[T]) -> float:
+            before = had.get(one.flow, self._served.get(one.flow, self._floor))
+            had[one.flow] = before + one.cost_ms / one.weight
+            return had[one.flow]
+
+        for one in self._ahead:
+            charged(one)
+            yield one
+        for priority in sorted(self._levels):
+            flows = self._levels[priority]
+            turns = [
+                (
+                    had.get(name, self._served.get(name, self._floor)),
+                    name,
+                    iter(flow.entries.values()),
+                )
+                for name, flow in flows.items()
+            ]
+            heapq.heapify(turns)
+            while turns:
+                _, name, rest = turns[0]
+                following = next(rest, None)
+                if following is None:
+                    heapq.heappop(turns)
+                    continue
+                yield following
+                heapq.heapreplace(turns, (charged(following), name, rest))
+
+    def ahead_of(self, flow: str, priority: int) -> float:
+        """Return the service before one more request of that owner, in ms."""
+        total = sum(one.cost_ms for one in self._ahead)
+        for level, flows in self._levels.items():
+            if level < priority:
+                total += sum(one.cost_ms * one.weight for one in flows.values())
+        mine = self._levels.get(priority, {})
+        own = mine.get(flow)
+        until = 0.0 if own is None else own.cost_ms
+        until += self._served.get(flow, self._floor) if own is not None else self._floor
+        for name, other in mine.items():
+            share = other.cost_ms
+            if name != flow:
+                share = min(share, max(0.0, until - self._served.get(name, self._floor)))
+            total += share * other.weight
+        return total
+
+    def victim(self, newcomer: QueueEntry[T]) -> QueueEntry[T]:
+        """Return the request to evict: the youngest of the largest owner at the lowest urgency.
+
+        It may be the new request.
+        """
+        worst = max(self._levels, default=newcomer.priority)
+        if newcomer.priority > worst:
+            return newcomer
+        flows = self._levels.get(worst, {})
+        backlog = {name: flow.cost_ms for name, flow in flows.items()}
+        if newcomer.priority == worst:
+            own = backlog.get(newcomer.flow, 0.0)
+            backlog[newcomer.flow] = own + newcomer.cost_ms / newcomer.weight
+        most = max(backlog, key=lambda name: backlog[name], default=newcomer.flow)
+        if newcomer.priority == worst and backlog[newcomer.flow] >= backlog[most]:
+            return newcomer
+        return next(reversed(flows[most].entries.values()))
+
+
+class AdmissionQueue(FairQueue[T]):
     """The queue of one model at one Router. ``timeout_s`` is the longest wait."""
 
     def __init__(self, timeout_s: float) -> None:
+        super().__init__()
         self._timeout_s = timeout_s
-        self._queue: FairQueue[QueueEntry[T]] = FairQueue()
         self._numbers = itertools.count()
         self._ends: list[
             tuple[float, int, QueueEntry[T]]
         ] = []  # by entry: the time at which its wait ends
         # Of the entries on boards: their number, and the sum of their expected end times.
-        self._served = 0
-        self._served_until_s = 0.0
-
-    def __len__(self) -> int:
-        return len(self._queue)
-
-    def by_priority(self) -> dict[int, int]:
-        """Return the number of waiting requests at each priority."""
-        return self._queue.by_priority()
+        self._running = 0
+        self._running_until_s = 0.0
 
     def offer(
         self,
@@ -302,8 +273,8 @@ class AdmissionQueue(Generic[T]):
         if now_s + wait_ms / 1e3 > entry.start_by_s:
             raise _unreachable(entry, now_s, wait_ms)
         leaves = None
-        if self._queue.size + supply.elsewhere >= supply.limit + supply.free:
-            leaves = self._queue.victim(entry)
+        if self.size + supply.elsewhere >= supply.limit + supply.free:
+            leaves = self.victim(entry)
             if leaves is entry:
                 raise self.full(terms, supply, now_s)
             self.withdraw(leaves)
@@ -334,36 +305,32 @@ class AdmissionQueue(Generic[T]):
         """Remove an entry; do nothing if it is not waiting."""
         if entry.queued:
             entry.queued = False
-            self._queue.remove(entry)
-
-    def order(self) -> Iterator[QueueEntry[T]]:
-        """Yield the waiting entries in serving order; the queue must not change meanwhile."""
-        return self._queue.order()
+            self.remove(entry)
 
     def start(self, entry: QueueEntry[T], now_s: float) -> None:
         """Move an entry from the queue to a board."""
         entry.queued = False
         entry.started_s = now_s
-        self._queue.serve(entry)
+        self.serve(entry)
         entry.charged_ms = entry.cost_ms
-        self._served += 1
-        self._served_until_s += _until_s(entry)
+        self._running += 1
+        self._running_until_s += _until_s(entry)
 
     def charge(self, entry: QueueEntry[T], used_ms: float) -> None:
         """Charge an entry for ``used_ms`` on a board so far, as far as that exceeds the
         estimate.
         """
         if used_ms > entry.charged_ms:
-            self._queue.charge(entry.flow, entry.weight, used_ms - entry.charged_ms)
+            self.bill(entry, used_ms - entry.charged_ms)
             entry.charged_ms = used_ms
 
     def ended(self, entry: QueueEntry[T], used_ms: float) -> None:
         """Settle an entry that leaves its board after ``used_ms``, pauses on the board included."""
-        self._served -= 1
-        self._served_until_s -= _until_s(entry)
-        if not self._served:
-            self._served_until_s = 0.0  # float sums do not cancel exactly
-        self._queue.charge(entry.flow, entry.weight, used_ms - entry.charged_ms)
+        self._running -= 1
+        self._running_until_s -= _until_s(entry)
+        if not self._running:
+            self._running_until_s = 0.0  # float sums do not cancel exactly
+        self.bill(entry, used_ms - entry.charged_ms)
 
     def expire(self, now_s: float) -> list[tuple[QueueEntry[T], RkserveError]]:
         """Remove the entries that have waited too long; return each with its error."""
@@ -388,15 +355,15 @@ class AdmissionQueue(Generic[T]):
         """Return the error of a request that finds no room, with the expected time to a free
         place.
         """
-        waiting = self._queue.size + supply.elsewhere
+        waiting = self.size + supply.elsewhere
         return QueueFull(waiting, _seconds(self._wait_ms(terms, supply, now_s)))
 
     def _wait_ms(self, terms: QueueTerms, supply: Capacity, now_s: float) -> float:
         """Return the expected wait of one more request with these terms."""
-        if supply.free > len(self._queue):
+        if supply.free > len(self):
             return 0.0
-        busy_ms = max(0.0, (self._served_until_s - self._served * now_s) * 1e3)
-        ahead_ms = self._queue.ahead_of(terms.flow, terms.priority)
+        busy_ms = max(0.0, (self._running_until_s - self._running * now_s) * 1e3)
+        ahead_ms = self.ahead_of(terms.flow, terms.priority)
         ahead_ms += supply.elsewhere * supply.typical_ms
         return (busy_ms + ahead_ms) / max(1, supply.places)
 
@@ -426,7 +393,7 @@ class AdmissionQueue(Generic[T]):
         )
 
     def _enter(self, entry: QueueEntry[T]) -> None:
-        self._queue.add(entry)
+        self.add(entry)
         end_s = min(entry.since_s + self._timeout_s, entry.start_by_s)
         heapq.heappush(self._ends, (end_s, entry.number, entry))
 

@@ -14,10 +14,11 @@ from dataclasses import dataclass, replace
 
 from rkserve.core.desired_state import ServedWeights
 from rkserve.core.errors import DeadlineUnreachable, QueueTimeout, RkserveError
-from rkserve.core.messages import GenerateRequest
+from rkserve.core.messages import Finished, GenerateRequest
+from rkserve.core.metrics import RouterMetrics
 from rkserve.fleet.load import Candidate, ModelBoards, PauseEffect
-from rkserve.fleet.requests import RoutingRequest
-from rkserve.router.policies import RoutingPolicy, SendTo, WaitFor
+from rkserve.fleet.prefix_index import Reuse
+from rkserve.router.policies import RoutingPolicy, RoutingRequest, SendTo, WaitFor
 from rkserve.router.queue.admission import (
     ANONYMOUS,
     AdmissionQueue,
@@ -25,12 +26,7 @@ from rkserve.router.queue.admission import (
     QueueEntry,
     QueueTerms,
 )
-from rkserve.router.queue.reservation import (
-    AnswerTiming,
-    RequestSize,
-    Reservation,
-    ServiceTimeModel,
-)
+from rkserve.router.queue.reservation import RequestSize, Reservation, ServiceTimeModel
 
 # The requests compared for one free board. Those that wait for another board do not count.
 LOOKED_AT = 16
@@ -74,7 +70,7 @@ class Waiter:
         """Return whether the request no longer waits."""
         return self.granted is None or self.granted.done()
 
-    def tell(self, reservation: Reservation | None) -> None:
+    def resolve(self, reservation: Reservation | None) -> None:
         """Give it a reservation; with None, its prospects must be checked again."""
         if self.granted is not None and not self.granted.done():
             self.granted.set_result(reservation)
@@ -87,11 +83,11 @@ class Waiter:
 
 @dataclass(eq=False, slots=True)
 class _Running:
-    """A request on a board, with the seconds already ``told`` to its owner's meter."""
+    """A request on a board; ``metered_s`` have been charged to its owner."""
 
-    terms: QueueTerms
+    waiter: Waiter
     entry: QueueEntry[Waiter] | None
-    told_s: float = 0.0
+    metered_s: float = 0.0
 
 
 class ModelQueue:
@@ -99,13 +95,18 @@ class ModelQueue:
 
     def __init__(
         self,
+        model: str,
         boards: ModelBoards,
         policy: RoutingPolicy,
+        metrics: RouterMetrics,
+        *,
         timeout_s: float,
         blocked: Callable[[], Collection[str]],
     ) -> None:
         """``blocked`` returns the keys of boards with an open circuit."""
+        self._model = model
         self.boards = boards
+        self._metrics = metrics
         self._policy = policy
         self._timeout_s = timeout_s
         self._blocked = blocked
@@ -231,7 +232,7 @@ class ModelQueue:
         self._elsewhere = sum(max(0, board.load - board.n_batch) for board in boards)
         self._shared = [board for board in boards if _is_shared(board)]
         for waiter in self._aside:
-            waiter.tell(None)
+            waiter.resolve(None)
         if self._blocked():
             self._call_off([entry.what for entry in self._admission.order()])
         else:
@@ -243,7 +244,7 @@ class ModelQueue:
         """End the waits of these, so that their prospects are checked again."""
         for waiter in waiters:
             self._withdraw(waiter)
-            waiter.tell(None)
+            waiter.resolve(None)
 
     def pump(self) -> None:
         """Assign the free boards, and set a timer for the next thing to do."""
@@ -261,7 +262,7 @@ class ModelQueue:
                 self._withdraw(entry.what)  # it will handle that itself shortly
             else:
                 self._admission.start(entry, now_s)
-                entry.what.tell(self._place(entry.what, board, entry))
+                entry.what.resolve(self._place(entry.what, board, entry))
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -277,7 +278,9 @@ class ModelQueue:
         offers = self._offers(now_s)
         if offers:
             chosen = self._policy.first([(entry.what.routing, take) for entry, take in offers])
-            return offers[chosen][0], offers[chosen][1].board
+            entry, take = offers[chosen]
+            self._metrics.decisions.labels(self._model, _word(take.reuse)).inc()
+            return entry, take.board
         for entry in self._admission.order() if self._shared else ():
             routing = entry.what.routing
             board = self._behind_others(routing)
@@ -304,13 +307,16 @@ class ModelQueue:
                 if not offers:
                     self._again_s = now_s  # the next ones, after those before them were considered
                 break
+            began_s = time.perf_counter()
             verdict = self._policy.choose(routing, self.boards, now_s)
+            self._metrics.decision.observe(time.perf_counter() - began_s)
             if isinstance(verdict, SendTo):
                 offers.append((entry, verdict))
                 if entry.ahead or self._policy.satisfied(verdict):
                     break
             elif isinstance(verdict, WaitFor):
                 patient += 1
+                self._metrics.decisions.labels(self._model, "wait").inc()
                 self.boards.book(routing.request_id, verdict.board, verdict.work_ms)
                 routing.wait_for(verdict.board, verdict.until_ms, now_s)
                 self._again_s = min(self._again_s, routing.until_s)
@@ -344,17 +350,10 @@ class ModelQueue:
             request = replace(request, native_pause=self._may_keep(waiter.terms))
         waited_ms = (now_s - waiter.since_s) * 1e3
 
-        def freed(held_ms: float | None, took: AnswerTiming | None) -> None:
-            if held_ms is not None:
-                self._meter(reservation, time.monotonic())
-                del self._running[reservation]
-                held_ms = sum(reservation.used_s(now_s)) * 1e3
-            self._freed(board, waiter.asked, entry, held_ms, took)
-
         reservation = Reservation(
-            request, self.boards, board, waiter.routing, waited_ms=waited_ms, freed=freed
+            request, self.boards, board, waiter.routing, waited_ms=waited_ms, freed=self._freed
         )
-        self._running[reservation] = _Running(waiter.terms, entry)
+        self._running[reservation] = _Running(waiter, entry)
         return reservation
 
     def _may_keep(self, terms: QueueTerms) -> bool:
@@ -366,7 +365,7 @@ class ModelQueue:
         if terms.flow == ANONYMOUS:
             return True
         keeps = sum(
-            reservation.keeps and one.terms.flow == terms.flow
+            reservation.keeps and one.waiter.terms.flow == terms.flow
             for reservation, one in self._running.items()
         )
         return keeps < max(1, len(list(self.boards)) // 2)
@@ -376,9 +375,9 @@ class ModelQueue:
         running, used_s = self._running[reservation], sum(reservation.used_s(now_s))
         if running.entry is not None:
             self._admission.charge(running.entry, used_s * 1e3)
-        since_s, running.told_s = used_s - running.told_s, used_s
+        since_s, running.metered_s = used_s - running.metered_s, used_s
         if since_s > 0:
-            running.terms.use(reservation.request.request_id, since_s)
+            running.waiter.terms.use(reservation.request.request_id, since_s)
 
     def _patient(self, waiter: Waiter, chosen: Candidate) -> bool:
         """Return whether to wait for a board that went to sleep: if no other one is awake."""
@@ -390,20 +389,23 @@ class ModelQueue:
             if board is not chosen and board.key not in waiter.barred
         )
 
-    def _freed(
-        self,
-        board: Candidate,
-        asked: RequestSize,
-        entry: QueueEntry[Waiter] | None,
-        held_ms: float | None,
-        took: AnswerTiming | None,
-    ) -> None:
-        if held_ms is not None and entry is not None:
-            self._admission.ended(entry, held_ms)
-        if took is not None:
-            self._expectation.heard(asked, took)
-        if _is_shared(board):
-            self._shared.append(board)
+    def _freed(self, reservation: Reservation, finished: Finished | None) -> None:
+        """Settle a request that has left its board, or frees it during a pause."""
+        running = self._running[reservation]
+        if reservation.over:
+            now_s = time.monotonic()
+            self._meter(reservation, now_s)
+            del self._running[reservation]
+            if running.entry is not None:
+                self._admission.ended(running.entry, sum(reservation.used_s(now_s)) * 1e3)
+        if finished is not None:
+            tokens = self._metrics.prefix_tokens.labels
+            tokens(self._model, "expected").inc(reservation.expected.tokens)
+            tokens(self._model, "found").inc(finished.usage.cached_tokens)
+            if (took := reservation.timing(finished)) is not None:
+                self._expectation.observe(running.waiter.asked, took)
+        if _is_shared(reservation.board):
+            self._shared.append(reservation.board)
         self.pump()
 
     def _supply(self) -> Capacity:
@@ -430,3 +432,10 @@ def _is_shared(board: Candidate) -> bool:
 def _rank(entry: QueueEntry[Waiter]) -> tuple[bool, int]:
     """Return the sort key of urgency: a request is never preferred to a more urgent one."""
     return entry.ahead, entry.priority
+
+
+def _word(reuse: Reuse) -> str:
+    """Return the metric's label for a cached prefix."""
+    if not reuse.tokens:
+        return "none"
+    return "live" if reuse.live else "file"

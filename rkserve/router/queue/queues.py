@@ -13,7 +13,6 @@ import asyncio
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 from rkserve.core.board_report import BoardState
 from rkserve.core.desired_state import Desired, PauseMode
@@ -29,9 +28,11 @@ from rkserve.core.errors import (
     RkserveError,
 )
 from rkserve.core.messages import GenerateRequest
+from rkserve.core.metrics import RouterMetrics
 from rkserve.fleet.fleet import Fleet
 from rkserve.fleet.load import Candidate, ModelBoards, PauseEffect
-from rkserve.router.policies import RoutingPolicy
+from rkserve.fleet.measurements import CircuitBreaker
+from rkserve.router.policies import RoutingPolicy, RoutingRequest
 from rkserve.router.queue.admission import QueueTerms
 from rkserve.router.queue.model_queue import ModelQueue, Waiter
 from rkserve.router.queue.reservation import Reservation
@@ -82,17 +83,17 @@ def prospect(
     barred = {*tried, *blocked}
     name = request.line if request.adapter is None else request.adapter.name
     if name is not None and any(pause.scope.adapter == name for pause in desired.pauses):
-        modes = {
-            board: _mode(desired, board, request.model, name)
+        pauses = {
+            board: desired.target(board.board_id, request.model).held(name)
             for board in boards
             if board.ready and board.key not in barred
         }
-        free = [board for board, mode in modes.items() if mode is None]
-        if not free and PauseMode.KEEP in modes.values():
-            return Availability(barred, most, waits=True)
-        if not free and modes:
-            return Availability(barred, most, asks=next(iter(modes)))
-        barred |= {board.key for board, mode in modes.items() if mode is not None}
+        held = {board: pause.mode for board, pause in pauses.items() if pause is not None}
+        if held and len(held) == len(pauses):
+            if PauseMode.KEEP in held.values():
+                return Availability(barred, most, waits=True)
+            return Availability(barred, most, asks=next(iter(held)))
+        barred |= {board.key for board in held}
     tier = boards.tier(barred) if barred else boards.held
     if tier is None or tier > most:
         return Availability(barred, most, nobody=True)
@@ -100,11 +101,6 @@ def prospect(
         return Availability(barred, most)
     refusing = [board for board in boards if board.ready and board.key not in barred]
     return Availability(barred, most, asks=refusing[0])
-
-
-def _mode(desired: Desired, board: Candidate, model: str, name: str) -> PauseMode | None:
-    hold = desired.target(board.board_id, model).held(name)
-    return None if hold is None else hold.mode
 
 
 def refusal(
@@ -126,18 +122,28 @@ def refusal(
     paused = [exc for exc in met if isinstance(exc, EnginePaused)]
     paused.sort(key=lambda exc: exc.retry_after_s or 1)
     asleep = [exc for exc in met if isinstance(exc, BoardAsleep)]
-    if told := [*lacking[-1:], *paused[:1], *asleep[-1:]]:
-        return told[0]
+    if reasons := [*lacking[-1:], *paused[:1], *asleep[-1:]]:
+        return reasons[0]
     if avoided:
         return NoBoard(model, "; ".join(sorted(avoided)))
     return NoBoard(model, fleet.why_not_ready(model, met))
+
+
+def routing_request(request: GenerateRequest, desired: Desired, *, hashed: bool) -> RoutingRequest:
+    """Return a request in the terms of the policies; see ``RoutingRequest.of``."""
+    ref = request.adapter
+    if ref is None and request.line is not None:
+        # The board chooses the version, and during a rollout boards differ: this is a guess, which
+        # the next report corrects.
+        line = desired.line(request.model, request.line)
+        ref = None if line is None else line.serves("", request.session)
+    return RoutingRequest.of(request, None if ref is None else ref.key, hashed=hashed)
 
 
 # While a change is distributed, boards may lag behind the desired state that this Router knows.
 CATCH_UP_S = 5.0
 CATCH_UP_STEP_S = 0.05
 CATCH_UP_LONGEST_S = 0.5
-NOBODY = QueueTerms()
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,32 +159,6 @@ class QueueRules:
     catch_up_s: float = CATCH_UP_S
 
 
-class BlockedBoards(Protocol):
-    """The boards with an open circuit."""
-
-    def blocked(self, now_s: float) -> Collection[str]:
-        """Return the keys of boards that must not get requests now."""
-
-    def soonest_s(self, now_s: float) -> float | None:
-        """Return the time at which the first of them may; None if there is none."""
-
-    def reason(self, key: str, now_s: float) -> str:
-        """Return the reason."""
-
-
-class QueueFigures(Protocol):
-    """The metrics of a queue."""
-
-    def waited(self, model: str, waited_s: float) -> None:
-        """Count a request that got a board after a wait."""
-
-    def refused(self, model: str, reason: str) -> None:
-        """Count a rejection; the reason is the error's code, or ``shed``."""
-
-    def held(self, model: str, by: str, held_s: float) -> None:
-        """Count a request that waited for the cluster's pause, sleep or change to end."""
-
-
 class ModelQueues:
     """The queues of all models at one Router. Use from one event loop."""
 
@@ -186,19 +166,22 @@ class ModelQueues:
         self,
         fleet: Fleet,
         policy: RoutingPolicy,
-        rules: QueueRules | None = None,
-        avoid: BlockedBoards | None = None,
-        figures: QueueFigures | None = None,
+        rules: QueueRules,
+        breaker: CircuitBreaker,
+        metrics: RouterMetrics,
     ) -> None:
-        """``policy`` chooses among the boards that ``avoid`` does not block."""
+        """``policy`` chooses among the boards that ``breaker`` does not block."""
         self._fleet = fleet
-        self._rules = rules or QueueRules()
-        self._avoid = avoid
-        self._figures = figures
+        self._rules = rules
+        self._breaker = breaker
+        self._metrics = metrics
         self._hashed = policy.uses_prefixes
+        timeout_s = rules.timeout_s
         self._queues = {
-            model: ModelQueue(boards, policy, self._rules.timeout_s, self._blocked)
-            for model, boards in fleet.listing.boards.items()
+            model: ModelQueue(
+                model, boards, policy, metrics, timeout_s=timeout_s, blocked=self._blocked
+            )
+            for model, boards in fleet.boards.items()
         }
         fleet.changed.append(self._changed)
         self._changed()
@@ -215,7 +198,7 @@ class ModelQueues:
         self,
         request: GenerateRequest,
         tried: TriedBoards,
-        terms: QueueTerms = NOBODY,
+        terms: QueueTerms,
     ) -> Reservation:
         """Wait until a board is free for the request, and reserve it.
 
@@ -231,21 +214,19 @@ class ModelQueues:
         queue = self._queues.get(request.model)
         if queue is None:
             raise ModelNotFound(request.model)
-        routing = self._fleet.listing.routing_request(request, hashed=self._hashed)
+        routing = routing_request(request, self._fleet.desired, hashed=self._hashed)
         ahead = bool(tried) or request.continued is not None
         waiter = Waiter(request, routing, terms, time.monotonic(), ahead=ahead)
         try:
             reservation = await self._place(queue, waiter, tried)
         except RkserveError as exc:
-            if self._figures is not None:
-                self._figures.refused(request.model, "shed" if waiter.shed else exc.code or "")
+            self._metrics.refused(request.model, "shed" if waiter.shed else exc.code or "")
             raise
-        if self._figures is not None:
-            self._figures.waited(request.model, reservation.waited_ms / 1e3)
-            if waiter.held is not None:
-                since_s, before = waiter.held
-                by = before.held_by(self._fleet.listing.desired.served(request.model))
-                self._figures.held(request.model, by, time.monotonic() - since_s)
+        self._metrics.queue_wait.labels(request.model).observe(reservation.waited_ms / 1e3)
+        if waiter.held is not None:
+            since_s, before = waiter.held
+            by = before.held_by(self._fleet.desired.served(request.model))
+            self._metrics.held(request.model, by, time.monotonic() - since_s)
         return reservation
 
     async def _place(self, queue: ModelQueue, waiter: Waiter, tried: TriedBoards) -> Reservation:
@@ -281,16 +262,17 @@ class ModelQueues:
 
         Raises the error for which no board takes the request.
         """
-        listing, blocked = self._fleet.listing, self._blocked()
-        found = prospect(waiter.request, queue.boards, listing.desired, tried, blocked)
+        desired, blocked = self._fleet.desired, self._blocked()
+        found = prospect(waiter.request, queue.boards, desired, tried, blocked)
         waiter.barred = waiter.routing.tried = found.barred
         waiter.routing.most = found.most
         if found.nobody:
-            soon = prospect(waiter.request, queue.boards, listing.desired, tried, ())
+            soon = prospect(waiter.request, queue.boards, desired, tried, ())
             if blocked and not soon.nobody and soon.asks is None:
                 # The boards exist, and only their circuits are open: the request can wait.
-                return await queue.aside(waiter, self._soonest_s())
-            raise refusal(self._fleet, waiter.request.model, tried, self._avoided(blocked))
+                return await queue.aside(waiter, self._breaker.soonest_s(time.monotonic()))
+            reasons = [self._breaker.reason(key, time.monotonic()) for key in blocked]
+            raise refusal(self._fleet, waiter.request.model, tried, reasons)
         if found.asks is not None:
             return queue.at_once(waiter, found.asks)
         return await (self._aside(queue, waiter) if found.waits else queue.wait(waiter))
@@ -298,25 +280,16 @@ class ModelQueues:
     async def _aside(self, queue: ModelQueue, waiter: Waiter) -> Reservation | None:
         """Wait as ``ModelQueue.aside``, and note how long the cluster held the request."""
         model, since_s = waiter.request.model, time.monotonic()
-        before = self._fleet.listing.desired.served(model)
+        before = self._fleet.desired.served(model)
         if waiter.held is None:
             waiter.held = (since_s, before)
         return await queue.aside(waiter)
 
     def _blocked(self) -> Collection[str]:
-        return () if self._avoid is None else self._avoid.blocked(time.monotonic())
-
-    def _soonest_s(self) -> float | None:
-        return None if self._avoid is None else self._avoid.soonest_s(time.monotonic())
-
-    def _avoided(self, blocked: Collection[str]) -> list[str]:
-        if self._avoid is None:
-            return []
-        now_s = time.monotonic()
-        return [self._avoid.reason(key, now_s) for key in blocked]
+        return self._breaker.blocked(time.monotonic()) if self._breaker.failing else ()
 
     def _changed(self) -> None:
-        pauses = self._fleet.listing.desired.pauses
+        pauses = self._fleet.desired.pauses
         paused = {one.scope.adapter for one in pauses if one.scope.adapter is not None}
         for queue in self._queues.values():
             queue.changed(self._rules.limit, self._rules.routers, paused)

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from rkserve.core.errors import RkserveError
+from rkserve.core.block_hashes import BlockHashes, origin_of, seed_of
 from rkserve.core.messages import (
     Accepted,
     Delta,
@@ -22,8 +22,9 @@ from rkserve.core.messages import (
     Paused,
     QueueChange,
 )
-from rkserve.fleet.load import Candidate, ModelBoards
-from rkserve.fleet.requests import InFlightRequest, RoutingRequest
+from rkserve.fleet.load import MIN_REST, Candidate, ModelBoards
+from rkserve.fleet.prefix_index import NOTHING, Reuse
+from rkserve.router.policies import RoutingRequest
 
 LATEST = 0.1  # the weight of one answer in the averages
 FEW = 4  # answers that an estimate needs at least
@@ -78,7 +79,7 @@ class ServiceTimeModel:
     """Statistics of the answers of one model, over all boards.
 
     Lengths are kept by the client's token limit, in powers of two: answers with a limit of 4,000
-    tokens say nothing about those with a limit of 100.
+    tokens are no measure of those with a limit of 100.
     """
 
     _prefill_ms: _Mean = field(default_factory=_Mean)  # of one token
@@ -97,7 +98,7 @@ class ServiceTimeModel:
         ratio = self._ratio.value
         return ServiceTime(plain_ms * ratio, plain_ms * (ratio + SAFE * self._spread.value))
 
-    def heard(self, asked: RequestSize, took: AnswerTiming) -> None:
+    def observe(self, asked: RequestSize, took: AnswerTiming) -> None:
         """Learn from a completed answer."""
         plain_ms = self._plain_ms(asked)
         if plain_ms:
@@ -128,8 +129,103 @@ class ServiceTimeModel:
         return fresh * self._prefill_ms.value + tokens * self._decode_ms.value
 
 
-# The time of use in ms, or None if the board is only free during a pause; and the answer's timing.
-Freed = Callable[[float | None, AnswerTiming | None], None]
+class InFlightRequest:
+    """A request at a board, from sending until its end there.
+
+    ``expected`` is the cached prefix expected there. Generated token IDs are collected for the
+    prediction of the context that is left.
+    """
+
+    def __init__(
+        self, boards: ModelBoards, candidate: Candidate, routing: RoutingRequest, now_s: float
+    ) -> None:
+        self.candidate = candidate
+        self.expected: Reuse = NOTHING
+        self._boards = boards
+        self._routing = routing
+        self._resting = False
+        self._over = False
+        self._tokens = 0
+        self._answer: list[int] = []
+        self._unknown = False
+        self._finished = False
+        boards.unbook(routing.request_id)
+        boards.visited(routing.session, candidate)
+        if boards.index is not None:
+            self.expected = boards.index.began(candidate.slot, routing.chain, now_s)
+        prefill_ms = (
+            max(0, routing.prompt_tokens - self.expected.tokens) * candidate.speed.prefill_ms
+        )
+        self._first_s = now_s + prefill_ms / 1e3  # when its first token is expected
+        candidate.began(self, now_s)
+
+    def rest_ms(self, now_s: float) -> float:
+        """Return the estimated time until the request leaves the board."""
+        if self._resting:
+            return 0.0
+        typical = self._boards.typical_tokens
+        limit = self._routing.max_tokens - self._tokens
+        rest = min(max(typical - self._tokens, MIN_REST * typical), max(0, limit))
+        prefill_ms = 0.0 if self._tokens else max(0.0, (self._first_s - now_s) * 1e3)
+        return prefill_ms + rest * self.candidate.speed.decode_ms
+
+    def observe(self, event: Event) -> None:
+        """Process an event of the answer."""
+        if isinstance(event, Delta):
+            self._tokens += len(event.token_ids)
+            self._answer += event.token_ids
+            if event.retract or event.splice or event.bound:
+                self._unknown = True  # only the board knows the context after an edit
+        elif isinstance(event, Accepted):
+            self._accepted(event)
+        elif isinstance(event, Finished):
+            self._finished = True
+        self._pause(event)
+
+    def _accepted(self, event: Accepted) -> None:
+        """Compare the adapter version chosen by the board with the assumed one."""
+        chain, adapter = self._routing.chain, event.adapter
+        if chain is None:
+            return
+        key = None if adapter is None else adapter.key
+        if chain.seed != seed_of(origin_of(key, self._routing.salt)):
+            self._unknown = True
+
+    def _pause(self, event: Event) -> None:
+        """Count the request as running or paused at the board."""
+        if isinstance(event, Paused):
+            if not self._resting:
+                self._resting = True
+                self.candidate.rested(held=event.kv is Kv.KEPT)
+        elif self._resting and (isinstance(event, Finished) or _goes_on(event)):
+            self._resting = False
+            self.candidate.went_on()
+
+    def ended(self, now_s: float, *, left: bool) -> None:
+        """Remove the request; ``left``: its client disconnected before the board was done.
+
+        Only the first call counts.
+        """
+        if self._over:
+            return
+        self._over = True
+        if self._resting:
+            self._resting = False
+            self.candidate.went_on()
+        self.candidate.ended(self, left=left)
+        if self._finished and self._routing.max_tokens:  # an embedding request has no answer length
+            self._boards.answered(self._tokens)
+        if self._boards.index is not None:
+            file = self.expected.tokens > 0 and not self.expected.live
+            self._boards.index.ended(self.candidate.slot, self._left(), now_s, from_file=file)
+
+    def _left(self) -> BlockHashes | None:
+        """Return the reusable context left at the board, unless the run was aborted."""
+        chain = self._routing.chain
+        if chain is None or not self._finished or self._unknown:
+            return None
+        # The last token was emitted but not yet evaluated; the next run would do that.
+        return chain.extended(tuple(self._answer[:-1]))
 
 
 class Reservation:
@@ -147,24 +243,27 @@ class Reservation:
         routing: RoutingRequest,
         *,
         waited_ms: float,
-        freed: Freed,
+        freed: Callable[[Reservation, Finished | None], None],
     ) -> None:
-        """``freed`` is called when the board is free for others."""
-        self.group, self.replica = board.group, board.key
+        """``freed`` is called when the board is free for others, with the end of the answer.
+
+        At a pause, and without an end of the answer, it gets None; ``over`` tells the two apart.
+        """
+        self.board, self.group, self.replica = board, board.group, board.key
         self.request = request
         self.waited_ms = waited_ms
         self._since_s = time.monotonic()
         self._in_flight = InFlightRequest(boards, board, routing, self._since_s)
         self._freed = freed
-        self._over = self._paused = self._interrupted = False
+        self.over = self._paused = self._interrupted = False
         self._held_s = 0.0
         self._kept = False  # paused inside the runtime, which occupies the board
         self._kept_s = 0.0  # total time of such pauses
         self._waits = False  # it is in the board's own queue
 
-    def heard(self, event: Event) -> None:
+    def observe(self, event: Event) -> None:
         """Process an event of the answer; the last one frees the board."""
-        self._in_flight.heard(event)
+        self._in_flight.observe(event)
         if isinstance(event, Accepted | QueueChange):
             self._wait(waits=event.waits)
         elif isinstance(event, Finished):
@@ -173,10 +272,15 @@ class Reservation:
             self._turn(kept=isinstance(event, Paused) and event.kv is Kv.KEPT)
 
     @property
+    def expected(self) -> Reuse:
+        """The cached prefix that was expected at the board."""
+        return self._in_flight.expected
+
+    @property
     def keeps(self) -> bool:
         """Return whether the request would occupy the board while paused."""
         return (
-            not self._over
+            not self.over
             and isinstance(self.request, GenerateRequest)
             and (self.request.native_pause)
         )
@@ -187,7 +291,7 @@ class Reservation:
         Its time in the board's own queue is neither.
         """
         worked_s, kept_s = self._held_s, self._kept_s
-        if self._over or self._waits:
+        if self.over or self._waits:
             return worked_s, kept_s
         if not self._paused:
             worked_s += now_s - self._since_s
@@ -195,7 +299,7 @@ class Reservation:
             kept_s += now_s - self._since_s
         return worked_s, kept_s
 
-    def lost(self, exc: RkserveError) -> None:  # noqa: ARG002 - the board's own report says why
+    def lost(self) -> None:
         """Stop sending requests to the failed board until its next report."""
         self._in_flight.candidate.lost()
 
@@ -219,24 +323,24 @@ class Reservation:
         self._paused, self._interrupted, self._kept = not self._paused, True, kept
         self._since_s = now_s
         if self._paused:
-            self._freed(None, None)
+            self._freed(self, None)
 
     def _end(self, finished: Finished | None, *, left: bool) -> None:
-        if self._over:
+        if self.over:
             return
         now_s = time.monotonic()
         self._held_s, self._kept_s = self.used_s(now_s)
-        self._over = True
+        self.over = True
         self._in_flight.ended(now_s, left=left)
-        held_ms = self._held_s * 1e3
-        self._freed(held_ms, None if finished is None else self._took(finished, held_ms))
+        self._freed(self, finished)
 
-    def _took(self, finished: Finished, held_ms: float) -> AnswerTiming | None:
-        # An interrupted or continued answer is not representative.
+    def timing(self, finished: Finished) -> AnswerTiming | None:
+        """Return the times of the answer; None if they are no measure of others."""
+        # Neither an interrupted or continued answer nor an embedding is representative.
         if self._interrupted or self.request.continued is not None:
             return None
         if isinstance(self.request, EmbedRequest):
-            return None  # an embedding is not an answer
+            return None
         timings = finished.timings
         return AnswerTiming(
             timings.prefill_tokens,
@@ -244,7 +348,7 @@ class Reservation:
             timings.decode_tokens,
             timings.decode_ms,
             finished.usage.completion_tokens,
-            held_ms,
+            self._held_s * 1e3,
         )
 
 

@@ -10,14 +10,13 @@ import pytest
 
 from rkserve.api.admin.caches import (
     BuildCall,
-    ClearCall,
+    KvClearBody,
     KvScope,
     built,
     caches_list,
     ids_of,
     kv_list,
     parse_build,
-    parse_clear,
 )
 from rkserve.api.admin.query import ControlRequest
 from rkserve.api.common.renderer import Renderer
@@ -56,36 +55,40 @@ def body(**keys: Any) -> ControlRequest:
 @pytest.mark.parametrize(
     ("sent", "call"),
     [
-        pytest.param(body(all=True), ClearCall(), id="everything, where that is said"),
+        pytest.param(
+            body(all=True), (None, KvScope(), None, None, None), id="everything, where that is said"
+        ),
         pytest.param(
             body(keep_system_prompt=False, model="m", boards=["a", "b"]),
-            ClearCall(False, KvScope("m", ("a", "b"))),
+            (False, KvScope("m", ("a", "b")), None, None, None),
             id="of some boards",
         ),
         pytest.param(
             ControlRequest((("boards", "a,b"), ("keep_system_prompt", "true"))),
-            ClearCall(where=KvScope(None, ("a", "b"))),
+            (True, KvScope(None, ("a", "b")), None, None, None),
             id="by a query",
         ),
         pytest.param(
             ControlRequest((("board", "a"),), b'{"keep_system_prompt": false}'),
-            ClearCall(False, KvScope(None, ("a",))),
+            (False, KvScope(None, ("a",)), None, None, None),
             id="by a query and a body",
         ),
         pytest.param(
             ControlRequest((("generation", "g"), ("ranges", "[[1,3]]"), ("choice", "1"))),
-            ClearCall(generation="g", choice=1, ranges=((1, 3),)),
+            (None, KvScope(), "g", 1, ((1, 3),)),
             id="of a generation, by a query",
         ),
         pytest.param(
             body(generation="g", ranges=[[1, 3]], choice=1),
-            ClearCall(generation="g", choice=1, ranges=((1, 3),)),
+            (None, KvScope(), "g", 1, ((1, 3),)),
             id="of a generation",
         ),
     ],
 )
-def test_a_clear_is_read(sent: ControlRequest, call: ClearCall) -> None:
-    assert parse_clear(sent) == call
+def test_a_clear_is_read(sent: ControlRequest, call: tuple[object, ...]) -> None:
+    found = sent.read(KvClearBody)
+    about = (found.generation, found.choice, found.ranges)
+    assert (found.keep_system_prompt, found.where, *about) == call
 
 
 @pytest.mark.parametrize(
@@ -117,7 +120,7 @@ def test_a_clear_is_read(sent: ControlRequest, call: ClearCall) -> None:
 )
 def test_a_bad_clear_is_named(keys: dict[str, Any], param: str) -> None:
     with pytest.raises(RequestError) as caught:
-        parse_clear(body(**keys))
+        body(**keys).read(KvClearBody)
     assert caught.value.param == param
 
 
@@ -134,7 +137,7 @@ def test_a_bad_clear_is_named(keys: dict[str, Any], param: str) -> None:
 )
 def test_a_bad_query_clears_nothing(query: tuple[tuple[str, str], ...], param: str) -> None:
     with pytest.raises(RequestError) as caught:
-        parse_clear(ControlRequest(query))
+        ControlRequest(query).read(KvClearBody)
     assert str(caught.value.param).partition("[")[0] == param.partition("[")[0]
 
 

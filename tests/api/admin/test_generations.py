@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 
-from rkserve.api.admin.caches import parse_build, parse_clear
+from rkserve.api.admin.caches import parse_build
 from rkserve.api.admin.generations import (
     EditCall,
     control_answer,
@@ -21,7 +21,7 @@ from rkserve.api.admin.generations import (
 )
 from rkserve.api.admin.query import ControlRequest
 from rkserve.api.common.renderer import Renderer
-from rkserve.api.json.limits import MAX_CHOICES, MAX_CLEAR_RANGES
+from rkserve.api.json.fields import MAX_CHOICES, MAX_CLEAR_RANGES
 from rkserve.core.board_report import GenerationInfo, GenerationState
 from rkserve.core.errors import RequestError, RkserveError, UnsupportedParameter
 from rkserve.core.messages import ControlAction, Edit, Kv
@@ -183,7 +183,7 @@ def test_what_is_in_the_query_and_in_the_body_is_refused() -> None:
 @given(JSON)
 def test_no_json_raises_anything_but_a_request_error(value: Any) -> None:
     caught: list[RkserveError] = []
-    for parse in (read_choice, parse_edit, parse_clear, parse_build):
+    for parse in (read_choice, parse_edit, parse_build):
         try:
             parse(ControlRequest(body=json.dumps(value).encode()))
         except RkserveError as exc:

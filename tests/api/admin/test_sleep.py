@@ -7,13 +7,11 @@ from typing import Any
 
 import pytest
 
-from rkserve.api.admin.cluster_status import is_paused_entry, is_sleeping_entry
+from rkserve.api.admin.pause import OperationBody
 from rkserve.api.admin.query import ControlRequest
-from rkserve.api.admin.sleep import parse_load, parse_sleep, parse_unload, parse_wake
-from rkserve.api.openai.models import model_state
-from rkserve.control import sleep as sleep_changes
-from rkserve.control import state_changes
-from rkserve.core.board_report import BoardReport, BoardState
+from rkserve.api.admin.sleep import TAGS, LoadBody, SleepBody, UnloadBody, WakeBody
+from rkserve.control.calls import SleepAction, WakeAction
+from rkserve.control.operations import ControlOperation, OperationOutcome
 from rkserve.core.desired_state import Desired, PauseMode, Scope, SleepLevel
 from rkserve.core.errors import RequestError
 
@@ -35,45 +33,44 @@ def asked(body: Any = None, **query: str) -> ControlRequest:
     ],
 )
 def test_a_sleep_is_read(call: ControlRequest, level: int, mode: PauseMode) -> None:
-    found = parse_sleep(call)
-    assert (found.level, found.mode, found.wakes) == (level, mode, False)
-    assert type(found.level) is SleepLevel
+    found = call.read(SleepBody).action(Scope())
+    assert found == SleepAction(mode=mode, level=SleepLevel(level), wakes=False)
 
 
 def test_what_a_sleep_may_say_besides() -> None:
     body = {"model": "m", "selector": ["b*"], "lease_s": 30, "wake_on_request": True, "epoch": 4}
-    found = parse_sleep(asked({**body, "async": True, "timeout_s": 9}))
+    found = asked({**body, "async": True, "timeout_s": 9}).read(SleepBody)
     assert (found.terms.models, found.terms.selector) == (("m",), ("b*",))
-    assert (found.lease_s, found.wakes) == (30.0, True)
+    assert (found.lease_s, found.wake_on_request) == (30.0, True)
     assert (found.terms.background, found.terms.timeout_s, found.terms.epoch) == (True, 9.0, 4)
 
 
 @pytest.mark.parametrize(
-    ("read", "call", "param"),
+    ("body", "call", "param"),
     [
-        pytest.param(parse_sleep, asked(level="3"), "level", id="too deep"),
-        pytest.param(parse_sleep, asked({"level": -1}), "level", id="below"),
-        pytest.param(parse_sleep, asked({"level": True}), "level", id="true"),
-        pytest.param(parse_sleep, asked({"level": 1.5}), "level", id="in between"),
-        pytest.param(parse_sleep, asked(mode="in_place"), "mode", id="another peer's mode"),
-        pytest.param(parse_sleep, asked(lease_s="0"), "lease_s", id="a lease of no time"),
-        pytest.param(parse_sleep, asked({"adapter": "x"}), "adapter", id="an adapter"),
-        pytest.param(parse_sleep, asked(tags="kv_cache"), "tags", id="tags without weights"),
-        pytest.param(parse_wake, asked(level="1"), "level", id="a level of a wake-up"),
-        pytest.param(parse_wake, asked(tags="weights,code"), "tags", id="an unknown tag"),
-        pytest.param(parse_unload, asked(), "model", id="unload what"),
-        pytest.param(parse_unload, asked({"model": ["a", "b"]}), "model", id="unload two"),
-        pytest.param(parse_unload, asked({"model": "m", "level": 0}), "level", id="stays loaded"),
-        pytest.param(parse_unload, asked({"model": "m", "boards": "b"}), "boards", id="of a board"),
-        pytest.param(parse_load, asked({}), "model", id="load what"),
-        pytest.param(parse_load, asked({"model": "m", "mode": "keep"}), "mode", id="load how"),
+        pytest.param(SleepBody, asked(level="3"), "level", id="too deep"),
+        pytest.param(SleepBody, asked({"level": -1}), "level", id="below"),
+        pytest.param(SleepBody, asked({"level": True}), "level", id="true"),
+        pytest.param(SleepBody, asked({"level": 1.5}), "level", id="in between"),
+        pytest.param(SleepBody, asked(mode="in_place"), "mode", id="another peer's mode"),
+        pytest.param(SleepBody, asked(lease_s="0"), "lease_s", id="a lease of no time"),
+        pytest.param(SleepBody, asked({"adapter": "x"}), "adapter", id="an adapter"),
+        pytest.param(SleepBody, asked(tags="kv_cache"), "tags", id="tags without weights"),
+        pytest.param(WakeBody, asked(level="1"), "level", id="a level of a wake-up"),
+        pytest.param(WakeBody, asked(tags="weights,code"), "tags", id="an unknown tag"),
+        pytest.param(UnloadBody, asked(), "model", id="unload what"),
+        pytest.param(UnloadBody, asked({"model": ["a", "b"]}), "model", id="unload two"),
+        pytest.param(UnloadBody, asked({"model": "m", "level": 0}), "level", id="stays loaded"),
+        pytest.param(UnloadBody, asked({"model": "m", "boards": "b"}), "boards", id="of a board"),
+        pytest.param(LoadBody, asked({}), "model", id="load what"),
+        pytest.param(LoadBody, asked({"model": "m", "mode": "keep"}), "mode", id="load how"),
     ],
 )
 def test_what_is_no_such_call_is_refused_by_name(
-    read: Any, call: ControlRequest, param: str
+    body: type[OperationBody], call: ControlRequest, param: str
 ) -> None:
     with pytest.raises(RequestError) as refused:
-        read(call)
+        call.read(body)
     assert refused.value.param == param
 
 
@@ -93,88 +90,18 @@ def test_what_is_no_such_call_is_refused_by_name(
     ],
 )
 def test_a_wake_up_is_read(call: ControlRequest, tags: tuple[str, ...], whole: bool) -> None:
-    found = parse_wake(call)
-    assert (found.tags, found.whole) == (tags, whole)
+    body = call.read(WakeBody)
+    assert body.action(Scope()) == WakeAction(tags=tags)
+    woken = OperationOutcome(200, ControlOperation("op", body.action(Scope())))
+    told = body.reply(woken, Desired())
+    assert told == {"status": "awake" if whole else "sleeping", "tags": list(tags or TAGS)}
 
 
 def test_a_model_is_unloaded_and_loaded() -> None:
-    unload = parse_unload(asked({"model": "m"}))
-    assert (unload.terms.models, unload.mode, unload.level) == (("m",), WAIT, 1)
-    assert unload.wakes is None  # as its boards are configured
-    assert parse_unload(asked({"model": "m", "wake_on_request": False})).wakes is False
-    assert parse_load(asked(model="m")).terms.models == ("m",)
-
-
-def board(name: str, state: BoardState = BoardState.READY, **figures: Any) -> BoardReport:
-    return BoardReport(name, "m", state, **figures)
-
-
-def slept(level: SleepLevel, *boards: str) -> Desired:
-    return sleep_changes.sleep(Desired(4), "op", Scope((), boards), KEEP, level, now_s=0.0)
-
-
-PAUSED = state_changes.pause(Desired(), "op", Scope(), KEEP, 0.0)
-ASLEEP = BoardState.ASLEEP
-
-
-@pytest.mark.parametrize(
-    ("desired", "boards", "state"),
-    [
-        pytest.param(Desired(), [board("a")], "ready", id="ready"),
-        pytest.param(slept(SleepLevel.UNLOADED, "a"), [board("a"), board("b")], "ready", id="one"),
-        pytest.param(PAUSED, [board("a")], "paused", id="paused"),
-        pytest.param(slept(SleepLevel.PAUSED), [board("a")], "paused", id="the lightest sleep"),
-        pytest.param(slept(SleepLevel.UNLOADED), [board("a", ASLEEP)], "asleep", id="asleep"),
-        pytest.param(
-            slept(SleepLevel.DROPPED),
-            [board("a", ASLEEP), board("b", BoardState.FAILED)],
-            "asleep",
-            id="one of them failed",
-        ),
-        pytest.param(Desired(), [board("a", ASLEEP)], "loading", id="about to wake"),
-        pytest.param(Desired(), [board("a", BoardState.RECOVERING)], "loading", id="recovering"),
-        pytest.param(
-            slept(SleepLevel.UNLOADED, "a"),
-            [board("a", ASLEEP), board("b", BoardState.JOINING)],
-            "loading",
-            id="another one joins",
-        ),
-        pytest.param(Desired(), [board("a", BoardState.FAILED)], "failed", id="failed"),
-        pytest.param(
-            slept(SleepLevel.UNLOADED), [board("a", BoardState.LOST)], "failed", id="lost"
-        ),
-        pytest.param(Desired(), [], "loading", id="not heard yet"),
-    ],
-)
-def test_a_model_has_one_state(desired: Desired, boards: list[BoardReport], state: str) -> None:
-    assert model_state(desired, boards) == state
-
-
-@pytest.mark.parametrize(
-    ("desired", "boards", "told"),
-    [
-        pytest.param(Desired(), ["a", "b"], (False, False), id="nobody"),
-        pytest.param(slept(SleepLevel.UNLOADED, "a"), ["a", "b"], (True, False), id="one"),
-        pytest.param(slept(SleepLevel.PAUSED), ["a", "b"], (True, True), id="all, lightly"),
-        pytest.param(slept(SleepLevel.UNLOADED), [], (True, True), id="no board is there"),
-        pytest.param(PAUSED, ["a"], (False, False), id="a pause is no sleep"),
-    ],
-)
-def test_is_sleeping_tells_any_and_all(
-    desired: Desired, boards: list[str], told: tuple[bool, bool]
-) -> None:
-    found = is_sleeping_entry(desired, [board(name) for name in boards], None)
-    assert (found["is_sleeping"], found["all"], found["epoch"]) == (*told, desired.epoch)
-    assert list(found["boards"]) == boards
-
-
-def test_what_sleeps_is_paused_as_well_and_told_apart() -> None:
-    desired = slept(SleepLevel.DROPPED, "a")
-    reports = [board("a", ASLEEP, level=2, hold="keep"), board("b")]
-    assert is_sleeping_entry(desired, reports, "m")["boards"] == {
-        "a": {"sleeping": True, "level": 2, "reported": 2, "state": "asleep", "epoch": None},
-        "b": {"sleeping": False, "level": None, "reported": None, "state": "ready", "epoch": None},
-    }
-    paused = is_paused_entry(desired, reports, None)
-    assert (paused["is_paused"], paused["all"]) == (True, False)
-    assert [one["level"] for one in paused["boards"].values()] == [2, None]
+    scope = Scope(("m",))
+    unload = asked({"model": "m"}).read(UnloadBody).action(scope)
+    # Whether a request ends it is as its boards are configured.
+    assert unload == SleepAction(models=("m",), mode=WAIT, level=SleepLevel.UNLOADED, wakes=None)
+    kept = asked({"model": "m", "wake_on_request": False}).read(UnloadBody)
+    assert kept.wake_on_request is False
+    assert asked(model="m").read(LoadBody).action(scope) == WakeAction(models=("m",))

@@ -7,14 +7,13 @@ from typing import Any
 
 import pytest
 
-from rkserve.api.admin.cluster_status import weight_info
 from rkserve.api.admin.query import ControlRequest
 from rkserve.api.admin.weights import (
+    DiskBody,
+    UpdateBody,
     check_fits,
     disk_body,
-    parse_disk,
-    parse_update,
-    parse_weights,
+    read_weights,
     timing,
     update_body,
     weights_entry,
@@ -29,7 +28,6 @@ from rkserve.control.operations import (
 from rkserve.core.board_report import HASHING, UNREADABLE, BoardReport, BoardState
 from rkserve.core.desired_state import (
     AdapterVersion,
-    AdapterVersions,
     BaseVersion,
     BaseWeightsChange,
     Desired,
@@ -59,23 +57,21 @@ def asked(body: Any, **query: str) -> ControlRequest:
 
 
 def update(**body: Any) -> Any:
-    return parse_update(asked({"version": 7, "artifact": "tone@v7", **body}))
+    return asked({"version": 7, "artifact": "tone@v7", **body}).read(UpdateBody)
 
 
 def test_pipelinerl_s_own_form_is_read() -> None:
-    said = parse_update(
-        asked(
-            {
-                "kind": "weight_update_request",
-                "version": 7,
-                "parameters_info": [WHOLE],
-                "timestamp": 1732176000.25,
-            }
-        )
-    )
-    assert (said.step, said.artifact) == (7, "tone@v7")
+    said = asked(
+        {
+            "kind": "weight_update_request",
+            "version": 7,
+            "parameters_info": [WHOLE],
+            "timestamp": 1732176000.25,
+        }
+    ).read(UpdateBody)
+    assert (said.version, said.weights) == (7, "tone@v7")
     assert said.in_flight is InFlight.SWITCH  # the run goes on with the new weights, as there
-    assert said.parameters == (Parameter("tone@v7", (1234,), "uint8"),)
+    assert said.parameters_info == (Parameter("tone@v7", (1234,), "uint8"),)
 
 
 def test_what_more_an_update_may_say_is_read() -> None:
@@ -84,7 +80,7 @@ def test_what_more_an_update_may_say_is_read() -> None:
     )
     assert (said.terms.models, said.terms.timeout_s, said.terms.background) == (("m",), 9.0, True)
     assert said.in_flight is InFlight.PIN
-    assert said.parameters == (Parameter("lm_head", (4, 8), "bfloat16"),)
+    assert said.parameters_info == (Parameter("lm_head", (4, 8), "bfloat16"),)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +109,7 @@ def test_what_more_an_update_may_say_is_read() -> None:
 )
 def test_what_an_update_may_not_say_is_named(body: dict[str, Any], param: str) -> None:
     with pytest.raises(RequestError) as caught:
-        parse_update(asked(body))
+        asked(body).read(UpdateBody)
     assert caught.value.param == param
 
 
@@ -177,22 +173,24 @@ def test_a_difference_is_found_both_ways() -> None:
 
 
 def test_sglang_s_own_form_is_read() -> None:
-    said = parse_disk(asked({"model_path": "/srv/models/new"}))
-    assert (said.place, said.label) == ("/srv/models/new", None)
-    assert (said.in_flight, said.max_unavailable) == (InFlight.PIN, 1)
-    said = parse_disk(
-        asked(
-            {
-                "model_path": "/srv/new.rkllm",
-                "abort_all_requests": True,
-                "weight_version": "step-7",
-                "flush_cache": True,
-                "load_format": "auto",
-                "max_unavailable": 2,
-            }
-        )
+    said = asked({"model_path": "/srv/models/new"}).read(DiskBody)
+    assert (said.model_path, said.weight_version) == ("/srv/models/new", None)
+    assert (said.handling, said.max_unavailable) == (InFlight.PIN, 1)
+    said = asked(
+        {
+            "model_path": "/srv/new.rkllm",
+            "abort_all_requests": True,
+            "weight_version": "step-7",
+            "flush_cache": True,
+            "load_format": "auto",
+            "max_unavailable": 2,
+        }
+    ).read(DiskBody)
+    assert (said.weight_version, said.handling, said.max_unavailable) == (
+        "step-7",
+        InFlight.ABORT,
+        2,
     )
-    assert (said.label, said.in_flight, said.max_unavailable) == ("step-7", InFlight.ABORT, 2)
 
 
 @pytest.mark.parametrize(
@@ -240,15 +238,15 @@ def test_what_a_call_may_not_say_is_named(
     body: dict[str, Any], param: str, error: type[RequestError]
 ) -> None:
     with pytest.raises(error) as caught:
-        parse_disk(asked(body))
+        asked(body).read(DiskBody)
     assert caught.value.param == param
 
 
 def test_a_peer_s_defaults_are_taken_and_what_they_would_ask_for_is_refused() -> None:
     mine = {"is_async": False, "torch_empty_cache": False, "token_step": 0}
-    assert parse_disk(asked({"model_path": "/x", **mine})).place == "/x"
+    assert asked({"model_path": "/x", **mine}).read(DiskBody).model_path == "/x"
     with pytest.raises(UnsupportedParameter) as caught:
-        parse_disk(asked({"model_path": "/x", "is_async": True}))
+        asked({"model_path": "/x", "is_async": True}).read(DiskBody)
     assert caught.value.param == "is_async"
 
 
@@ -257,33 +255,33 @@ def test_a_peer_s_defaults_are_taken_and_what_they_would_ask_for_is_refused() ->
 )
 def test_a_hostile_list_of_tensors_is_a_bad_request(text: str) -> None:
     with pytest.raises(RequestError) as caught:
-        parse_weights(asked({"path": "/x", "parameters": text}), from_body=False)
+        read_weights(asked({"path": "/x", "parameters": text}), from_body=False)
     assert caught.value.param == "parameters"
 
 
 def test_a_time_beyond_all_numbers_is_a_bad_request() -> None:
     body = b'{"version": 7, "artifact": "sim-chat@step-7", "timestamp": 1' + b"0" * 400 + b"}"
     with pytest.raises(RequestError) as refused:
-        parse_update(ControlRequest(body=body))
+        ControlRequest(body=body).read(UpdateBody)
     assert refused.value.param == "timestamp"
 
 
 def test_a_step_is_a_number_that_every_reader_keeps() -> None:
     body = {"version": 10**30, "artifact": "tone@v1", "parameters_info": []}
     with pytest.raises(RequestError) as caught:
-        parse_update(asked(body))
+        asked(body).read(UpdateBody)
     assert caught.value.param == "version"
 
 
 def test_base_weights_are_sent_by_path_url_or_as_a_body() -> None:
-    said = parse_weights(
+    said = read_weights(
         asked({"path": "/srv/new.rkllm", "version": "step-7", "parameters": [HEAD]}),
         from_body=False,
     )
     assert (said.path, said.version, len(said.parameters)) == ("/srv/new.rkllm", "step-7", 1)
-    assert parse_weights(asked({"url": "https://x/y"}), from_body=False).url == "https://x/y"
+    assert read_weights(asked({"url": "https://x/y"}), from_body=False).url == "https://x/y"
     sent = ControlRequest((("size", "9"), ("parameters", json.dumps([HEAD]))), b"the file itself")
-    said = parse_weights(sent, from_body=True)
+    said = read_weights(sent, from_body=True)
     assert (said.size, said.parameters[0].name) == (9, "lm_head")
 
 
@@ -298,7 +296,7 @@ def test_base_weights_are_sent_by_path_url_or_as_a_body() -> None:
 )
 def test_what_may_not_be_said_of_them_is_refused(body: dict[str, Any], from_body: bool) -> None:
     with pytest.raises(RequestError):
-        parse_weights(asked(body), from_body=from_body)
+        read_weights(asked(body), from_body=from_body)
 
 
 DONE = recorded(
@@ -318,6 +316,7 @@ DONE = recorded(
 )
 
 
+@pytest.mark.promise("Weights", "The answer has the time of each phase")
 def test_a_trainer_hears_how_long_each_phase_took() -> None:
     body = update_body(DONE)
     assert body == {
@@ -448,13 +447,3 @@ def test_the_model_folder_s_file_has_the_digest_that_its_boards_report(
     assert [board["base"] for board in entry["boards"].values()] == [
         one or "unknown" for one in told
     ]
-
-
-def test_adapters_digests_stand_beside_the_base_weights() -> None:
-    active = AdapterVersion(AdapterRef("tone", "v1", "a" * 64), 7)
-    lines = (AdapterVersions("m", "tone", active), AdapterVersions("m", "other"))
-    board = BoardReport("a", "m", BoardState.READY, serving=(("tone", "a" * 64),))
-    entry = weight_info(Desired(lines=lines), ["m"], None, [board])["models"]["m"]
-    assert entry["adapters"] == {"tone": "v1", "other": None}
-    assert entry["adapter_digests"] == {"tone": "a" * 64}
-    assert entry["boards"]["a"]["adapter_digests"] == {"tone": "a" * 64}

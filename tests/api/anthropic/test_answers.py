@@ -12,7 +12,7 @@ from rkserve.api.common.answer import AnswerOrigin
 from rkserve.api.common.calls import ChatCall
 from rkserve.api.parsing.answer_parser import PLAIN, ParserOptions
 from rkserve.api.parsing.tool_choice import as_object
-from rkserve.api.parsing.tools import FORMATS
+from rkserve.api.parsing.tools.formats import FORMATS
 from rkserve.core.errors import (
     ContextOverflow,
     EngineDied,

@@ -17,8 +17,7 @@ from rkserve.api.common.calls import (
     parse_completion,
 )
 from rkserve.api.common.parameters import TOP_K_OFF
-from rkserve.api.json.body import parse_object
-from rkserve.api.json.limits import MAX_CHOICES, MAX_PAUSE_ON, MAX_STOP_CHARS
+from rkserve.api.json.fields import MAX_CHOICES, MAX_PAUSE_ON, MAX_STOP_CHARS
 from rkserve.api.parsing.sampling import UNSUPPORTED, UNSUPPORTED_CHAT, UNSUPPORTED_COMPLETION
 from rkserve.core.block_hashes import salted
 from rkserve.core.errors import RequestError, RkserveError
@@ -33,46 +32,6 @@ def chat(**keys: Any) -> ChatCall:
 
 def completion(**keys: Any) -> CompletionCall:
     return parse_completion(json.dumps({"model": "m", "prompt": "Hello", **keys}).encode())
-
-
-# --- the body ---
-
-
-@pytest.mark.parametrize(
-    ("body", "says"),
-    [
-        pytest.param(b"", "empty", id="nothing"),
-        pytest.param(b" \n", "empty", id="blanks"),
-        pytest.param(b"{", "not valid JSON", id="cut off"),
-        pytest.param(b'{"a": 1} x', "trailing", id="something behind it"),
-        pytest.param(b'{"a": 1,}', "not valid JSON", id="trailing comma"),
-        pytest.param(b"[]", "an array", id="array"),
-        pytest.param(b'"model"', "a string", id="string"),
-        pytest.param(b"12", "an integer", id="integer"),
-        pytest.param(b"1.5", "a decimal", id="decimal"),
-        pytest.param(b"true", "a boolean", id="boolean"),
-        pytest.param(b"null", "null", id="null"),
-        pytest.param(b'{"a": NaN}', "not valid JSON", id="NaN"),
-        pytest.param(b'{"a": -Infinity}', "not valid JSON", id="Infinity"),
-        pytest.param(b'{"a": "\xff\xfe"}', "not valid JSON", id="not UTF-8"),
-        pytest.param('{"a": 1}'.encode("utf-16"), "not valid JSON", id="UTF-16"),
-        pytest.param(b'\xef\xbb\xbf{"a": 1}', "not valid JSON", id="byte order mark"),
-        pytest.param(b'{"a": "\\ud800"}', "not valid JSON", id="lone high surrogate"),
-        pytest.param(b'{"a": "\\udc00x"}', "not valid JSON", id="lone low surrogate"),
-        pytest.param(b'{"a": ' + b"9" * 5000 + b"}", "not valid JSON", id="5,000 digits"),
-        pytest.param(b"[" * 10_000 + b"]" * 10_000, "recursion limit", id="10,000 arrays deep"),
-        pytest.param(b'{"a":' * 10_000 + b"1" + b"}" * 10_000, "recursion", id="10,000 objects"),
-        pytest.param(b"[" * 1_000_000, "recursion limit", id="a million brackets"),
-    ],
-)
-def test_a_body_that_is_no_json_object_is_a_400(body: bytes, says: str) -> None:
-    with pytest.raises(RequestError, match=says) as caught:
-        parse_object(body)
-    assert caught.value.http_status == 400
-
-
-def test_a_body_with_surrogate_pairs_and_raw_utf8_is_read() -> None:
-    assert parse_object('{"a": "\\ud83d\\ude00 é"}'.encode()) == {"a": "😀 é"}
 
 
 # --- what is read ---

@@ -12,7 +12,7 @@ import pytest
 from rkserve.api.common import output
 from rkserve.api.common.answer import AnswerOrigin
 from rkserve.api.common.calls import ChatCall
-from rkserve.api.common.output import answer_headers, error_event, error_object
+from rkserve.api.common.output import answer_headers, broken_stream, error_object
 from rkserve.api.openai.answers import ChatAnswer
 from rkserve.core.errors import ModelNotFound, QueueFull, RkserveError
 from rkserve.core.messages import (
@@ -77,7 +77,7 @@ def test_the_client_raises_its_own_errors(
 
 def test_the_client_raises_an_error_in_mid_stream(strict: bool) -> None:
     answer = chat_answer(stream=True)
-    raw = answer.opening(0) + answer.delta(0, Delta("Hi", (1,))) + error_event(QueueFull(3, 7))
+    raw = answer.opening(0) + answer.delta(0, Delta("Hi", (1,))) + broken_stream(QueueFull(3, 7))
 
     def texts(client: openai.OpenAI) -> Iterator[str]:
         for chunk in client.chat.completions.create(model="tiny", messages=[], stream=True):

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rkserve.api.common.parameters import TOP_K_OFF, OpenAIParameters, RunParameters
-from rkserve.api.json.limits import MAX_PAUSE_ON, MAX_STOP
+from rkserve.api.json.fields import MAX_PAUSE_ON, MAX_STOP
 from rkserve.core.errors import RequestError
 
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rkserve.api.common.renderer import PromptHeader, Renderer
-from rkserve.api.json.limits import CHARS_PER_TOKEN
+from rkserve.api.json.fields import CHARS_PER_TOKEN
 from rkserve.api.prompting.templates import NAMED
 from rkserve.core.errors import ContextOverflow, RequestError, UnsupportedParameter
 from rkserve.models.folder import ModelFolder

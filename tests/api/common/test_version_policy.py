@@ -26,16 +26,16 @@ def at_least(called: str) -> VersionPolicy:
     return VersionPolicy(Freshness.MINIMUM, called)
 
 
+@pytest.mark.promise("Versions in answers", "`x-version-policy` is satisfied, or refused")
 @pytest.mark.parametrize(
     ("header", "policy"),
     [
-        pytest.param(None, ANY, id="none"),
         pytest.param(" any ", ANY, id="any"),
         pytest.param("latest-only", VersionPolicy(Freshness.LATEST), id="latest"),
         pytest.param("min-version: v3", at_least("v3"), id="minimum"),
     ],
 )
-def test_policies_are_read_and_say_themselves(header: str | None, policy: VersionPolicy) -> None:
+def test_policies_are_read_and_say_themselves(header: str, policy: VersionPolicy) -> None:
     assert read_policy(header) == policy
     assert read_policy(policy.text) == policy
 
@@ -93,6 +93,7 @@ def test_what_a_bare_name_gets(
     assert found.adapter_name == "tone"
 
 
+@pytest.mark.promise("Versions in answers", "`x-version-policy` is satisfied, or refused")
 @pytest.mark.parametrize(
     "least", ["v11", pytest.param("\u00b2", id="a digit that is no number is a text")]
 )
@@ -102,6 +103,7 @@ def test_a_policy_that_nothing_meets_says_what_there_is(least: str) -> None:
         bind(serving, None, at_least(least))
 
 
+@pytest.mark.promise("Adapters", "Versions live side by side and have names of their own")
 @pytest.mark.parametrize(
     ("asked", "found"),
     [

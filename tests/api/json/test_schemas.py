@@ -8,7 +8,6 @@ from typing import Annotated, Any, Literal
 import pytest
 from pydantic import BeforeValidator, Field
 
-from rkserve.api.admin.query import ControlRequest, ParameterKind, kinds_of
 from rkserve.api.json.schemas import RequestModel, read_model
 from rkserve.core.errors import RequestError
 
@@ -146,14 +145,3 @@ def test_the_schema_of_each_key_has_its_bounds_and_its_description() -> None:
         "many": {"type": "array", "items": {"type": "integer"}},
         "only": {"type": "string", "enum": ["x"]},
     }
-
-
-def test_types_decide_how_texts_in_a_query_are_read() -> None:
-    kinds = kinds_of(Body)
-    assert {kinds[name] for name in ("text", "mode", "colour")} == {ParameterKind.TEXT}
-    assert {kinds[name] for name in ("whole", "part", "free")} == {ParameterKind.NUMBER}
-    assert (kinds["async"], kinds["many"]) == (ParameterKind.FLAG, ParameterKind.JSON)
-    query = (("text", "7"), ("async", "1"), ("whole", "7"), ("colour", "blue"), ("many", "[1, 2]"))
-    found = ControlRequest(query, b'{"mode": "b"}').read(Body)
-    assert (found.text, found.flag, found.whole) == ("7", True, 7)
-    assert (found.colour, found.many, found.mode) == (Colour.BLUE, [1, 2], "b")

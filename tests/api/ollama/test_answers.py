@@ -17,9 +17,9 @@ from rkserve.api.ollama.answers import (
     loaded,
     ollama_error,
 )
-from rkserve.api.ollama.requests import LoadRequest, parse_chat, parse_generate
+from rkserve.api.ollama.requests import parse_chat, parse_generate
 from rkserve.api.parsing.answer_parser import PLAIN, ParserOptions
-from rkserve.api.parsing.tools import FORMATS
+from rkserve.api.parsing.tools.formats import FORMATS
 from rkserve.core.errors import QueueFull, RequestError
 from rkserve.core.messages import (
     Delta,
@@ -146,9 +146,9 @@ def test_a_ping_is_a_line_that_adds_no_text(dialect: Any, key: str) -> None:
 
 
 def test_a_model_that_was_only_loaded_says_nothing() -> None:
-    told = loaded(LoadRequest("m"), AT, chat=True)
+    told = loaded("m", AT, chat=True)
     assert (told["done"], told["done_reason"], told["message"]["content"]) == (True, "load", "")
-    assert loaded(LoadRequest("m"), AT, chat=False)["response"] == ""
+    assert loaded("m", AT, chat=False)["response"] == ""
 
 
 @pytest.mark.parametrize(

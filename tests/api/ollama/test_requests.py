@@ -10,7 +10,7 @@ from hypothesis import given
 
 from rkserve.api.common.calls import ChatCall, CompletionCall
 from rkserve.api.ollama.models import parse_show
-from rkserve.api.ollama.requests import LoadRequest, parse_chat, parse_generate, parse_load
+from rkserve.api.ollama.requests import parse_chat, parse_generate, parse_load
 from rkserve.api.parsing.sampling import SamplingOptions
 from rkserve.api.parsing.tool_choice import ToolOptions
 from rkserve.core.errors import RequestError, UnsupportedParameter
@@ -267,20 +267,16 @@ def test_generate_names_what_it_cannot_do(keys: dict[str, Any], param: str) -> N
 @pytest.mark.parametrize(
     ("body", "what", "load"),
     [
-        pytest.param({"model": "m:latest"}, "prompt", LoadRequest("m"), id="no prompt"),
-        pytest.param({"model": "m", "prompt": ""}, "prompt", LoadRequest("m"), id="an empty one"),
-        pytest.param(
-            {"model": "m", "messages": []}, "messages", LoadRequest("m"), id="no messages"
-        ),
-        pytest.param(
-            {"model": "m", "keep_alive": False}, "prompt", LoadRequest("m"), id="no number"
-        ),
+        pytest.param({"model": "m:latest"}, "prompt", "m", id="no prompt"),
+        pytest.param({"model": "m", "prompt": ""}, "prompt", "m", id="an empty one"),
+        pytest.param({"model": "m", "messages": []}, "messages", "m", id="no messages"),
+        pytest.param({"model": "m", "keep_alive": False}, "prompt", "m", id="no number"),
         pytest.param({"model": "m", "prompt": "x"}, "prompt", None, id="a prompt"),
         pytest.param({"model": "m", "prompt": 5}, "prompt", None, id="read later"),
     ],
 )
 def test_a_call_without_a_prompt_only_loads(
-    body: dict[str, Any], what: str, load: LoadRequest | None
+    body: dict[str, Any], what: str, load: str | None
 ) -> None:
     assert parse_load(json.dumps(body).encode(), what) == load
 

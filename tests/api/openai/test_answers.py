@@ -55,7 +55,7 @@ def stream(answer: ChatAnswer | CompletionAnswer, choices: int = 1) -> bytes:
         answer.delta(i, Delta(text, (7,))) for text in ("Grüß", " 你好\n") for i in range(choices)
     ]
     events += [answer.finish(i, finished()) for i in range(choices)]
-    return b"".join([*events, answer.usage_chunk(), output.DONE])
+    return b"".join([*events, answer.closing()])
 
 
 def chunks(raw: bytes) -> list[dict[str, Any]]:

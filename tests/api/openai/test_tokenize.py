@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from rkserve.api.openai.tokenize import (
-    DetokenizeCall,
+    DetokenizeRequest,
     TokenizeCall,
-    parse_detokenize,
     parse_info,
     parse_tokenize,
     tokenizer_info,
@@ -58,12 +57,13 @@ def test_a_wrong_text_or_conversation_is_named(body: dict[str, Any], param: str)
 )
 def test_wrong_ids_are_named(body: dict[str, Any], param: str) -> None:
     with pytest.raises(RequestError) as caught:
-        parse_detokenize(json.dumps(body).encode())
+        DetokenizeRequest.read(body)
     assert caught.value.param == param
 
 
 def test_ids_are_read_as_they_are() -> None:
-    assert parse_detokenize(b'{"tokens": [1, -2]}') == DetokenizeCall(None, (1, -2))
+    asked = DetokenizeRequest.read({"tokens": [1, -2]})
+    assert (asked.model, asked.tokens) == (None, [1, -2])
 
 
 def test_a_query_names_a_model_and_nothing_else() -> None:

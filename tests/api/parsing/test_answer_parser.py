@@ -6,7 +6,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rkserve.api.parsing.answer_parser import PLAIN, AnswerParser, ParserOptions
-from rkserve.api.parsing.tools import FORMATS
 from rkserve.api.parsing.tools.base import (
     Part,
     ReasoningPart,
@@ -15,6 +14,7 @@ from rkserve.api.parsing.tools.base import (
     ToolCallDelta,
     ToolCallStart,
 )
+from rkserve.api.parsing.tools.formats import FORMATS
 from rkserve.core.messages import (
     Delta,
     Thinking,

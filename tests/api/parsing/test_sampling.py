@@ -12,7 +12,7 @@ from rkserve.api.common.calls import ChatCall, CompletionCall, parse_chat, parse
 from rkserve.api.common.plan import held, plan
 from rkserve.api.common.renderer import Renderer
 from rkserve.api.common.version_policy import ResolvedModel
-from rkserve.api.json.limits import MAX_LOGIT_BIAS
+from rkserve.api.json.fields import MAX_LOGIT_BIAS
 from rkserve.api.parsing.sampling import SamplingOptions
 from rkserve.core.errors import RequestError, UnsupportedParameter
 from rkserve.core.messages import (

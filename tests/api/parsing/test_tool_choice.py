@@ -18,12 +18,11 @@ from rkserve.api.common.calls import ChatCall, parse_chat
 from rkserve.api.common.plan import plan, reading
 from rkserve.api.common.renderer import Renderer
 from rkserve.api.common.version_policy import ResolvedModel
-from rkserve.api.json.body import JsonText
-from rkserve.api.json.limits import MAX_TOOL_NAME_CHARS, MAX_TOOLS
+from rkserve.api.json.fields import MAX_TOOL_NAME_CHARS, MAX_TOOLS, JsonText
 from rkserve.api.openai.answers import ChatAnswer
 from rkserve.api.parsing.answer_parser import AnswerParser, ParserOptions
 from rkserve.api.parsing.tool_choice import NO_TOOLS
-from rkserve.api.parsing.tools import FORMATS
+from rkserve.api.parsing.tools.formats import FORMATS
 from rkserve.core.errors import RequestError, RkserveError, UnsupportedParameter
 from rkserve.core.messages import Delta, FinishReason, GenerateRequest, Thinking
 from rkserve.core.run_params import Sampling

@@ -14,7 +14,7 @@ from rkserve.api.anthropic.requests import parse_messages
 from rkserve.api.common.calls import parse_chat
 from rkserve.api.parsing.answer_parser import AnswerParser, ParserOptions, ToolCall
 from rkserve.api.parsing.tool_choice import ToolOptions, calls_guide
-from rkserve.api.parsing.tools import FORMATS
+from rkserve.api.parsing.tools.formats import FORMATS
 from rkserve.api.responses.requests import parse_response
 from rkserve.core.errors import RequestError
 from rkserve.core.messages import Delta

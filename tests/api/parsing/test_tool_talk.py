@@ -300,7 +300,7 @@ async def follow(
     """Hear a generation until it has so many tokens, and leave it then."""
     async with aclosing(talk.board.generate(request)) as events:
         async for event in events:
-            told = course.heard(event)
+            told = course.observe(event)
             if isinstance(told, Delta):
                 answer.add(0, told)
             elif isinstance(told, Finished):

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rkserve.api.common.renderer import Renderer
-from rkserve.api.json.limits import CHARS_PER_TOKEN
+from rkserve.api.json.fields import CHARS_PER_TOKEN
 from rkserve.api.prompting.tokenizer import SLICE_CHARS, ControlTokenGuard, Tokenizer, pieces
 from rkserve.core.errors import ConfigError
 from rkserve.models.folder import ModelFolder

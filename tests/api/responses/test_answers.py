@@ -13,7 +13,7 @@ from rkserve.api.common import output
 from rkserve.api.common.answer import AnswerOrigin
 from rkserve.api.common.logprobs import TokenTexts
 from rkserve.api.parsing.answer_parser import PLAIN, ParserOptions
-from rkserve.api.parsing.tools import FORMATS
+from rkserve.api.parsing.tools.formats import FORMATS
 from rkserve.api.responses.answers import RESPONSES, ResponseAnswer
 from rkserve.api.responses.requests import ResponseCall, parse_response
 from rkserve.core.errors import EngineDied

@@ -17,7 +17,7 @@ from rkserve.api.responses.answers import ResponseAnswer
 from rkserve.api.responses.requests import ResponseCall, parse_response
 from rkserve.config.router import RouterConfig
 from rkserve.core.messages import Delta, Finished
-from rkserve.router.stored_responses import Responses
+from rkserve.router.stored_responses import CallMemory, Responses
 from tests.support.boards.board_bench import collect
 from tests.support.boards.fakes import run_loop
 from tests.support.http.tool_talk import GREEDY, Talk
@@ -50,7 +50,7 @@ def talked(body: Callable[[Respond], Awaitable[None]], place: Path, release: str
 
 
 async def _respond(talk: Talk, responses: Responses, keys: dict[str, Any]) -> dict[str, Any]:
-    memory = responses.memory("anybody")
+    memory = CallMemory(responses, "anybody")
     body = json.dumps({"model": FOLDER.id, **keys}).encode()
     call = await memory.recall(parse_response(body))
     assert isinstance(call, ResponseCall)
@@ -97,7 +97,8 @@ def test_a_follow_up_finds_the_conversation_in_the_kv_cache(tmp_path: Path, rele
         )
         assert cached(third) == second["usage"]["total_tokens"] - 1
         other = await respond(input="x", previous_response_id=third["id"], instructions="Sing.")
-        assert cached(other) == 0, "other instructions are another beginning"
+        # Other instructions are another prefix: the words of the template before them are left.
+        assert cached(other) < 8
 
     talked(body, tmp_path, release)
 

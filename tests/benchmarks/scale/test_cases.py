@@ -125,7 +125,7 @@ def test_rays_router_sends_a_conversation_where_it_was_and_strangers_elsewhere()
     for number in range(4):
         one = talk(shape, 1, number, 3)
         for _ in range(3):
-            one.say(shape)
+            one.note(shape)
             request = Request("r", one.context, 10, QueueTerms(), one, 0.0)
             asked.append(router.choose(request, 0.0).name)
     places = [set(asked[at : at + 3]) for at in range(0, 12, 3)]

@@ -181,7 +181,7 @@ def test_a_process_with_the_binding_alone_answers_and_batches(tmp_path: Path) ->
     finally:
         crew.close()
 
-    assert (batch.steps, batch.tokens) == (30, 60)
+    assert (batch.steps, batch.tokens) == (30, 58)  # decoded; the first ones come with prefill
     assert batch.first_s < batch.last_s
     assert batch.cpu_s > 0
     assert (alone.prompt_tokens, alone.completion_tokens) == (len(ids[0]), 30)

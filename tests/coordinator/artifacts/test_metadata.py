@@ -52,7 +52,9 @@ def store(tmp_path: Path, shelf: Path) -> ArtifactStore:
 
 
 def register(store: ArtifactStore, path: Path | str, **said: Any) -> BaseVersion | None:
-    return store.register_model("path", str(path), claim(**said))
+    found = store.register("path", str(path), claim(**said))
+    assert found is None or isinstance(found, BaseVersion)
+    return found
 
 
 @pytest.mark.parametrize("as_folder", [False, True], ids=["a file", "a model's folder"])
@@ -144,7 +146,7 @@ def test_they_can_be_sent_as_well(store: ArtifactStore) -> None:
     half = len(OTHER) // 2
     assert store.upload_part(upload, 0, OTHER[:half]) == half
     store.upload_part(upload, half, OTHER[half:])
-    base = store.upload_end_model(upload, {"base_model": MODEL})
+    base = store.upload_end(upload, {"base_model": MODEL})
     assert base == BaseVersion(MODEL, "step-7", DIGEST, len(OTHER))
     assert store.facts(DIGEST) == ArtifactMetadata(PARAMETERS, None, (f"{MODEL}@step-7",))
 

@@ -16,7 +16,7 @@ import pytest
 from rkserve.control.calls import DeclaredArtifact
 from rkserve.coordinator.artifacts.sources import allows
 from rkserve.coordinator.artifacts.store import ArtifactRules, ArtifactStore
-from rkserve.core.desired_state import AdapterVersion
+from rkserve.core.desired_state import AdapterVersion, Artifact
 from rkserve.core.errors import (
     ArtifactNotFound,
     ArtifactRefused,
@@ -91,6 +91,7 @@ def test_without_a_version_the_content_is_the_version(store: ArtifactStore) -> N
     key = store.upload_begin(DeclaredArtifact("legal", None, "qwen"))
     store.upload_part(key, 0, CONTENT)
     made = store.upload_end(key, {"scale": 2})
+    assert isinstance(made, AdapterVersion)
     assert made.ref == AdapterRef("legal", DIGEST[:12], DIGEST, 2.0)
 
 
@@ -100,14 +101,17 @@ def test_the_same_content_twice_is_one_file(store: ArtifactStore) -> None:
     assert store.digests() == (DIGEST,)
 
 
+@pytest.mark.promise(
+    "Adapters", "A version is identified by content: digest, size, base model, scale"
+)
 @pytest.mark.parametrize(
     ("begun", "ended", "words"),
     [
-        pytest.param({"sha256": "0" * 64}, {}, "sha256 is said to be 000", id="digest before"),
-        pytest.param({}, {"sha256": "0" * 64}, "sha256 is said to be 000", id="digest after"),
-        pytest.param({"size_bytes": 20_000}, {}, "size_bytes is said to be 20000", id="short"),
-        pytest.param({}, {"size": 3}, "size is said to be 3", id="size after"),
-        pytest.param({}, {"base_model": "llama"}, "is said to be llama, and it is qwen", id="base"),
+        pytest.param({"sha256": "0" * 64}, {}, "sha256 is declared as 000", id="digest before"),
+        pytest.param({}, {"sha256": "0" * 64}, "sha256 is declared as 000", id="digest after"),
+        pytest.param({"size_bytes": 20_000}, {}, "size_bytes is declared as 20000", id="short"),
+        pytest.param({}, {"size": 3}, "size is declared as 3", id="size after"),
+        pytest.param({}, {"base_model": "llama"}, "is declared as llama, but is qwen", id="base"),
         pytest.param({}, {"scale": 0}, "scale: must be a number above 0", id="scale"),
         pytest.param({}, {"scale": float("nan")}, "scale", id="no number"),
         pytest.param({}, {"skale": 1}, "did you mean 'scale'", id="an unknown key"),
@@ -246,7 +250,7 @@ def test_only_so_many_uploads_come_in_at_once(tmp_path: Path) -> None:
 def test_parts_of_several_uploads_at_once_are_not_mixed_up(tmp_path: Path) -> None:
     store = store_in(tmp_path)
     contents = [bytes([n]) * 10_000 for n in range(6)]
-    made: dict[int, AdapterVersion] = {}
+    made: dict[int, Artifact] = {}
 
     def send(n: int) -> None:
         made[n] = store.upload_end(upload(store, contents[n]))
@@ -257,7 +261,7 @@ def test_parts_of_several_uploads_at_once_are_not_mixed_up(tmp_path: Path) -> No
     for thread in threads:
         thread.join(30)
     expected = {n: hashlib.sha256(content).hexdigest() for n, content in enumerate(contents)}
-    assert {n: version.ref.digest for n, version in made.items()} == expected
+    assert {n: version.digest for n, version in made.items()} == expected
 
 
 # -- the disk -------------------------------------------------------------------------------------
@@ -343,7 +347,7 @@ def test_only_a_digest_names_a_file(store: ArtifactStore, tmp_path: Path, digest
 
 def test_a_file_that_nobody_needs_goes_and_the_others_stay(store: ArtifactStore) -> None:
     store.upload_end(upload(store))
-    other = store.upload_end(upload(store, b"other")).ref.digest
+    other = store.upload_end(upload(store, b"other")).digest
     assert (store.remove(other), store.remove(other)) == (True, False)
     assert store.digests() == (DIGEST,)
 
@@ -396,8 +400,8 @@ def shop(tmp_path: Path) -> Path:
 def test_a_file_of_an_allowed_folder_is_copied(tmp_path: Path, shop: Path, asked: str) -> None:
     (shop / "link").symlink_to(shop / "legal.rkllm")  # within the folder a link is fine
     store = store_in(tmp_path / "store", allowed_paths=(shop,))
-    made = store.register_path(
-        str(shop / asked), DeclaredArtifact("legal", "v1", "qwen", sha256=DIGEST)
+    made = store.register(
+        "path", str(shop / asked), DeclaredArtifact("legal", "v1", "qwen", sha256=DIGEST)
     )
     assert made == V1
     (shop / "legal.rkllm").write_bytes(b"changed later")
@@ -432,7 +436,7 @@ def test_nothing_else_is_taken_from_this_machine(
     os.mkfifo(shop / "pipe")
     store = store_in(tmp_path / "store", allowed_paths=(shop,))
     with pytest.raises(error, match=words) as caught:
-        store.register_path(str(tmp_path / asked), DeclaredArtifact("legal", "v1", "qwen"))
+        store.register("path", str(tmp_path / asked), DeclaredArtifact("legal", "v1", "qwen"))
     assert type(caught.value) is error
     assert left(store, tmp_path / "store") == []
 
@@ -441,20 +445,20 @@ def test_nothing_else_is_taken_from_this_machine(
 def test_a_path_must_be_absolute(tmp_path: Path, shop: Path, asked: str) -> None:
     store = store_in(tmp_path / "store", allowed_paths=(shop,))
     with pytest.raises(ArtifactRefused, match="must be absolute"):
-        store.register_path(asked, DeclaredArtifact("legal", "v1", "qwen"))
+        store.register("path", asked, DeclaredArtifact("legal", "v1", "qwen"))
 
 
 def test_without_an_allow_list_nothing_is_taken(store: ArtifactStore, shop: Path) -> None:
     with pytest.raises(ArtifactRefused, match=r"coordinator\.allowed_paths"):
-        store.register_path(str(shop / "legal.rkllm"), DeclaredArtifact("legal", "v1", "qwen"))
+        store.register("path", str(shop / "legal.rkllm"), DeclaredArtifact("legal", "v1", "qwen"))
     with pytest.raises(ArtifactRefused, match=r"coordinator\.allowed_urls"):
-        store.register_url("http://127.0.0.1/x", DeclaredArtifact("legal", "v1", "qwen"))
+        store.register("url", "http://127.0.0.1/x", DeclaredArtifact("legal", "v1", "qwen"))
 
 
 def test_a_path_to_a_file_that_is_too_large_is_not_copied(tmp_path: Path, shop: Path) -> None:
     store = store_in(tmp_path / "store", allowed_paths=(shop,), max_bytes=100)
     with pytest.raises(BodyTooLarge):
-        store.register_path(str(shop / "legal.rkllm"), DeclaredArtifact("legal", "v1", "qwen"))
+        store.register("path", str(shop / "legal.rkllm"), DeclaredArtifact("legal", "v1", "qwen"))
     assert left(store, tmp_path / "store") == []
 
 
@@ -534,7 +538,9 @@ def site() -> Iterator[str]:
 def test_a_file_below_an_allowed_url_is_fetched(tmp_path: Path, site: str, asked: str) -> None:
     store = store_in(tmp_path, allowed_urls=(f"{site}/shop/",))
     assert (
-        store.register_url(f"{site}{asked}", DeclaredArtifact("legal", "v1", "qwen", sha256=DIGEST))
+        store.register(
+            "url", f"{site}{asked}", DeclaredArtifact("legal", "v1", "qwen", sha256=DIGEST)
+        )
         == V1
     )
     store.check(V1)
@@ -561,7 +567,7 @@ def test_nothing_else_is_fetched(
     limit_s = 1.0 if asked == "/shop/slow" else 60.0
     store = store_in(tmp_path, allowed_urls=(f"{site}/shop/",), fetch_timeout_s=limit_s)
     with pytest.raises(error, match=words) as caught:
-        store.register_url(f"{site}{asked}", DeclaredArtifact("legal", "v1", "qwen"))
+        store.register("url", f"{site}{asked}", DeclaredArtifact("legal", "v1", "qwen"))
     assert type(caught.value) is error
     assert "/secret" not in Site.asked
     assert left(store, tmp_path) == []
@@ -570,7 +576,7 @@ def test_nothing_else_is_fetched(
 def test_an_unreachable_server_is_an_error(tmp_path: Path) -> None:
     store = store_in(tmp_path, allowed_urls=("http://127.0.0.1:1/",))
     with pytest.raises(ArtifactRefused, match="did not send the file"):
-        store.register_url("http://127.0.0.1:1/x", DeclaredArtifact("legal", "v1", "qwen"))
+        store.register("url", "http://127.0.0.1:1/x", DeclaredArtifact("legal", "v1", "qwen"))
 
 
 PREFIXES = ("https://host/shop/", "http://other:8080/one")

@@ -44,6 +44,7 @@ async def test_what_boards_are_asked_for_once_stays_partial_over_a_restart(tmp_p
         assert it.it.operation(outcome.operation.id).state is S.PARTIAL
 
 
+@pytest.mark.promise("Adapters", "The memory of retired versions is freed, board by board")
 async def test_a_retirement_is_settled_when_the_engine_has_given_the_memory_back(
     tmp_path: Path,
 ) -> None:

@@ -23,7 +23,7 @@ async def test_nothing_is_called_stopped_before_each_board_was_heard_once(tmp_pa
     it.cluster["b"].frozen = True
     await it.again()
     epoch = it.desired.epoch
-    with pytest.raises(CoordinatorAway, match="has not heard all boards") as caught:
+    with pytest.raises(CoordinatorAway, match="Not all boards have reported") as caught:
         await it.pause()
     assert (caught.value.http_status, it.desired.epoch) == (503, epoch)
     assert it.it.operations(10) == []

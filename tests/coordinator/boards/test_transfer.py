@@ -135,6 +135,9 @@ def failed(deliveries: dict[str, TransferResult]) -> dict[str, type[RkserveError
     return {board: type(one.error) for board, one in deliveries.items() if one.error is not None}
 
 
+@pytest.mark.promise(
+    "Adapters", "It is staged in chunks, resumed, verified, and appears atomically"
+)
 @pytest.mark.parametrize("count", [1, 2, 8])
 async def test_each_chunk_is_read_and_put_once_however_many_boards_there_are(
     house: House, count: int
@@ -169,6 +172,9 @@ async def test_boards_that_have_it_are_sent_nothing(house: House) -> None:
     assert {(one.resumed_bytes, one.sent_bytes) for one in done.values()} == {(len(CONTENT), 0)}
 
 
+@pytest.mark.promise(
+    "Adapters", "It is staged in chunks, resumed, verified, and appears atomically"
+)
 async def test_each_board_goes_on_where_it_was_and_no_chunk_is_read_twice(house: House) -> None:
     for n, board in enumerate(BOARDS):
         house.board(board).begin(house.version)
@@ -180,6 +186,9 @@ async def test_each_board_goes_on_where_it_was_and_no_chunk_is_read_twice(house:
     assert house.whole() == BOARDS
 
 
+@pytest.mark.promise(
+    "Adapters", "It is staged in chunks, resumed, verified, and appears atomically"
+)
 async def test_one_corrupted_byte_at_one_board_is_found_and_sent_again_to_that_one(
     house: House,
 ) -> None:

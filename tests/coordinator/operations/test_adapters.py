@@ -28,6 +28,7 @@ K, S = OperationKind, OperationState
 # -- staging -----------------------------------------------------------------------------------
 
 
+@pytest.mark.promise("Adapters", "Versions live side by side and have names of their own")
 async def test_a_version_is_staged_on_every_board_and_served_by_its_full_name(
     tmp_path: Path,
 ) -> None:
@@ -45,6 +46,7 @@ async def test_a_version_is_staged_on_every_board_and_served_by_its_full_name(
         assert (again.status, again.applied) == (200, False)
 
 
+@pytest.mark.promise("Adapters", "A stage that fails changes nothing anywhere")
 @pytest.mark.parametrize(
     "method", ["stage_begin", "stage_chunk", "stage_commit"], ids=["begin", "chunk", "commit"]
 )
@@ -76,6 +78,9 @@ async def test_a_board_that_dies_while_staging_is_left_out_and_has_it_before_it_
         assert it.cluster["b"].whole
 
 
+@pytest.mark.promise(
+    "Adapters", "A version is identified by content: digest, size, base model, scale"
+)
 async def test_a_version_that_is_another_content_is_refused(tmp_path: Path) -> None:
     async with serving(tmp_path, "v1") as it:
         with pytest.raises(AdapterExists):
@@ -96,6 +101,7 @@ async def test_a_file_that_the_store_has_not_fails_the_staging(tmp_path: Path) -
 # -- retirement --------------------------------------------------------------------------------
 
 
+@pytest.mark.promise("Adapters", "The memory of retired versions is freed, board by board")
 async def test_a_retired_adapter_is_forgotten_and_its_memory_given_back_board_by_board(
     tmp_path: Path,
 ) -> None:
@@ -158,6 +164,7 @@ async def test_a_staging_that_fails_takes_nothing_from_another_one_of_the_same_v
         assert [len(board.whole) for board in it.cluster.boards.values()] == [1, 1, 1]
 
 
+@pytest.mark.promise("Adapters", "A board that joins late has all versions before it serves")
 async def test_a_board_that_lost_its_disk_gets_the_files_again_before_it_serves(
     tmp_path: Path,
 ) -> None:

@@ -46,8 +46,8 @@ async def test_answers_of_a_board_add_up_and_waiting_boards_are_forgotten(tmp_pa
         run.show({"a": BoardOutcome(ResultStatus.WAITING), "b": OK})
         run.forget_waiting()
         assert set(run.operation.results) == {"b"}
-        run.heard({"b": replace(SILENT, details={"stopped": 2})})
-        run.heard({"b": replace(OK, details={"kept": 1})})
+        run.record({"b": replace(SILENT, details={"stopped": 2})})
+        run.record({"b": replace(OK, details={"kept": 1})})
         assert run.operation.results["b"] == replace(OK, details={"stopped": 2, "kept": 1})
 
 

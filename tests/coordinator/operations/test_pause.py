@@ -117,6 +117,7 @@ async def test_a_successor_that_does_not_know_what_boards_were_told_moves_them_a
         assert line.candidate is None
 
 
+@pytest.mark.promise("Pause", "A lease ends it if its caller is gone")
 async def test_a_lease_that_ends_while_there_is_no_coordinator_has_ended_for_the_next_one(
     tmp_path: Path,
 ) -> None:

@@ -92,7 +92,7 @@ async def test_what_was_deleted_does_not_come_back_with_a_board(tmp_path: Path) 
         away.restart()
         it.cluster.boards["c"] = away
         await eventually(lambda: have(it) == {})
-        assert it.it.caches.told(MODEL) == []
+        assert it.it.caches.desired(MODEL) == []
 
 
 async def test_a_board_that_cannot_build_it_is_told_of_and_stops_nothing(tmp_path: Path) -> None:
@@ -100,8 +100,8 @@ async def test_a_board_that_cannot_build_it_is_told_of_and_stops_nothing(tmp_pat
         it.cluster["b"].refuses["build_cache"] = CacheUnsupported("The disk is full.")
         it.it.caches.keep(DOC)
         await eventually(lambda: set(have(it)) == {"a", "c"})
-        await eventually(lambda: it.it.caches.told(MODEL)[0]["failed"])
-        (told,) = it.it.caches.told(MODEL)
+        await eventually(lambda: it.it.caches.desired(MODEL)[0]["failed"])
+        (told,) = it.it.caches.desired(MODEL)
         assert told["failed"] == [{"board": "b", "message": "The disk is full."}]
         assert (told["cache_name"], told["tokens"], told["configured"]) == ("doc", 3, False)
         assert (await it.pause()).status == 200
@@ -146,7 +146,7 @@ async def test_the_configured_system_prompt_is_on_every_board_from_its_start(
         await eventually(lambda: everywhere(it, SYSTEM))
         it.cluster.boards["d"] = FakeBoard("d")
         await eventually(lambda: everywhere(it, SYSTEM))
-        (told,) = it.it.caches.told(MODEL)
+        (told,) = it.it.caches.desired(MODEL)
         assert (told["cache_name"], told["configured"]) == (SYSTEM_PROMPT, True)
         for refused in (
             lambda: it.it.caches.keep(DesiredCache(MODEL, SYSTEM_PROMPT, (1,))),

@@ -60,6 +60,9 @@ async def test_an_atomic_rollout_switches_all_boards_at_once_and_resumes(tmp_pat
         assert line.previous.ref.version == "v1"
 
 
+@pytest.mark.promise(
+    "Adapters", "`atomic` is one epoch for all; `rolling` takes `max_unavailable` boards"
+)
 async def test_a_rolling_rollout_takes_so_many_boards_at_a_time(tmp_path: Path) -> None:
     async with serving(tmp_path, "v1", "v2") as it:
         loading: set[str] = set()
@@ -380,6 +383,7 @@ async def test_an_end_that_cannot_be_written_down_at_once_is_recorded_as_it_was(
         assert again.operation == outcome.operation
 
 
+@pytest.mark.promise("Pause", "A pause that fails leaves nothing paused")
 async def test_a_pause_whose_end_cannot_be_written_down_holds_nobody(tmp_path: Path) -> None:
     async with serving(tmp_path) as it:
         it.wrap_ledger = FullAtTheEnd
@@ -400,6 +404,7 @@ async def test_a_version_that_was_never_staged_is_not_found(tmp_path: Path) -> N
         assert (await it.roll("v1")).applied is False
 
 
+@pytest.mark.promise("Every call that changes something", "A conflict, and a stale epoch, is a 409")
 async def test_two_rollouts_of_a_model_do_not_meet_and_a_pause_waits_for_the_switch(
     tmp_path: Path,
 ) -> None:
@@ -423,6 +428,9 @@ async def test_a_rollout_of_a_paused_cluster_stays_paused(tmp_path: Path) -> Non
         assert [served(it, board) for board in "abc"] == ["v2"] * 3
 
 
+@pytest.mark.promise(
+    "Adapters", "A canary is judged by errors and speed; promote and rollback by hand"
+)
 async def test_a_rollback_returns_to_the_version_before_and_only_once(tmp_path: Path) -> None:
     async with serving(tmp_path, "v1", "v2") as it:
         await it.roll("v2")
@@ -475,6 +483,9 @@ async def observed(it: Control, task: asyncio.Task[Any]) -> None:
     await asyncio.sleep(0.1)  # a round of reports, from which it counts
 
 
+@pytest.mark.promise(
+    "Adapters", "A canary is judged by errors and speed; promote and rollback by hand"
+)
 @pytest.mark.parametrize(
     ("v2", "status", "ends_with"),
     [
@@ -517,6 +528,9 @@ async def test_the_limits_of_the_verdict_are_configured(
         assert outcome.status == status, outcome
 
 
+@pytest.mark.promise(
+    "Adapters", "A canary is judged by errors and speed; promote and rollback by hand"
+)
 @pytest.mark.parametrize(
     ("kind", "ends_with", "state"),
     [

@@ -77,6 +77,7 @@ async def test_a_sleep_is_answered_when_every_board_sleeps_and_a_wake_up_when_no
         assert metric(it, "rkserve_operation_seconds_count", kind="wake") == 1
 
 
+@pytest.mark.promise("Sleep", "Level 1 parks the KV cache, or reports that it is dropped")
 @pytest.mark.parametrize(
     ("level", "context", "parks", "told"),
     [

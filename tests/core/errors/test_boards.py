@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rkserve.api.common.output import error_event, error_object
+from rkserve.api.common.output import DONE, broken_stream, error_object
 from rkserve.core import errors
 from rkserve.core.errors import RkserveError
 
@@ -33,7 +33,8 @@ def test_clients_can_rely_on(error: RkserveError, said: tuple[object, ...]) -> N
 
 
 def test_a_stream_ends_with_the_same_object_as_an_event() -> None:
-    event = error_event(errors.EngineDied("board-1", "signal 11")).decode()
+    told = broken_stream(errors.EngineDied("board-1", "signal 11"))
+    event = told.removesuffix(DONE).decode()
     assert event.startswith('data: {"error":{"message":"Board board-1 failed')
     assert event.endswith("\n\n")
     assert event.count("\n") == 2

@@ -47,6 +47,7 @@ SAMPLES: list[RkserveError] = [
     errors.InvalidApiKey("The key is wrong."),
     errors.OperationNotFound("op-1"),
     errors.OperationConflict("A rollout is going on."),
+    errors.JoinRefused("Ray is 2.59.0 on rock and 2.60.0 on the head."),
     errors.StaleEpoch("The cluster is at epoch 7."),
     errors.RebaseFailed("sim-0", "the trial generation ended with an error"),
     errors.StaleWeights("Step 7 is applied.", "version"),

@@ -33,8 +33,9 @@ from rkserve.core.messages import (
     Paused,
     TranscriptToken,
 )
+from rkserve.fleet.measurements import Circuit
 from rkserve.router.dispatch.dispatch import FailoverLimits
-from rkserve.router.dispatch.failover import BY_CLUSTER, Circuit
+from rkserve.router.dispatch.failover import BY_CLUSTER
 from tests.support.boards.dispatch_talk import REQUEST, Talk, half, rest
 from tests.support.boards.fake_boards import (
     Step,
@@ -274,13 +275,13 @@ async def test_leaving_closes_the_board_s_stream_wherever_it_goes_on() -> None:
     talk = Talk(half("a", BoardGone("a", "died")), half("b", asyncio.Event()))
     listening = asyncio.create_task(talk())
     await eventually(lambda: len(talk.events) == 3)
-    assert len(talk.dispatch.fleet.entries) == 1
+    assert len(talk.dispatch.fleet.running) == 1
     listening.cancel()
     with pytest.raises(asyncio.CancelledError):
         await listening
     assert talk.boards.running == 0
     assert [seat.ends for seat in talk.usher.seats] == [[True], [True]]
-    assert len(talk.dispatch.fleet.entries) == 0
+    assert len(talk.dispatch.fleet.running) == 0
 
 
 async def test_how_long_the_cluster_held_a_generation_is_counted_by_why() -> None:
@@ -289,7 +290,7 @@ async def test_how_long_the_cluster_held_a_generation_is_counted_by_why() -> Non
     talk = Talk(half("a", held, gate, Delta("l", (101,)), held, again, *rest("a")[1:]))
     task = asyncio.create_task(talk())
     await eventually(lambda: len(talk.events) == 3)
-    before = talk.dispatch.fleet.listing.desired
+    before = talk.dispatch.fleet.desired
     talk.dispatch.fleet.obey(state_changes.set_label(before, "sim-chat", "step-2"))
     gate.set()
     await eventually(lambda: len(talk.events) == 5)

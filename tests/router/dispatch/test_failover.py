@@ -1,9 +1,9 @@
-"""Circuit breakers, and a generation's progress from one board to the next."""
+"""A generation's progress from one board to the next."""
 
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -33,150 +33,8 @@ from rkserve.core.messages import (
     merged,
 )
 from rkserve.core.run_params import Scored
-from rkserve.router.dispatch.failover import (
-    BreakerRules,
-    Circuit,
-    CircuitBreaker,
-    GenerationProgress,
-)
+from rkserve.router.dispatch.failover import GenerationProgress
 from tests.support.boards.fake_boards import finished
-
-RULES = BreakerRules(failures=3, window_s=30.0, open_s=2.0, longest_s=8.0, probe_s=20.0)
-KEY = "replica"
-
-
-def failed(times: int, at_s: float = 0.0) -> CircuitBreaker:
-    made = CircuitBreaker(RULES)
-    for _ in range(times):
-        made.failed(KEY, "it hung", at_s)
-    return made
-
-
-def test_a_board_that_nobody_complained_of_is_sent_everything() -> None:
-    made = CircuitBreaker(RULES)
-    assert made.circuit(KEY, 0.0) is Circuit.CLOSED
-    assert made.allows(KEY, 0.0)
-    assert made.reason(KEY, 0.0) == ""
-    assert made.blocked(0.0) == []
-    assert made.soonest_s(0.0) is None
-
-
-@pytest.mark.parametrize(("times", "allowed"), [(2, True), (3, False), (9, False)])
-def test_enough_failures_open_it(times: int, allowed: bool) -> None:
-    made = failed(times)
-    assert made.allows(KEY, 1.9) is allowed
-    assert (made.blocked(1.9) == [KEY]) is not allowed
-    assert made.soonest_s(1.9) == (None if allowed else 2.0)
-    assert made.allows("another", 1.9)
-
-
-def test_failures_that_lie_far_apart_do_not() -> None:
-    made = CircuitBreaker(RULES)
-    for at_s in (0.0, 31.0, 62.0, 93.0):
-        made.failed(KEY, "it hung", at_s)
-        assert made.allows(KEY, at_s)
-
-
-def test_a_success_in_between_wipes_the_slate_clean() -> None:
-    made = failed(2)
-    made.worked(KEY)
-    made.failed(KEY, "it hung", 1.0)
-    assert made.allows(KEY, 1.0)
-
-
-def test_after_a_while_one_probe_is_let_through() -> None:
-    made = failed(3)
-    assert made.circuit(KEY, 2.0) is Circuit.HALF_OPEN
-    made.sent(KEY, 2.0)
-    assert made.circuit(KEY, 2.1) is Circuit.OPEN
-    assert made.soonest_s(2.1) == 2.0 + RULES.probe_s
-    made.worked(KEY)
-    assert made.circuit(KEY, 2.2) is Circuit.CLOSED
-
-
-def test_a_probe_that_fails_doubles_the_rest_up_to_a_limit() -> None:
-    made, now_s = failed(3), 2.0
-    for rest_s in (4.0, 8.0, 8.0):
-        made.sent(KEY, now_s)
-        made.failed(KEY, "it hung again", now_s)
-        assert not made.allows(KEY, now_s + rest_s - 0.1)
-        now_s += rest_s
-        assert made.circuit(KEY, now_s) is Circuit.HALF_OPEN
-    assert "it hung again" in made.reason(KEY, now_s)
-
-
-def test_a_probe_that_is_never_heard_of_again_makes_way_for_another() -> None:
-    made = failed(3)
-    made.sent(KEY, 2.0)
-    assert not made.allows(KEY, 21.9)
-    assert made.allows(KEY, 22.0)
-
-
-def test_what_was_sent_before_it_opened_does_not_prolong_it() -> None:
-    made = failed(3)
-    made.failed(KEY, "it hung", 1.5)
-    assert made.allows(KEY, 2.0)
-
-
-def test_a_failure_that_is_forgiven_never_was() -> None:
-    made = failed(3)
-    made.forgive(KEY)
-    assert made.allows(KEY, 0.0)
-    made.failed(KEY, "it hung", 0.1)
-    assert not made.allows(KEY, 0.1)
-    for _ in range(4):
-        made.forgive(KEY)
-    assert made.circuit(KEY, 0.2) is Circuit.CLOSED
-
-
-def test_a_probe_that_told_nothing_makes_room_for_the_next_one() -> None:
-    made = failed(3)
-    now_s = RULES.open_s + 1.0
-    made.sent(KEY, now_s)
-    assert made.circuit(KEY, now_s) is Circuit.OPEN
-    made.undecided(KEY)
-    assert made.circuit(KEY, now_s) is Circuit.HALF_OPEN
-
-
-def test_boards_that_are_there_no_more_are_forgotten() -> None:
-    made = failed(3)
-    made.keep(frozenset({"another"}))
-    assert made.blocked(0.0) == []
-
-
-@dataclass
-class Step:
-    what: str
-    after_s: float
-
-
-STEPS = st.lists(
-    st.builds(
-        Step,
-        st.sampled_from(["failed", "worked", "forgive", "sent", "undecided"]),
-        st.floats(0, 20, allow_nan=False),
-    ),
-    max_size=40,
-)
-
-
-@given(STEPS)
-def test_whatever_happens_no_board_is_left_alone_for_longer_than_the_limits(
-    steps: list[Step],
-) -> None:
-    made, now_s = CircuitBreaker(RULES), 0.0
-    for step in steps:
-        now_s += step.after_s
-        if step.what == "failed":
-            made.failed(KEY, "it hung", now_s)
-        elif step.what == "sent":
-            if made.allows(KEY, now_s):
-                made.sent(KEY, now_s)
-        else:
-            getattr(made, step.what)(KEY)
-        assert made.allows(KEY, now_s) is (KEY not in made.blocked(now_s))
-        assert made.allows(KEY, now_s + RULES.longest_s + RULES.probe_s)
-
 
 REQUEST = GenerateRequest("r/0", "m", (1, 2, 3), 10, use_cache="persona")
 TAKEN = Accepted("a", "1.3.0", 0, version="tone@1", adapter=AdapterRef("tone", "1", "d"))
@@ -185,9 +43,9 @@ GONE = BoardGone("a", "its node died")
 
 def course(*deltas: Delta | Paused, limit: int = 9) -> GenerationProgress:
     made = GenerationProgress(REQUEST, limit)
-    made.heard(TAKEN)
+    made.observe(TAKEN)
     for delta in deltas:
-        made.heard(delta)
+        made.observe(delta)
     return made
 
 
@@ -241,7 +99,7 @@ def test_the_weights_are_those_that_were_told_last() -> None:
     made = course(Delta("a", (10,)), Delta("b", (11,), bound=bound))
     assert told(made).bound == bound
     # What the next board would begin with is not what this one has begun with.
-    made.heard(replace(TAKEN, version="tone@3"))
+    made.observe(replace(TAKEN, version="tone@3"))
     assert told(made).bound == bound
 
 
@@ -279,11 +137,11 @@ def test_whether_it_rests_on_the_next_board(
 def test_a_board_that_takes_over_a_rest_tells_the_client_nothing_new() -> None:
     made = course(Delta("a", (10,)), PAUSE)
     told(made)
-    assert made.heard(TAKEN) is None
-    assert made.heard(replace(PAUSE, kv=Kv.RECOMPUTED)) is None
-    assert made.heard(RESUMED) == RESUMED
+    assert made.observe(TAKEN) is None
+    assert made.observe(replace(PAUSE, kv=Kv.RECOMPUTED)) is None
+    assert made.observe(RESUMED) == RESUMED
     later = replace(PAUSE, tokens=2)
-    assert made.heard(later) == later
+    assert made.observe(later) == later
 
 
 def test_the_end_tells_of_losses_and_of_the_queue() -> None:
@@ -294,7 +152,7 @@ def test_the_end_tells_of_losses_and_of_the_queue() -> None:
     assert made.back(TAKEN, 1.0) is None
     assert made.back(Delta("b", (11,)), 1.5) == 1.5
     assert not made.waits
-    end = made.heard(finished())
+    end = made.observe(finished())
     assert isinstance(end, Finished)
     assert (end.timings.continued, end.timings.lost_ms, end.timings.queue_ms) == (1, 1500.0, 6.0)
 
@@ -346,12 +204,12 @@ def test_however_deltas_are_merged_on_their_way_the_transcript_is_the_same(
         deltas = [Delta(text, (token_id,)) for token_id, text in batch]
         one = deltas[0]
         for delta in deltas:
-            single.heard(delta)
+            single.observe(delta)
         for delta in deltas[1:]:
             both = merged(one, delta)
             assert both is not None
             one = both
-        whole.heard(one)
+        whole.observe(one)
     assert told(single) == told(whole)
 
 
@@ -372,7 +230,7 @@ def test_what_would_be_lost_by_it_is_not_merged(second: Delta) -> None:
 def test_a_long_answer_takes_little_memory() -> None:
     made = course()
     for at in range(20_000):
-        made.heard(Delta("word ", (1000 + at % 50_000,)))
+        made.observe(Delta("word ", (1000 + at % 50_000,)))
     kept = made._news
     assert len(kept) < 200
     size = sum(sys.getsizeof(one.token_ids) + sys.getsizeof(one.lengths) for one in kept)

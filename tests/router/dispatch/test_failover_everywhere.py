@@ -232,3 +232,12 @@ def test_an_edit_that_fills_the_answer_ends_it_where_its_board_is_lost_before_th
     slow = [12, 7, 0, 12, 7, 2, 4, 11, 5, 9, 2]
     whole = run_loop(told(case, [], [], []))
     assert run_loop(told(case, losses, slow, kills)).told == whole.told
+
+
+def test_a_resume_that_was_not_confirmed_is_not_repeated_at_the_next_pause() -> None:
+    edits: list[Edit | None] = [Edit(ids=(1000, 1001), text="ab") for _ in range(2)]
+    case = Case(134, 10, pause_on=("é",), edits=edits, per_run=False, native=True)
+    whole = run_loop(told(case, [], [], []))
+    broken = run_loop(told(case, [Loss(0, How.CUT, 0)], [], [True], 1))
+    assert broken.told == whole.told
+    assert len(whole.pauses) == 2

@@ -27,6 +27,7 @@ from tests.support.http.router_house import CHAT, House, chat, model
 pytestmark = pytest.mark.virtual_time
 
 
+@pytest.mark.promise("KV cache", "Sizes are exact and per board")
 async def test_sizes_are_told_by_board_and_together() -> None:
     house = house_of("a", "b", "c", a__kv=kv("a", 12), b__kv=kv("b", 30, 8))
     house.boards.says["replica of c", "kv"] = BoardFailed("c", "no answer")
@@ -60,6 +61,7 @@ async def test_sizes_can_be_asked_of_some(query: str, status: int, asked: str) -
         assert set(response.json()["error"]) == {"message", "type", "param", "code"}
 
 
+@pytest.mark.promise("KV cache", "A clear empties the cache, with the result of every board")
 async def test_clearing_tells_what_became_of_every_board() -> None:
     house = house_of("a", "b")
     house.boards.says = {

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from rkserve.core.errors import DeadlineUnreachable, QueueFull, QueueTimeout, RateLimited
-from rkserve.router.auth import CallerLimits, Meter
+from rkserve.core.errors import DeadlineUnreachable, QueueFull, QueueTimeout
 from rkserve.router.queue.admission import AdmissionQueue, Capacity, QueueEntry, QueueTerms
 from rkserve.router.queue.reservation import (
     AnswerTiming,
@@ -196,14 +195,14 @@ def test_nothing_is_expected_before_some_answers_have_ended() -> None:
     assert of.of(asked) is None
     assert of.typical_ms is None
     for _ in range(3):
-        of.heard(asked, took(asked, 50))
+        of.observe(asked, took(asked, 50))
     assert of.of(asked) is None
 
 
 def test_what_is_expected_follows_prompt_and_limit() -> None:
     of, asked = ServiceTimeModel(), RequestSize(100, 50)
     for _ in range(20):
-        of.heard(asked, took(asked, 50))
+        of.observe(asked, took(asked, 50))
     found = of.of(RequestSize(200, 60))
     assert found is not None
     assert found.likely_ms == pytest.approx(200 + 500, rel=0.05), "such limits give 50 tokens"
@@ -217,7 +216,7 @@ def test_answers_that_end_early_and_prompts_that_are_cached_are_learned() -> Non
     of, asked = ServiceTimeModel(), RequestSize(1000, 500)
     cached = AnswerTiming(100, 100.0, 20, 200.0, 20, 300.0)
     for _ in range(60):
-        of.heard(asked, cached)
+        of.observe(asked, cached)
     found = of.of(asked)
     assert found is not None
     assert found.likely_ms == pytest.approx(300.0, rel=0.05)
@@ -228,63 +227,13 @@ def test_the_more_it_varies_the_more_time_is_safe() -> None:
         of, asked = ServiceTimeModel(), RequestSize(100, 50)
         for _ in range(30):
             for factor in slow:
-                of.heard(asked, took(asked, 50, slow=factor))
+                of.observe(asked, took(asked, 50, slow=factor))
         found = of.of(asked)
         assert found is not None
         return found.safe_ms - found.likely_ms
 
     assert spread(1.0, 1.0) < 100.0
     assert spread(1.0, 3.0) > 400.0
-
-
-# -- limits of a key ------------------------------------------------------------------------------
-
-
-def test_requests_per_minute_come_back_evenly() -> None:
-    meter = Meter(CallerLimits(requests_per_minute=60), 0.0)
-    for _ in range(60):
-        meter.enter(0.0)
-    with pytest.raises(RateLimited, match="60 requests per minute") as caught:
-        meter.enter(0.0)
-    assert caught.value.retry_after_s == 1
-    meter.enter(1.0)
-    with pytest.raises(RateLimited):
-        meter.enter(1.0)
-    for _ in range(60):
-        meter.enter(1000.0)
-    with pytest.raises(RateLimited):
-        meter.enter(1000.0)  # no more than a minute's worth is saved up
-
-
-def test_tokens_may_get_into_debt_which_is_waited_out() -> None:
-    meter = Meter(CallerLimits(tokens_per_minute=600), 0.0)
-    meter.enter(0.0)
-    meter.spend(900, 0.0)
-    with pytest.raises(RateLimited, match="600 tokens per minute") as caught:
-        meter.enter(0.0)
-    assert caught.value.retry_after_s == 31, "the debt, and the first token beyond it"
-    meter.enter(31.0)
-
-
-def test_only_so_many_calls_go_on_at_once_and_one_that_is_refused_costs_nothing() -> None:
-    meter = Meter(CallerLimits(concurrent=2, requests_per_minute=3), 0.0)
-    meter.enter(0.0)
-    meter.enter(0.0)
-    for _ in range(5):
-        with pytest.raises(RateLimited, match="2 calls at once"):
-            meter.enter(0.0)
-    meter.leave()
-    meter.enter(0.0)
-    meter.leave()
-    with pytest.raises(RateLimited, match="3 requests per minute"):
-        meter.enter(0.0)
-
-
-def test_a_key_without_limits_is_never_refused() -> None:
-    meter = Meter(CallerLimits(), 0.0)
-    for _ in range(1000):
-        meter.enter(0.0)
-        meter.spend(10_000, 0.0)
 
 
 # -- overload, in a time of its own ---------------------------------------------------------------
@@ -333,7 +282,7 @@ class Shop:
             else:
                 _, _, ticket, ms = heapq.heappop(busy)
                 queue.ended(ticket, ms)
-                expectation.heard(asked, AnswerTiming(0, 0.0, 100, ms, 100, ms))
+                expectation.observe(asked, AnswerTiming(0, 0.0, 100, ms, 100, ms))
                 self._count(ticket, now_s)
             for ticket, _ in queue.expire(now_s):
                 self.refused[ticket.what] += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from itertools import count
 
@@ -9,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rkserve.router.queue.admission import FairQueue, Waiting
+from rkserve.router.queue.admission import FairQueue, QueueEntry, QueueTerms
 
 _numbers = count()
 
@@ -21,20 +22,23 @@ def one(
     weight: float = 1.0,
     *,
     ahead: bool = False,
-) -> Waiting:
+) -> QueueEntry[None]:
     """One more request that waits."""
-    return Waiting(next(_numbers), flow, weight, priority, cost_ms, ahead)
+    number, terms = next(_numbers), QueueTerms()
+    return QueueEntry(
+        number, flow, weight, priority, cost_ms, ahead, None, terms, 0.0, 0.0, math.inf
+    )
 
 
-def queue(*waiting: Waiting) -> FairQueue[Waiting]:
+def queue(*waiting: QueueEntry[None]) -> FairQueue[None]:
     """Return a queue of those."""
-    made: FairQueue[Waiting] = FairQueue()
+    made: FairQueue[None] = FairQueue()
     for each in waiting:
         made.add(each)
     return made
 
 
-def served(of: FairQueue[Waiting], times: int) -> list[Waiting]:
+def served(of: FairQueue[None], times: int) -> list[QueueEntry[None]]:
     """Serve the next ones, each as the queue stands then."""
     found = []
     for _ in range(times):
@@ -43,7 +47,7 @@ def served(of: FairQueue[Waiting], times: int) -> list[Waiting]:
     return found
 
 
-def flows(found: list[Waiting]) -> str:
+def flows(found: list[QueueEntry[None]]) -> str:
     return "".join(each.flow for each in found)
 
 
@@ -88,7 +92,7 @@ def test_who_was_away_has_saved_nothing_up() -> None:
 def test_what_took_longer_than_thought_is_made_good() -> None:
     of = queue(*(one("a") for _ in range(20)), *(one("b") for _ in range(20)))
     served(of, 2)
-    of.charge("a", 1.0, 400.0)
+    of.bill(one("a"), 400.0)
     assert flows(served(of, 4)) == "bbbb"
 
 

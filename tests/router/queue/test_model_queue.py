@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -26,8 +27,8 @@ from rkserve.core.messages import (
     Paused,
 )
 from rkserve.fleet.load import ModelBoards
-from rkserve.fleet.requests import RoutingRequest
-from rkserve.router.policies import Decision, LeastLoadPolicy, SendTo, WaitFor
+from rkserve.fleet.prefix_index import Reuse
+from rkserve.router.policies import Decision, LeastLoadPolicy, RoutingRequest, SendTo, WaitFor
 from rkserve.router.queue.admission import QueueTerms
 from rkserve.router.queue.model_queue import LOOKED_AT
 from rkserve.router.queue.reservation import Reservation
@@ -46,7 +47,7 @@ async def test_the_first_board_that_is_free_takes_the_next_request() -> None:
     assert of.depth == 3
     places["b"].ended(left=False)
     assert board_of(await waiting[0]) == "b"
-    places["a"].heard(finished())
+    places["a"].observe(finished())
     assert board_of(await waiting[1]) == "a"
     assert not waiting[2].done()
     assert of.taken == [1, 2, 3, 4]
@@ -59,12 +60,15 @@ async def test_between_two_requests_a_board_is_free_for_no_time() -> None:
     waiting = of.ask()
     await asyncio.sleep(5.0)
     before_s = asyncio.get_running_loop().time()
-    place.heard(finished())
+    place.observe(finished())
     second = await waiting
     # Time goes on by itself only where everybody waits for a timer.
     assert asyncio.get_running_loop().time() - before_s < 0.001
     assert second.waited_ms == pytest.approx(5000.0, abs=1.0)
-    assert of.counted.waits_s == [pytest.approx(0.0, abs=0.001), pytest.approx(5.0, abs=0.001)]
+    figures, labels = of.counted.registry, {"model": MODEL}
+    assert figures.get_sample_value("rkserve_queue_wait_seconds_count", labels) == 2
+    waited_s = figures.get_sample_value("rkserve_queue_wait_seconds_sum", labels)
+    assert waited_s == pytest.approx(5.0, abs=0.001)
 
 
 class Bustle:
@@ -81,7 +85,7 @@ class Bustle:
     @property
     def free(self) -> int:
         """Places that nobody has."""
-        boards = self.of.fleet.listing.boards[MODEL]
+        boards = self.of.fleet.boards[MODEL]
         return sum(max(0, board.n_batch - board.load) for board in boards if board.ready)
 
     def one(self, some: list[Any]) -> Any:
@@ -93,7 +97,7 @@ class Bustle:
 
     async def finish(self) -> None:
         if self.there:
-            self.one(self.there).heard(finished())
+            self.one(self.there).observe(finished())
 
     async def leave(self) -> None:
         if self.there:
@@ -106,17 +110,17 @@ class Bustle:
     async def pause(self) -> None:
         if self.there:
             self.resting.append(self.one(self.there))
-            self.resting[-1].heard(Paused(None, 1, Kv.RECOMPUTED))
+            self.resting[-1].observe(Paused(None, 1, Kv.RECOMPUTED))
 
     async def resume(self) -> None:
         if self.resting:
             self.there.append(self.one(self.resting))
-            self.there[-1].heard(Delta("go", (5,)))
+            self.there[-1].observe(Delta("go", (5,)))
 
     async def lose(self) -> None:
         if self.there:
             place = self.one(self.there)
-            place.lost(BoardFailed("a", "gone"))
+            place.lost()
             place.ended(left=False)
 
     async def report(self) -> None:
@@ -135,7 +139,7 @@ class Bustle:
         for task in [task for task in self.waiting if task.done()]:
             self.waiting.remove(task)
             if isinstance(task.exception(), NoBoard):
-                assert not any(board.ready for board in self.of.fleet.listing.boards[MODEL])
+                assert not any(board.ready for board in self.of.fleet.boards[MODEL])
             else:
                 self.there.append(task.result())
 
@@ -162,7 +166,7 @@ async def test_no_board_is_idle_while_requests_wait(seed: int, n_batch: int) -> 
     assert waited > 40, "it has seen requests wait"
     await bustle.end()
     assert of.depth == 0
-    assert all(board.in_flight == 0 for board in of.fleet.listing.boards[MODEL])
+    assert all(board.in_flight == 0 for board in of.fleet.boards[MODEL])
 
 
 async def test_the_urgent_go_first_owners_in_turn_and_what_is_continued_before_all() -> None:
@@ -173,7 +177,7 @@ async def test_the_urgent_go_first_owners_in_turn_and_what_is_continued_before_a
     waiting.append(of.ask(tried={"replica of z": BoardFailed("z", "gone")}))
     await of.settle()
     while waiting:
-        place.heard(finished())
+        place.observe(finished())
         done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
         (task,) = done
         waiting.remove(task)
@@ -189,7 +193,7 @@ async def test_what_is_continued_waits_where_the_queue_is_full() -> None:
         await of.ask()
     goes_on = of.ask(QueueTerms(deadline_s=0.0), continued=FailoverState())
     await of.settle()
-    place.heard(finished())
+    place.observe(finished())
     await goes_on
     assert of.counted.reasons == ["queue_full"]
 
@@ -205,7 +209,7 @@ async def test_where_the_queue_is_full_the_least_urgent_is_told_to_come_back() -
     assert caught.value.retry_after_s is not None
     assert caught.value.retry_after_s >= 1
     assert of.counted.reasons == ["shed"]
-    place.heard(finished())
+    place.observe(finished())
     await urgent
 
 
@@ -241,7 +245,7 @@ async def test_a_client_that_leaves_the_queue_leaves_no_trace() -> None:
     leaves.cancel()
     await of.settle()
     assert of.depth == 1
-    place.heard(finished())
+    place.observe(finished())
     await stays
     assert of.taken == [1, 3]
 
@@ -252,7 +256,7 @@ async def test_many_that_wait_for_one_board_leave_no_other_idle() -> None:
     picky = [of.ask(tried={"replica of a": CacheNotFound("doc")}) for _ in range(40)]
     late = of.ask()
     await of.settle()
-    places["a"].heard(finished())
+    places["a"].observe(finished())
     assert board_of(await late) == "a"
     for task in picky:
         task.cancel()
@@ -264,7 +268,7 @@ async def test_one_request_waits_at_a_board_that_others_keep_busy_and_no_more() 
     first, second = of.ask(), of.ask()
     await of.settle()
     assert (first.done(), second.done()) == (True, False)
-    first.result().heard(finished())
+    first.result().observe(finished())
     await second
 
 
@@ -291,11 +295,11 @@ async def test_requests_for_an_adapter_that_is_paused_keep_no_board_from_others(
     await of.settle()
     assert of.depth == 2
     (place,) = await of.busy(1)
-    place.heard(finished())
+    place.observe(finished())
     of.fleet.obey(Desired(3))
     assert of.counted.holds == []
     first = await asides[0]
-    first.heard(finished())
+    first.observe(finished())
     await asides[1]
     assert of.counted.holds == ["pause", "pause"]
 
@@ -343,16 +347,16 @@ async def test_one_that_waits_for_its_board_lets_others_pass_and_does_not_wait_f
     await of.hear(report("a", running=1), report("b"))
     picky, other = of.ask(), of.ask()
     assert board_of(await other) == "b"
-    other.result().heard(finished())
+    other.result().observe(finished())
     await of.settle()
     assert not picky.done()
     began_s = asyncio.get_running_loop().time()
     if soon:
-        place.heard(finished())
+        place.observe(finished())
     assert board_of(await picky) == ("a" if soon else "b")
     took_s = asyncio.get_running_loop().time() - began_s
     assert took_s == pytest.approx(0.0 if soon else 3.0, abs=0.1)
-    assert all(board.booked_ms == 0 for board in of.fleet.listing.boards[MODEL])
+    assert all(board.booked_ms == 0 for board in of.fleet.boards[MODEL])
 
 
 async def test_many_that_wait_for_their_board_keep_nobody_behind_them() -> None:
@@ -367,10 +371,10 @@ async def test_many_that_wait_for_their_board_keep_nobody_behind_them() -> None:
     for _ in range(20):
         other = of.ask()
         assert board_of(await other) == "b"
-        other.result().heard(finished())
+        other.result().observe(finished())
     assert policy.asked - asked < 3 * many, "each time that something happened"
     assert not any(task.done() for task in picky)
-    place.heard(finished())
+    place.observe(finished())
     assert board_of(await picky[0]) == "a"
     for task in picky[1:]:
         task.cancel()
@@ -381,7 +385,7 @@ async def test_fair_shares_hold_against_a_request_that_does_not_end(paused: bool
     of = await hall("a", "b", limit=9)
     endless = await of.ask(QueueTerms(flow="greedy"))
     if paused:
-        endless.heard(Paused("x", 1, Kv.KEPT))
+        endless.observe(Paused("x", 1, Kv.KEPT))
     other = await of.ask(QueueTerms(flow="modest"))
     await asyncio.sleep(100)
     other.ended(left=False)
@@ -400,3 +404,37 @@ async def test_fair_shares_hold_against_a_request_that_does_not_end(paused: bool
     assert of.taken == [of.number], "the modest one"
     for one in waits:
         one.cancel()
+
+
+class Expects(LeastLoadPolicy):
+    """Each request goes to a free board, of which so much is expected."""
+
+    def __init__(self, *expected: Reuse) -> None:
+        super().__init__(random.Random(1))
+        self._expected = list(expected)
+
+    def choose(self, ask: RoutingRequest, boards: ModelBoards, now_s: float, /) -> Decision:
+        found = super().choose(ask, boards, now_s)
+        assert isinstance(found, SendTo)
+        return replace(found, reuse=self._expected.pop(0))
+
+
+async def test_decisions_are_counted_by_what_was_expected_of_their_board() -> None:
+    expected = (Reuse(0, live=False), Reuse(8, live=False), Reuse(8, live=True))
+    of = await hall("a", policy=Expects(*expected))
+    for _ in expected:
+        (place,) = await of.busy(1)
+        place.observe(finished(cached=64))
+
+    def counted(name: str, **labels: str) -> float | None:
+        return of.counted.registry.get_sample_value(name, {"model": MODEL, **labels})
+
+    found = {
+        reuse: counted("rkserve_routing_decisions_total", reuse=reuse)
+        for reuse in ("none", "file", "live", "wait")
+    }
+    assert found == {"none": 1, "file": 1, "live": 1, "wait": None}
+    taken = of.counted.registry.get_sample_value("rkserve_routing_decision_seconds_count")
+    assert taken == len(expected)
+    assert counted("rkserve_prefix_tokens_total", what="expected") == 0
+    assert counted("rkserve_prefix_tokens_total", what="found") == 3 * 64

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
+from rkserve.core.block_hashes import origin_of, salted, seed_of
 from rkserve.core.board_report import BoardState
-from rkserve.core.desired_state import Desired, PauseMode
+from rkserve.core.desired_state import AdapterVersion, AdapterVersions, Desired, PauseMode
 from rkserve.core.errors import (
     BoardFailed,
     CacheNotFound,
@@ -17,8 +19,9 @@ from rkserve.core.errors import (
 )
 from rkserve.core.messages import (
     AdapterRef,
+    GenerateRequest,
 )
-from rkserve.router.queue.queues import TriedBoards
+from rkserve.router.queue.queues import TriedBoards, routing_request
 from tests.support.boards.fake_boards import finished, report
 from tests.support.boards.queue_hall import board_of, hall, paused
 
@@ -30,10 +33,10 @@ async def test_a_request_that_was_refused_by_the_free_board_waits_for_the_other_
     places = {board_of(place): place for place in await of.busy(2)}
     refused = of.ask(tried={"replica of a": CacheNotFound("doc")})
     await of.settle()
-    places["a"].heard(finished())
+    places["a"].observe(finished())
     other = await of.ask()
     assert board_of(other) == "a"
-    places["b"].heard(finished())
+    places["b"].observe(finished())
     assert board_of(await refused) == "b"
 
 
@@ -48,7 +51,7 @@ async def test_requests_that_wait_are_told_when_the_last_board_is_gone() -> None
     (place,) = await of.busy(1)
     waiting = [of.ask() for _ in range(2)]
     await of.settle()
-    place.lost(BoardFailed("a", "its replica died"))
+    place.lost()
     place.ended(left=False)
     for task in waiting:
         with pytest.raises(NoBoard):
@@ -60,7 +63,7 @@ async def test_requests_that_wait_are_patient_with_boards_that_come_back() -> No
     (place,) = await of.busy(1)
     waiting = of.ask()
     await of.settle()
-    place.lost(BoardFailed("a", "its engine died"))
+    place.lost()
     place.ended(left=False)
     of.boards.reported = []
     newcomer = of.ask()
@@ -76,7 +79,7 @@ async def test_a_board_that_failed_a_moment_ago_is_waited_for_until_it_has_said_
 ):
     of = await hall("a", limit=9, catch_up_s=5.0)
     (place,) = await of.busy(1)
-    place.lost(BoardFailed("a", "its engine died"))
+    place.lost()
     place.ended(left=False)
     newcomer = of.ask()
     of.boards.reported = [report("a", state=BoardState.RECOVERING)]
@@ -141,7 +144,7 @@ async def test_under_a_pause_that_keeps_requests_they_wait_and_go_on_when_it_is_
     await of.settle()
     assert not waiting.done()
     of.fleet.obey(Desired(3))
-    places[0].heard(finished())
+    places[0].observe(finished())
     await waiting
 
 
@@ -181,3 +184,20 @@ async def test_a_loading_board_takes_what_it_can_start_and_no_more() -> None:
     await of.settle()
     assert (place.request.patient, waiting.done()) == (True, False)
     waiting.cancel()
+
+
+def test_a_line_is_asked_for_under_the_version_that_is_served() -> None:
+    ids = tuple(range(1000))
+    ref = AdapterRef("kind", "2", "2" * 64)
+    line = AdapterVersions("m", "kind", active=AdapterVersion(ref, 1))
+    request, served = GenerateRequest("r", "m", ids, 10, line="kind"), Desired(lines=(line,))
+    before = routing_request(request, Desired(), hashed=True).chain
+    after = routing_request(request, served, hashed=True).chain
+    assert before is not None
+    assert after is not None
+    assert (before.seed, after.seed) == (seed_of(None), seed_of(ref.key))
+    assert routing_request(request, served, hashed=False).chain is None
+    own = replace(request, salt=salted("tenant"))
+    salty = routing_request(own, served, hashed=True).chain
+    assert salty is not None
+    assert salty.seed == seed_of(origin_of(ref.key, salted("tenant")))

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.virtual_time
 async def test_the_end_of_an_answer_frees_its_place_once() -> None:
     of = await hall("a", limit=9)
     (place,) = await of.busy(1)
-    place.heard(finished())
+    place.observe(finished())
     second = await of.ask()
     place.ended(left=False)
     third = of.ask()
@@ -44,8 +44,8 @@ async def test_a_board_of_batches_has_several_places() -> None:
     waiting = [of.ask() for _ in range(2)]
     await of.settle()
     assert of.depth == 2
-    places[1].heard(finished())
-    places[2].heard(finished())
+    places[1].observe(finished())
+    places[2].observe(finished())
     await asyncio.gather(*waiting)
 
 
@@ -56,7 +56,7 @@ async def test_what_was_learned_of_answers_refuses_what_would_be_late() -> None:
         (place,) = await of.busy(1)
         await asyncio.sleep(2.0)
         timings = Timings(0.0, 100.0, 3, 1900.0, 2, 100.0)
-        place.heard(replace(finished(), timings=timings))
+        place.observe(replace(finished(), timings=timings))
     running = of.ask()
     await of.settle()
     with pytest.raises(DeadlineUnreachable) as caught:
@@ -76,7 +76,7 @@ async def test_a_client_that_leaves_in_the_moment_that_it_gets_a_place_gives_it_
     (place,) = await of.busy(1)
     leaves, stays = of.ask(), of.ask()
     await of.settle()
-    place.heard(finished())  # it has the place, and does not know it yet
+    place.observe(finished())  # it has the place, and does not know it yet
     leaves.cancel()
     await stays
     assert of.taken == [1, 3]
@@ -87,15 +87,15 @@ async def test_a_generation_that_is_paused_leaves_its_place_to_others() -> None:
     (place,) = await of.busy(1)
     waiting = of.ask()
     await of.settle()
-    place.heard(Paused(None, 1, Kv.RECOMPUTED))
+    place.observe(Paused(None, 1, Kv.RECOMPUTED))
     second = await waiting
-    place.heard(Delta("", (), paused=True))  # an edit while it is paused
-    place.heard(Delta("on", (1,)))
+    place.observe(Delta("", (), paused=True))  # an edit while it is paused
+    place.observe(Delta("on", (1,)))
     third = of.ask()
-    second.heard(finished())
+    second.observe(finished())
     await of.settle()
     assert not third.done(), "the first one goes on"
-    place.heard(finished())
+    place.observe(finished())
     await third
 
 
@@ -105,7 +105,7 @@ async def test_a_generation_that_keeps_the_board_in_its_pause_is_let_go_of_for_o
     (place,) = await of.busy(1)
     waiting = of.ask()
     await of.settle()
-    place.heard(Paused(None, 1, Kv.KEPT))
+    place.observe(Paused(None, 1, Kv.KEPT))
     await waiting
 
 
@@ -121,17 +121,17 @@ async def test_board_time_is_told_as_it_passes_also_in_pauses_that_keep_the_boar
     await asyncio.sleep(20)
     await of.hear()
     assert total() == pytest.approx(20, abs=0.1)
-    place.heard(Paused(None, 1, Kv.KEPT))
+    place.observe(Paused(None, 1, Kv.KEPT))
     await asyncio.sleep(100)
     await of.hear()
     assert total() == pytest.approx(120, abs=0.1)
-    place.heard(Delta("x", (1,)))
+    place.observe(Delta("x", (1,)))
     await asyncio.sleep(10)
-    place.heard(Paused(None, 2, Kv.RECOMPUTED))
+    place.observe(Paused(None, 2, Kv.RECOMPUTED))
     await asyncio.sleep(200)  # the board is others' meanwhile
     await of.hear()
     assert total() == pytest.approx(130, abs=0.1)
-    place.heard(Delta("y", (2,)))
+    place.observe(Delta("y", (2,)))
     await asyncio.sleep(7)
     place.ended(left=False)
     await asyncio.sleep(50)
@@ -143,27 +143,27 @@ async def test_time_in_the_queue_of_a_board_is_no_board_time() -> None:
     of = await hall("a", limit=9)
     told: list[float] = []
     place = await of.ask(QueueTerms(flow="x", use=lambda _, seconds: told.append(seconds)))
-    place.heard(Accepted("a", "1.3.0", 1, waits=True))
+    place.observe(Accepted("a", "1.3.0", 1, waits=True))
     await asyncio.sleep(100)
     await of.hear()
     assert sum(told) == pytest.approx(0, abs=0.1)
-    place.heard(QueueChange(waits=False))
+    place.observe(QueueChange(waits=False))
     await asyncio.sleep(20)  # the prefill
-    place.heard(Delta("x", (1,)))
+    place.observe(Delta("x", (1,)))
     await asyncio.sleep(5)
-    place.heard(Paused(None, 1, Kv.KEPT))
+    place.observe(Paused(None, 1, Kv.KEPT))
     await asyncio.sleep(3)
-    place.heard(Delta("", ()))
-    place.heard(QueueChange(waits=True))
+    place.observe(Delta("", ()))
+    place.observe(QueueChange(waits=True))
     await asyncio.sleep(50)
     await of.hear()
     assert sum(told) == pytest.approx(28, abs=0.1)
-    place.heard(Paused(None, 1, Kv.KEPT))  # in the queue, so it does not occupy the board
+    place.observe(Paused(None, 1, Kv.KEPT))  # in the queue, so it does not occupy the board
     await asyncio.sleep(50)
-    place.heard(Delta("", ()))
-    place.heard(QueueChange(waits=False))
+    place.observe(Delta("", ()))
+    place.observe(QueueChange(waits=False))
     await asyncio.sleep(2)
-    place.heard(finished())
+    place.observe(finished())
     assert sum(told) == pytest.approx(30, abs=0.1)
 
 

@@ -16,13 +16,14 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Protocol
 
+from prometheus_client import CollectorRegistry
+
 from rkserve.api.common.logprobs import ChoiceTokens
 from rkserve.board.answer.hooks import HookFactory
 from rkserve.board.board import Board
-from rkserve.board.engine.protocol import OnToken, RunCommand
-from rkserve.board.run.run import RunTimeouts
+from rkserve.board.engine.protocol import OnToken, RunCommand, RunTimeouts
 from rkserve.board.run.settings import BoardSettings
-from rkserve.core.board_report import BoardReport, GenerationState
+from rkserve.core.board_report import BoardReport, GenerationInfo, GenerationState
 from rkserve.core.errors import BoardFailed, BoardGone, NoBoard, RkserveError, StateConflict
 from rkserve.core.messages import (
     ControlAction,
@@ -33,7 +34,9 @@ from rkserve.core.messages import (
     GenerateRequest,
     Paused,
 )
+from rkserve.core.metrics import RouterMetrics
 from rkserve.fleet.fleet import Fleet
+from rkserve.fleet.measurements import CircuitBreaker
 from rkserve.router.dispatch.dispatch import Dispatch, FailoverLimits
 from rkserve.router.queue.admission import QueueTerms
 from tests.support.boards.board_bench import SETTINGS, Bench, until
@@ -234,13 +237,12 @@ class Seat:
     group: str = "g"
     waited_ms: float = 0.0
     ends: list[bool] = field(default_factory=list)
-    failures: list[RkserveError] = field(default_factory=list)
 
-    def heard(self, event: Event) -> None:
+    def observe(self, event: Event) -> None:
         assert not self.ends
 
-    def lost(self, exc: RkserveError) -> None:
-        self.failures.append(exc)
+    def lost(self) -> None:
+        pass  # its reports say why
 
     def ended(self, *, left: bool) -> None:
         self.ends.append(left)
@@ -352,20 +354,31 @@ class Site:
             Over: it has ended. One that an edit has filled up to its limit does so without being
                 resumed where its board is lost meanwhile: there is nothing left to generate.
         """
+        return (await self._paused(request_id))[0]
+
+    async def _paused(self, request_id: str) -> tuple[str, GenerationInfo]:
         while not self.over:
-            for _, replica in self.dispatch.fleet.entries.of(*_parts(request_id)):
+            _, replica = self.dispatch.fleet.running.get(request_id, ("", ""))
+            if replica:
                 for info in self.house.board(replica).generations():
                     if info.request_id == request_id and info.state is GenerationState.PAUSED:
-                        return replica
+                        return replica, info
             await asyncio.sleep(0.001)
         raise Over
 
     async def control(
         self, request_id: str, action: ControlAction, edit: Edit | None = None
     ) -> None:
-        """Do it; once more where the board was lost before anybody could know."""
+        """Do it; once more where the board was lost before anybody could know.
+
+        A generation that has other tokens by then was resumed, and is paused for another reason.
+        """
+        before: int | None = None
         while True:
-            board = self.house.board(await self.holder(request_id))
+            replica, paused = await self._paused(request_id)
+            if action is ControlAction.RESUME and before not in (None, paused.tokens):
+                return
+            board, before = self.house.board(replica), paused.tokens
             try:
                 done = await board.control(request_id.rpartition("/")[0], action, edit)
                 await board.given_out(done, action)
@@ -379,11 +392,6 @@ class Site:
 def _is_by_call(event: Event) -> bool:
     """Whether somebody has edited a generation, or let it go on."""
     return isinstance(event, Delta) and (event.paused or event == Delta("", ()))
-
-
-def _parts(request_id: str) -> tuple[str, int]:
-    completion, _, choice = request_id.rpartition("/")
-    return completion, int(choice)
 
 
 class Over(Exception):
@@ -443,7 +451,9 @@ async def sent_to(
     fleet = Fleet({"g": house}, {"g": model})
     usher = InTurn(list(benches))
     rules = persistence or FailoverLimits(continuations=100)
-    yield Site(house, Dispatch(fleet, usher, random.Random(7), rules), usher)
+    breaker, metrics = CircuitBreaker(), RouterMetrics(CollectorRegistry())
+    dispatch = Dispatch(fleet, usher, random.Random(7), rules, breaker=breaker, metrics=metrics)
+    yield Site(house, dispatch, usher)
     for bench in benches.values():
         await until(lambda bench=bench: _is_idle(bench.board))  # type: ignore[misc] # its own
     assert all(seat.ends for seat in usher.seats)

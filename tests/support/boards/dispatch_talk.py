@@ -5,14 +5,17 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+
+from prometheus_client import CollectorRegistry
 
 from rkserve.core.messages import (
     Delta,
     Event,
     GenerateRequest,
 )
+from rkserve.core.metrics import RouterMetrics
 from rkserve.fleet.fleet import Fleet
+from rkserve.fleet.measurements import CircuitBreaker
 from rkserve.router.dispatch.dispatch import Dispatch, FailoverLimits
 from tests.support.boards.continued_house import InTurn
 from tests.support.boards.fake_boards import (
@@ -28,12 +31,13 @@ REQUEST = GenerateRequest("r/0", "sim-chat", (1, 2, 3), 10)
 PATIENCE = FailoverLimits(accept_timeout_s=0.2, continuations=3, restart_wait_s=30.0)
 
 
-@dataclass
-class Counted:
+class Counted(RouterMetrics):
     """What would be in the metrics."""
 
-    words: list[str] = field(default_factory=list)
-    took_s: list[float] = field(default_factory=list)
+    def __init__(self) -> None:
+        super().__init__(CollectorRegistry())
+        self.words: list[str] = []
+        self.took_s: list[float] = []
 
     def continued(self, word: str) -> None:
         self.words.append(word)
@@ -61,7 +65,10 @@ class Talk:
         self.usher = InTurn(list(replicas))
         self.counted = Counted()
         fleet = Fleet({"g": self.boards}, {"g": "sim-chat"})
-        self.dispatch = Dispatch(fleet, self.usher, random.Random(3), rules, losses=self.counted)
+        rng, breaker = random.Random(3), CircuitBreaker()
+        self.dispatch = Dispatch(
+            fleet, self.usher, rng, rules, breaker=breaker, metrics=self.counted
+        )
         self.events: list[Event] = []
 
     async def __call__(self) -> list[Event]:

@@ -100,11 +100,11 @@ class FakeBoards:
         return said(*args) if callable(said) else said
 
     async def ask_all(
-        self, method: str, *args: Any, timeout_s: float, heard: Callable[[Any], None]
+        self, method: str, *args: Any, timeout_s: float, take: Callable[[Any], None]
     ) -> None:
         for one in self.reported:
             with contextlib.suppress(RkserveError):
-                heard(await self.ask(one.replica, method, *args, timeout_s=timeout_s))
+                take(await self.ask(one.replica, method, *args, timeout_s=timeout_s))
 
     @property
     def complete(self) -> bool:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from rkserve.board.answer.transcript import common_prefix
 from rkserve.board.engine.protocol import EngineFacts, OnScores, OnToken, RunCommand, RunEnded
 from rkserve.core.errors import CallFailed, EngineDied, Misuse, NativeError
 from rkserve.native.runtime import Perf, RunEnd
@@ -133,6 +134,8 @@ class FakeEngine:
         self.kvs: list[list[int]] = [[] for _ in range(n_batch)]
         self.adapters: dict[str, tuple[str, float]] = {}
         self.cache: list[int] | None = None  # the ids of the prompt cache that is loaded
+        self.left: list[int] = []  # what the last run without history left, where that is reused
+        self.forgetful = False  # it is not reused, whatever the quirk says
         self.no_release = False  # the library cannot forget a prompt cache
         self.system_prompt = 0  # positions that a clear can spare
         self.blind_to_caches = False  # a cache that is loaded saves nothing
@@ -190,8 +193,7 @@ class FakeEngine:
             del self.kv[start:end]
         if not command.resume:
             cache_refused = self._use_caches(command)
-            if command.clear or not command.keep_history:
-                self.kvs = [[] for _ in self.kvs]
+            self._begin_context(command)
         prefilled = self._prefill(command)
         self._paused = None
         if await self._play(command, play, on_token):
@@ -204,8 +206,20 @@ class FakeEngine:
         perf = Perf(1.0, prefilled, 1.0, len(self.kv), 1.0)
         ended = RunEnded(play.script.end, perf, 0, self._sizes(play), None, cache_refused)
         if not play.keep_history:
-            self.kvs = [[] for _ in self.kvs]
+            self._leave()
         return ended
+
+    def _begin_context(self, command: RunCommand) -> None:
+        if command.clear or command.keep_history:
+            self.left = []
+        if command.clear or not command.keep_history:
+            self.kvs = [[] for _ in self.kvs]
+
+    def _leave(self) -> None:
+        """End a single turn, which may leave its context to the next one."""
+        reuses = self.facts.quirks.get("prefix_reuse_in_ram", False) and not self.forgetful
+        self.left = list(self.kv) if reuses else []
+        self.kvs = [[] for _ in self.kvs]
 
     def _refusal(self, command: RunCommand, play: Play) -> str | None:
         if command.resume != self.paused:
@@ -239,8 +253,9 @@ class FakeEngine:
         cached = 0
         if self.cache is not None and not self.kv and not self.blind_to_caches:
             # What both begin with is not computed again, all but the last id.
-            both = list(zip(self.cache, entries[0].ids[:-1], strict=False))
-            cached = next((at for at, (a, b) in enumerate(both) if a != b), len(both))
+            cached = common_prefix(tuple(self.cache), entries[0].ids[:-1])
+        if not command.resume:
+            cached = max(cached, common_prefix(tuple(self.left), entries[0].ids))
         for kv, entry in zip(self.kvs, entries, strict=True):
             kv.extend(entry.ids)
         return sum(len(entry.ids or entry.prompt_text or ()) for entry in entries) - cached
@@ -313,6 +328,7 @@ class FakeEngine:
         self._paused = None
 
     def _call_clear_kv(self, keep_system_prompt: bool = False) -> None:
+        self.left = []
         kept = self.system_prompt if keep_system_prompt else 0
         self.kvs = [kv[:kept] for kv in self.kvs]
 

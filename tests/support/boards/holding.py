@@ -33,7 +33,10 @@ from tests.support.boards.board_bench import Listener, collect, until
 from tests.support.sim.sim_board import CALM, FOLDER, GREEDY, TOKENIZER, Sim, words
 
 ALL_KINDS = {"1.2.3": ("1.2.3", 1), "1.3.0": ("1.3.0", 1), "batch": ("1.3.0", 3)}
-KINDS = pytest.mark.parametrize(("release", "n_batch"), ALL_KINDS.values(), ids=list(ALL_KINDS))
+# The older release alone and the newer one in a batch differ in all that a board does of its own.
+KINDS = pytest.mark.parametrize(
+    ("release", "n_batch"), [("1.2.3", 1), ("1.3.0", 3)], ids=["1.2.3", "batch"]
+)
 LINE = "tone"
 PACE = 0.02  # about a millisecond a token
 SAYING = "The tide of the river and the old lamp"

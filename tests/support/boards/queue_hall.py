@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Collection
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
+
+from prometheus_client import CollectorRegistry
 
 from rkserve.core.desired_state import ActivePause, Desired, PauseMode, Scope
 from rkserve.core.errors import (
@@ -15,7 +16,9 @@ from rkserve.core.errors import (
 from rkserve.core.messages import (
     GenerateRequest,
 )
+from rkserve.core.metrics import RouterMetrics
 from rkserve.fleet.fleet import Fleet
+from rkserve.fleet.measurements import CircuitBreaker
 from rkserve.router.policies import LeastLoadPolicy, RoutingPolicy
 from rkserve.router.queue.admission import QueueTerms
 from rkserve.router.queue.queues import ModelQueues, QueueRules, TriedBoards
@@ -25,17 +28,13 @@ from tests.support.boards.fake_boards import FakeBoards, report
 MODEL = "sim-chat"
 
 
-@dataclass
-class Counted:
+class Counted(RouterMetrics):
     """What the queue counts."""
 
-    waits_s: list[float] = field(default_factory=list)
-    reasons: list[str] = field(default_factory=list)
-    holds: list[str] = field(default_factory=list)
-
-    def waited(self, model: str, waited_s: float) -> None:
-        assert model == MODEL
-        self.waits_s.append(waited_s)
+    def __init__(self) -> None:
+        super().__init__(CollectorRegistry())
+        self.reasons: list[str] = []
+        self.holds: list[str] = []
 
     def refused(self, model: str, reason: str) -> None:
         assert model == MODEL
@@ -47,15 +46,17 @@ class Counted:
         self.holds.append(by)
 
 
-@dataclass
-class Avoided:
+class Avoided(CircuitBreaker):
     """Boards that are left alone."""
 
-    keys: set[str] = field(default_factory=set)
-    until_s: float | None = None
+    def __init__(self) -> None:
+        super().__init__()
+        self.failed("another board", "it is not there", 0.0)
+        self.keys: set[str] = set()
+        self.until_s: float | None = None
 
-    def blocked(self, now_s: float) -> Collection[str]:
-        return self.keys if self.until_s is None or now_s < self.until_s else ()
+    def blocked(self, now_s: float) -> list[str]:
+        return sorted(self.keys) if self.until_s is None or now_s < self.until_s else []
 
     def soonest_s(self, _now_s: float) -> float | None:
         return self.until_s

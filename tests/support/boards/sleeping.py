@@ -75,8 +75,12 @@ async def sleeps(told: Governed, pid: int, adoption: Adoption, level: SleepLevel
         return
     assert report.state is BoardState.ASLEEP
     assert (report.engine_pid, report.kv_positions, report.adapters) == (0, 0, ())
-    assert (report.running, told.board.live.paused, told.board.live.running) == (0, None, None)
-    assert set((await told.board.kv()).entries) == {0}
+    assert (report.running, told.board.slot.live.paused, told.board.slot.live.running) == (
+        0,
+        None,
+        None,
+    )
+    assert set((told.board.kv()).entries) == {0}
     assert not os.access(f"/proc/{pid}", os.F_OK)
 
 

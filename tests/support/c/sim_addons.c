@@ -143,12 +143,14 @@ static void try_cache(LLMHandle handle, const char *folder) {
     snprintf(path, sizeof path, "%s/cache.bin", folder);
     char *own = copied(path);
     RKLLMPromptCacheParam save = {1, own};
+    CHECK(rkllm_clear_kv_cache(handle, 0, NULL, NULL) == 0);
     CHECK(say(handle, "Count to 9", (RKLLMInferParam){.prompt_cache_params = &save}) == 0);
     int whole = prefilled;
     CHECK(rkllm_load_prompt_cache(handle, own) == 0 && rkllm_load_prompt_cache(handle, own) == -1);
     CHECK(say(handle, "Count to 9", (RKLLMInferParam){0}) == 0 && prefilled == 0);
     CHECK(say(handle, "Tell me more", (RKLLMInferParam){0}) == 0 && prefilled > 0);
     CHECK(rkllm_release_prompt_cache(handle) == 0 && rkllm_release_prompt_cache(handle) == 0);
+    CHECK(rkllm_clear_kv_cache(handle, 0, NULL, NULL) == 0);
     CHECK(say(handle, "Count to 9", (RKLLMInferParam){0}) == 0 && prefilled == whole);
     /* Any byte of the part that means something may be wrong. */
     FILE *file = fopen(own, "r+b");

@@ -18,6 +18,7 @@ def controlled(ray_cluster: LocalCluster) -> App:
     ray_cluster.model_copy("sim-chat", max_adapters=8)
     (ray_cluster.folder / "shelf").mkdir()
     deployed = deploy(ray_cluster)
+    ray_cluster.shared.append(deployed.name)
     deployed.ready()
     deployed.settled()
     return deployed

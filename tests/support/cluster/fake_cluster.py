@@ -301,11 +301,11 @@ class FakeCluster:
         return said
 
     async def ask_all(
-        self, method: str, *args: Any, timeout_s: float, heard: Callable[[Any], None]
+        self, method: str, *args: Any, timeout_s: float, take: Callable[[Any], None]
     ) -> None:
         async def one(replica: str) -> None:
             with contextlib.suppress(RkserveError):
-                heard(await self.ask(replica, method, *args, timeout_s=timeout_s))
+                take(await self.ask(replica, method, *args, timeout_s=timeout_s))
 
         await asyncio.gather(*(one(board.replica) for board in list(self.boards.values())))
 

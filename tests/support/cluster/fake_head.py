@@ -39,7 +39,10 @@ def line(name: str = "tone", active: str | None = "v1", **rest: Any) -> AdapterV
 
 @dataclass
 class FakeHead:
-    """The Coordinator. ``says`` has answers by method: a value, an error, or a function."""
+    """The Coordinator. ``says`` has answers by method: a value, an error, or a function.
+
+    Those about base weights are ``register_model`` and ``upload_end_model``.
+    """
 
     desired: Desired = field(default_factory=Desired)
     says: dict[str, Any] = field(default_factory=dict)
@@ -57,11 +60,18 @@ class FakeHead:
         if method != "desired":
             self.asked.append((method, args))
         await asyncio.sleep(0)
-        said = self.says[method] if method in self.says else getattr(self, f"_{method}")
+        name = f"{method}_model" if self._is_of_model(method, args) else method
+        said = self.says[name] if name in self.says else getattr(self, f"_{method}")
         if isinstance(said, Exception):
             raise said
         found = said(*args) if callable(said) else said
         return await found if asyncio.iscoroutine(found) else found
+
+    def _is_of_model(self, method: str, args: tuple[Any, ...]) -> bool:
+        if method == "register":
+            return bool(args[2].base)
+        begun = [args[0] for method, args in self.asked if method == "upload_begin"]
+        return method == "upload_end" and begun[-1].base
 
     @property
     def calls(self) -> list[OperationRequest]:
@@ -131,7 +141,7 @@ class FakeHead:
     def _upload_abort(self, _upload: str) -> None:
         self.parts.clear()
 
-    def _register_path(self, _path: str, claim: DeclaredArtifact, _scale: float) -> AdapterVersion:
+    def _register(
+        self, _kind: str, _place: str, claim: DeclaredArtifact, _scale: float
+    ) -> AdapterVersion:
         return version(claim.name, claim.version or "dddddddddddd")
-
-    _register_url = _register_path

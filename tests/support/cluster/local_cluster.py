@@ -39,13 +39,21 @@ _ENVIRON = {
     **PATIENCE,
     # Ray's own 15 lets all else on the machine go first, and these tests are what one waits for.
     "RAY_worker_niceness": "0",
+    # At Serve's own 0.1 s an idle controller takes a twentieth of a core.
+    "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.25",
 }
 # A raylet ends itself where a part of it does not come up, which was seen on a busy machine once in
 # some hundred starts; what a board does then, as systemd does for it, is to join again.
 JOIN_TRIES = 3
 _SETTLED_S = 3.0
-# A node that was removed is noticed after three of these.
-_SYSTEM = {"health_check_period_ms": 500, "health_check_failure_threshold": 4}
+_SYSTEM = {
+    # A node that was removed is noticed after three of these.
+    "health_check_period_ms": 500,
+    "health_check_failure_threshold": 4,
+    # For Ray's dashboard, which is not started: every process reports every second otherwise.
+    "enable_metrics_collection": False,
+    "task_events_report_interval_ms": 0,
+}
 
 
 def wait_for(what: str, look: Callable[[], T | None], timeout_s: float = 60.0) -> T:
@@ -77,6 +85,7 @@ class LocalCluster:
     port: int
     cluster: Any
     homes: int = field(default=0)
+    shared: list[str] = field(default_factory=list)  # applications of several test files
 
     @property
     def url(self) -> str:
@@ -132,6 +141,13 @@ class LocalCluster:
         from ray import serve
 
         serve.delete(name)
+
+    def delete_shared(self) -> None:
+        """Take away the applications whose last test has run, without waiting for it."""
+        from ray import serve
+
+        while self.shared:
+            serve.delete(self.shared.pop(), _blocking=False)
 
     def reports(self, app: str, group: str) -> list[BoardReport]:
         """Ask every board of a group for its report, past the Router; sorted by board."""
@@ -249,8 +265,10 @@ class App:
         """Wait until every model has a board that serves."""
 
         def ready() -> bool:
-            with self.http_sync() as http:
+            # On a busy machine Serve's proxy may not listen yet.
+            with self.http_sync() as http, contextlib.suppress(httpx.ConnectError):
                 return http.get("/ready").status_code == 200
+            return False
 
         wait_for(f"{self.name} to be ready", ready, START_S)
 
@@ -335,6 +353,8 @@ def _started(folder: Path) -> Iterator[LocalCluster]:
         head_node_args={
             "num_cpus": 2,
             "include_dashboard": False,
+            "include_log_monitor": False,
+            "no_monitor": True,  # Ray's autoscaler
             "temp_dir": str(folder / "ray"),
             "_system_config": _SYSTEM,
         },

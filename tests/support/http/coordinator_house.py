@@ -37,7 +37,7 @@ class Direct:
         self._it, self._version, self._store = it, version, store
 
     async def call(self, method: str, *args: Any, timeout_s: float) -> Any:
-        if method == "register_path":
+        if method == "register":
             if self._version.ref.digest not in self._store.files:
                 raise ArtifactRefused("There is no such file.")
             return self._version

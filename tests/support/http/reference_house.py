@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import hashlib
 import random
 import tempfile
 from collections.abc import Mapping
@@ -28,6 +29,7 @@ from rkserve.control.operations import ControlOperation
 from rkserve.core.board_report import CacheEntry, GenerationInfo, GenerationState, KvReport
 from rkserve.core.desired_state import BaseVersion, Desired
 from rkserve.core.errors import ArtifactNotFound, GenerationNotFound, OperationNotFound
+from rkserve.core.files import private_folder
 from rkserve.core.messages import ControlAction, Kv
 from rkserve.core.metrics import RouterMetrics
 from rkserve.http.app import make_app
@@ -35,6 +37,7 @@ from rkserve.http.gradio_routes import GradioCalls, PendingCall
 from rkserve.http.openapi import ApiDescription
 from rkserve.router.coordinator_client import CoordinatorClient
 from rkserve.router.dispatch.dispatch import open_dispatch, open_fleet
+from rkserve.router.membership import ClusterTerms, Membership, write_terms
 from rkserve.router.response_store import ResponseStore
 from rkserve.router.service import Service
 from rkserve.router.stored_responses import Responses
@@ -180,6 +183,17 @@ _RESPONSE: dict[str, Any] = {
 }
 
 
+def membership(folder: Path) -> Membership:
+    """A head whose join token is that of the example, for as long as the tests run."""
+    home = folder / "head"
+    private_folder(home)
+    (home / "token").write_text("secret")
+    write_terms(home, ClusterTerms("192.0.2.1:6379", "2.60.0", "3.11", str(home / "token"), {}))
+    digest = hashlib.sha256(b"JOIN_TOKEN").hexdigest()
+    (home / "join_tokens.json").write_text(dumps([{"digest": digest, "expires_s": 1e12}]))
+    return Membership(home)
+
+
 @dataclass
 class ReferenceHouse:
     """The Router. ``kept`` is where its responses are stored."""
@@ -203,7 +217,9 @@ class ReferenceHouse:
         call = gradio.GradioCall(gradio.CHAT, ("Hello", [], "", "", 0))
         posted.keep(PendingCall(EVENT, "anybody", call, 100))
         limits = (MAX_ADAPTER_BYTES, MAX_MODEL_BYTES)
-        self.app: ASGIApp = make_app(self.service, *limits, self.responses, gradio=posted)
+        self.app: ASGIApp = make_app(
+            self.service, *limits, self.responses, gradio=posted, membership=membership(self.kept)
+        )
 
     def remember(self) -> None:
         """Have the response stored that examples speak of."""

@@ -18,10 +18,9 @@ from tests.support.paths import PROJECT
 from tests.support.sim.rkllm_fake import sanitized
 
 MODEL = PROJECT / "models" / "sim-chat"
-RELEASES = tuple(build.RELEASES)
 
 PRELUDE = """
-import gc, json, sys, threading, time
+import gc, json, os, sys, threading, time
 from pathlib import Path
 from tokenizers import Tokenizer
 from rkserve.core.errors import *

@@ -18,7 +18,6 @@ from tests.support.sim.rkllm_fake import WAIT_ABORT, WAIT_GO, Step
 
 Open = Callable[..., Binding]
 WAIT_S = 60.0
-RELEASES = ("1.2.3", "1.3.0")
 IDS = RunParams((TokenInput((11, 12, 13)),))
 UNTIL_ABORT: Step = (WAIT_ABORT, 0, 0, None)
 UNTIL_GO: Step = (WAIT_GO, 0, 0, None)

@@ -16,7 +16,8 @@ from rkserve.native.binding.preconditions import HandleState
 from rkserve.native.binding.runtime import Binding, open_runtime
 from rkserve.native.runtime import LoadParams
 from tests.support.sim import rkllm_fake
-from tests.support.sim.binding_driver import RELEASES, Open
+from tests.support.sim.binding_driver import Open
+from tests.support.sim.releases import BOTH
 from tests.support.sim.rkllm_fake import Fake
 
 
@@ -28,11 +29,11 @@ def fakes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         release: rkllm_fake.build(
             folder / f"fake-{release}.so", rkllm_fake.version(release), *flags[release]
         )
-        for release in RELEASES
+        for release in BOTH
     }
 
 
-@pytest.fixture(params=RELEASES)
+@pytest.fixture(params=BOTH)
 def fake_release(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

@@ -84,9 +84,13 @@ class Fake:
             place.text = self.ffi.NULL if text is None else self._text(text)
             place.ended = step[4] if len(step) > 4 else 0
 
-    def rows(self, *shapes: tuple[int, int]) -> None:
-        """Script the next runs to call back with so many rows and columns, each."""
-        self.steps(*((ROWS, NORMAL, 0, None) for _ in shapes))
+    def rows(self, *shapes: tuple[int, int], go_on: bool = False) -> None:
+        """Script the next runs to call back with so many rows and columns, each.
+
+        With ``go_on`` they generate after that until they are aborted.
+        """
+        steps: list[Step] = [(ROWS, NORMAL, 0, None) for _ in shapes]
+        self.steps(*steps, *([(WAIT_ABORT, 0, 0, None)] if go_on else []))
         for place, (rows, columns) in zip(self.script.steps, shapes, strict=False):
             place.rows, place.columns = rows, columns
 

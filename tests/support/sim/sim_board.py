@@ -25,20 +25,20 @@ from rkserve.board.engine.protocol import (
     OnToken,
     RunCommand,
     RunEnded,
+    RunTimeouts,
     with_weights,
 )
-from rkserve.board.run.run import RunTimeouts
 from rkserve.board.run.settings import BoardSettings
 from rkserve.core.messages import AdapterRef, GenerateRequest
 from rkserve.core.run_params import Sampling
 from rkserve.models.adapters import adapters
 from rkserve.models.folder import open_model_folder
 from rkserve.native.runtime import LoadParams
-from rkserve.native.sim import build
 from rkserve.native.sim import models as sim_models
 from rkserve.native.sim.build import ensure_built
 from tests.support.boards.board_bench import collect, until
 from tests.support.paths import PROJECT
+from tests.support.sim.releases import BOTH
 
 FOLDER = open_model_folder(PROJECT / "models" / "sim-chat")
 WEIGHTS = FOLDER.require_weights()
@@ -51,7 +51,7 @@ GREEDY = Sampling(temperature=0.0, top_k=1, repeat_penalty=1.0)
 CALM = RunTimeouts(first_token_s=30.0, token_s=30.0, abort_s=30.0)
 UNHURRIED = 0.5  # 30 ms for a token: what is asked of the engine is there before the next one
 
-both_releases = pytest.mark.parametrize("release", [*build.RELEASES])
+both_releases = pytest.mark.parametrize("release", BOTH)
 
 
 def chat(*turns: str) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rkserve.native.sim import build
+from tests.support.sim.releases import BOTH
 from tests.support.sim.sim_driver import FAST, Gate, Sim
 
 
@@ -21,7 +21,13 @@ def fast_env(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, value)
 
 
-@pytest.fixture(params=build.RELEASES)
+@pytest.fixture
+def files_only(fast_env: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompt caches by themselves: no prefix is in RAM already."""
+    monkeypatch.setenv("RKSIM_PREFIX_REUSE", "0")
+
+
+@pytest.fixture(params=BOTH)
 def release(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

@@ -53,7 +53,7 @@ def followed(guide: Guide, seed: int = 0) -> tuple[str, bool]:
         # Tokens that end something are few among those that go on.
         closing = [one for one in ids if VOCABULARY.piece(int(one))[:1] in (b'"', b"]", b"}")]
         chosen = int(chance.choice(closing if closing and at > 50 else list(ids)))
-        said += VOCABULARY.said(chosen)
+        said += VOCABULARY.bytes_of(chosen)
         trail.take(chosen)
         if trail.over:
             return said.decode(), True

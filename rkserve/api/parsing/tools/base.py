@@ -133,7 +133,7 @@ class ToolCallParser(ABC):
             self._void()
         elif self._state not in (self._starting, self._talking) and self._left.isspace():
             self._left = ""
-        self._say(self._left)
+        self._add_text(self._left)
         self._left = ""
         return self._taken()
 
@@ -149,12 +149,12 @@ class ToolCallParser(ABC):
         words, found, rest = self._left.partition(self.marker)
         if not found:
             held = max(overlap(words, self.marker), overlap(words, f"\n{self.marker}"))
-            self._say(words[: len(words) - held])
+            self._add_text(words[: len(words) - held])
             self._left = words[len(words) - held :]
             return False
-        said = words.removesuffix("\n")
-        self._say(said)
-        self._raw = [words[len(said) :] + found]
+        text = words.removesuffix("\n")
+        self._add_text(text)
+        self._raw = [words[len(text) :] + found]
         self._left, self._state = rest, self._marked
         return True
 
@@ -164,7 +164,7 @@ class ToolCallParser(ABC):
         used = self._call.feed(self._left)
         self._raw.append(self._left[:used])
         self._left = self._left[used:]
-        if self._call.bad or not self._tell(self._call):
+        if self._call.bad or not self._add_call(self._call):
             return self._void()
         if self._call.done:
             self._call, self._begun, self._raw = None, False, []
@@ -186,7 +186,7 @@ class ToolCallParser(ABC):
             self._parts.append(Retraction(calls=1))
         self._call, self._begun = None, False
         raw, self._raw = "".join(self._raw), []
-        self._say(raw)
+        self._add_text(raw)
         self._state = self._talking
         return True
 
@@ -200,7 +200,7 @@ class ToolCallParser(ABC):
         while self._left and self._state():
             pass
 
-    def _tell(self, call: PartialCall) -> bool:
+    def _add_call(self, call: PartialCall) -> bool:
         """Emit the certain part of a call; return False if its name shows that it is none."""
         if not self._begun:
             name = call.name
@@ -214,7 +214,7 @@ class ToolCallParser(ABC):
             self._parts.append(ToolCallDelta(text))
         return True
 
-    def _say(self, text: str) -> None:
+    def _add_text(self, text: str) -> None:
         if text:
             self._parts.append(TextPart(text))
 

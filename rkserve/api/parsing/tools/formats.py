@@ -32,7 +32,6 @@ class Hermes(ToolCallParser):
 
     @classmethod
     def opening(cls, name: str | None) -> str:
-        """See ``ToolCallParser``."""
         begun = '<tool_call>\n{"name":'
         return begun if name is None else f'{begun} "{name}", "arguments":'
 
@@ -81,7 +80,6 @@ class Llama(ToolCallParser):
 
     @classmethod
     def opening(cls, name: str | None) -> str:
-        """See ``ToolCallParser``."""
         return '{"name":' if name is None else f'{{"name": "{name}", "parameters":'
 
     def _starting(self) -> bool:
@@ -188,7 +186,6 @@ class Mistral(_List):
 
     @classmethod
     def opening(cls, name: str | None) -> str:
-        """See ``ToolCallParser``."""
         begun = '[TOOL_CALLS] [{"name":'
         return begun if name is None else f'{begun} "{name}", "arguments":'
 
@@ -211,11 +208,11 @@ class Mistral(_List):
     def _unlisted(self, text: str) -> bool:
         """Parse a name, an optional ID, and the arguments."""
         found = self._NAME.match(text)
-        said = found[0] if found else ""
-        rest = text[len(said) :]
+        name_part = found[0] if found else ""
+        rest = text[len(name_part) :]
         if not rest:
-            return False if self._may_become_name(said) else self._void()
-        name = self._named(said)
+            return False if self._may_become_name(name_part) else self._void()
+        name = self._named(name_part)
         if name is None:
             return self._void()
         marks = self._MARKS.match(rest)
@@ -231,21 +228,21 @@ class Mistral(_List):
         self._alone = True
         return self._open(NamedCall(name), len(self._left) - len(behind))
 
-    def _named(self, said: str) -> str | None:
+    def _named(self, name_part: str) -> str | None:
         """Return the tool that is called; where the runtime hides the mark between them, the id
         stands right behind its name.
         """
-        if self._knows(said):
-            return said
-        return next((name for name in self._names if self._is_with_id(said, name)), None)
+        if self._knows(name_part):
+            return name_part
+        return next((name for name in self._names if self._is_with_id(name_part, name)), None)
 
-    def _is_with_id(self, said: str, name: str) -> bool:
-        return said.startswith(name) and self._ID.fullmatch(said[len(name) :]) is not None
+    def _is_with_id(self, name_part: str, name: str) -> bool:
+        return name_part.startswith(name) and self._ID.fullmatch(name_part[len(name) :]) is not None
 
-    def _may_become_name(self, said: str) -> bool:
+    def _may_become_name(self, name_part: str) -> bool:
         return any(
-            name.startswith(said)
-            or (said.startswith(name) and self._ID_BEGUN.fullmatch(said[len(name) :]))
+            name.startswith(name_part)
+            or (name_part.startswith(name) and self._ID_BEGUN.fullmatch(name_part[len(name) :]))
             for name in self._names
         )
 
@@ -264,7 +261,6 @@ class MistralArgs(Mistral):
 
     @classmethod
     def opening(cls, name: str | None) -> str:
-        """See ``ToolCallParser``."""
         return "[TOOL_CALLS]" if name is None else f"[TOOL_CALLS]{name}[ARGS]"
 
 
@@ -279,7 +275,6 @@ class Pythonic(_List):
 
     @classmethod
     def opening(cls, name: str | None) -> str:
-        """See ``ToolCallParser``."""
         return "[" if name is None else f"[{name}("
 
     def _item(self) -> bool:
@@ -298,6 +293,32 @@ class Pythonic(_List):
         self._left = text[len(self._END) :] if found else self._left
         self._state = self._talking
         return True
+
+
+# By the names that a model folder uses.
+FORMATS: dict[str, type[ToolCallParser]] = {
+    "hermes": Hermes,
+    "llama": Llama,
+    "mistral": Mistral,
+    "mistral-args": MistralArgs,
+    "pythonic": Pythonic,
+}
+# Texts that occur in the templates of one format only, the most certain first.
+_SIGNS = (
+    ("<tool_call>", "hermes"),
+    ("[ARGS]", "mistral-args"),
+    ("[TOOL_CALLS]", "mistral"),
+    ("<|tool_call_start|>", "pythonic"),
+    ("[func_name1(", "pythonic"),
+    ("<|python_tag|>", "llama"),
+    ('"parameters": dictionary of argument name', "llama"),
+    ("ipython", "llama"),
+)
+
+
+def guess(template: str) -> str | None:
+    """Return the tool call format that a chat template describes, or None."""
+    return next((name for sign, name in _SIGNS if sign in template), None)
 
 
 _CLOSERS = {"{": "}", "[": "]", "(": ")"}
@@ -320,7 +341,6 @@ class PythonCall:
         self._news = "{"
 
     def feed(self, text: str) -> int:
-        """See ``PartialCall``."""
         for at, character in enumerate(text):
             if self._quote is None and not self._open and character in ",)":
                 self._argument(last=character == ")")
@@ -334,7 +354,6 @@ class PythonCall:
         return len(text)
 
     def take(self) -> str:
-        """See ``PartialCall``."""
         text, self._news = self._news, ""
         return text
 
@@ -386,8 +405,7 @@ def _argument_value(text: str) -> Any:
 def python_value(text: str) -> Any:
     """Return a Python literal, in which JSON's constants are allowed too.
 
-    Raises:
-        ValueError: it is no literal, or JSON has no such value.
+    Raises ``ValueError``: it is no literal, or JSON has no such value.
     """
     try:
         # Of an escape that Python does not know it would warn on the server's own output.

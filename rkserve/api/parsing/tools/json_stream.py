@@ -5,12 +5,15 @@ They find the end of a call, its name, and the text of its arguments.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
 from typing import Any, Protocol
 
 from pydantic_core import from_json
 
 _CLOSERS = {"{": "}", "[": "]"}
+# A string, a sign, or a number or word; the latter ends only with what follows it.
+_TOKEN = re.compile(r'"(?:[^"\\\x00-\x1f]|\\.)*"|[{}\[\],:]|[^\s{}\[\],:"]+', re.DOTALL)
+_OPEN_STRING = re.compile(r'"(?:[^"\\\x00-\x1f]|\\.)*\\?', re.DOTALL)
 NAME_KEYS = ("name",)
 ARGUMENT_KEYS = ("arguments", "parameters")
 
@@ -43,91 +46,81 @@ def as_json(text: str) -> Any:
 
 
 class ObjectScan:
-    """The text of one JSON object: its members by name, each as far as received."""
+    """The text of one JSON object, and its members by name, each as far as received."""
 
     def __init__(self) -> None:
         self.done = self.bad = False
-        self.texts: dict[str, list[str]] = {}
         self.complete: set[str] = set()
-        self._state: Callable[[str, int], int] = self._opens
-        self._key: str | None = None
-        self._parts: list[str] = []  # of the string or value that is being read
+        self._text, self._at = "", 0  # all of it, and the end of the last token
+        self._spans: dict[str, tuple[int, int | None]] = {}  # of the members' values
+        self._wants = "{"  # the characters of which one has to come; empty before and in a value
+        self._key = ""  # of the value that is being read
         self._open: list[str] = []  # what has to close it
-        self._in_string = self._escaped = False
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._spans
+
+    def member(self, key: str) -> str:
+        """Return the text of a member's value as far as received."""
+        begin, end = self._spans[key]
+        return self._text[begin:end]
 
     def feed(self, text: str) -> int:
         """Take more text, and return how much of it belongs to the object."""
-        at = 0
-        while at < len(text) and not self.done and not self.bad:
-            at = self._state(text, at)
-        return at
+        before = len(self._text)
+        self._text += text
+        while not self.done and not self.bad and self._step():
+            pass
+        return max(0, self._at - before) if self.done or self.bad else len(text)
 
-    def _opens(self, text: str, at: int) -> int:
-        return self._expect(text, at, {"{": self._first})
+    def _step(self) -> bool:
+        """Read the next token; return False if that needs more text."""
+        at = self._at
+        while at < len(self._text) and self._text[at].isspace():
+            at += 1
+        if at == len(self._text):
+            return False
+        first = self._text[at]
+        begins = not self._wants and not self._open  # a value
+        if first in ",:}]" if begins else self._wants and first not in self._wants:
+            return self._fail(at)
+        if begins:
+            self._spans[self._key] = (at, None)
+            self.complete.discard(self._key)
+        found = _TOKEN.match(self._text, at)
+        if found is None:
+            string = _OPEN_STRING.match(self._text, at)
+            assert string is not None  # all else is a token
+            return self._fail(string.end()) if string.end() < len(self._text) else False
+        token = found[0]
+        if found.end() == len(self._text) and token not in "{}[],:" and first != '"':
+            return False
+        self._at = found.end()
+        self._take(token)
+        return True
 
-    def _first(self, text: str, at: int) -> int:
-        return self._expect(text, at, {'"': self._named, "}": self._ended})
-
-    def _next(self, text: str, at: int) -> int:
-        return self._expect(text, at, {'"': self._named})
-
-    def _colon(self, text: str, at: int) -> int:
-        return self._expect(text, at, {":": self._begun})
-
-    def _behind(self, text: str, at: int) -> int:
-        return self._expect(text, at, {",": self._next, "}": self._ended})
-
-    def _expect(self, text: str, at: int, after: dict[str, Callable[[str, int], int]]) -> int:
-        if text[at].isspace():
-            return at + 1
-        state = after.get(text[at])
-        if state is None:
-            self.bad = True
-            return at
-        if state == self._ended:
+    def _take(self, token: str) -> None:
+        if not self._wants:
+            self._take_value(token)
+        elif token == ":":
+            self._wants = ""
+        elif token == "}":
             self.done = True
-            return at + 1
-        self._state = state
-        if state == self._named:
-            self._key, self._in_string, self._parts = None, True, ['"']
-        return at + 1
+        elif token in ("{", ","):
+            self._wants = '"}' if token == "{" else '"'
+        else:
+            self._wants, self._key = ":", str(self._parsed(token))
 
-    def _ended(self, text: str, at: int) -> int:  # noqa: ARG002 - never asked: feed stops before
-        return at
-
-    def _named(self, text: str, at: int) -> int:
-        end = self._value_end(text, at)
-        self._parts.append(text[at:end])
-        if not self._in_string and not self.bad:
-            name = self._parsed("".join(self._parts))
-            self._key, self._state = name if isinstance(name, str) else None, self._colon
-        return end
-
-    def _begun(self, text: str, at: int) -> int:
-        if text[at].isspace():
-            return at + 1
-        self._state = self._valued
-        assert self._key is not None  # a name that is no string is bad
-        self._parts = self.texts[self._key] = []
-        self.complete.discard(self._key)
-        return at
-
-    def _valued(self, text: str, at: int) -> int:
-        begun = bool(self._parts)
-        end = self._value_end(text, at)
-        if end > at:
-            self._parts.append(text[at:end])
-        ended = not self._in_string and not self._open
-        last = self._parts[-1][-1] if self._parts else ""
-        # A number or a word ends before what follows it, all else with its last character.
-        if ended and (last in '"}]' or (end < len(text) and (begun or end > at))):
-            self._parsed("".join(self._parts))
-            self._state = self._behind
-            assert self._key is not None
+    def _take_value(self, token: str) -> None:
+        if token in _CLOSERS:
+            self._open.append(_CLOSERS[token])
+        elif token in _CLOSERS.values() and self._open.pop() != token:
+            self._fail(self._at)
+        if not self._open and not self.bad:
+            self._spans[self._key] = (self._spans[self._key][0], self._at)
+            self._parsed(self.member(self._key))
             self.complete.add(self._key)
-        elif end == at:
-            self.bad = True  # no value at all
-        return end
+            self._wants = ",}"
 
     def _parsed(self, text: str) -> Any:
         try:
@@ -136,41 +129,8 @@ class ObjectScan:
             self.bad = True
             return None
 
-    def _value_end(self, text: str, at: int) -> int:
-        """Return the position where the value ends, is invalid, or the text ends."""
-        while at < len(text) and not self.bad:
-            character = text[at]
-            if self._in_string:
-                at += 1
-                if self._closes_string(character) and not self._open:
-                    return at
-            elif character == '"':
-                self._in_string = True
-                at += 1
-            elif character in "{[":
-                self._open.append(_CLOSERS[character])
-                at += 1
-            elif not self._open and (character in ",}]" or character.isspace()):
-                return at
-            elif character in "}]":
-                self.bad = self._open.pop() != character
-                at += 1
-                if self.bad or not self._open:
-                    return at
-            else:
-                at += 1
-        return at
-
-    def _closes_string(self, character: str) -> bool:
-        if self._escaped:
-            self._escaped = False
-        elif character == "\\":
-            self._escaped = True
-        elif character == '"':
-            self._in_string = False
-            return True
-        elif character < " ":  # JSON has an escape for each of these
-            self.bad = True
+    def _fail(self, at: int) -> bool:
+        self.bad, self._at = True, at
         return False
 
 
@@ -196,11 +156,11 @@ class ObjectCall:
             return None
         if self._member(ARGUMENT_KEYS) is None and not self.done:
             return None
-        found = as_json("".join(self._scan.texts[name]))
-        return found if isinstance(found, str) and self._is_certain() else None
+        found = as_json(self._scan.member(name))
+        certain = self._streams() or self._whole is not None
+        return found if isinstance(found, str) and certain else None
 
     def feed(self, text: str) -> int:
-        """See ``PartialCall``."""
         used = self._scan.feed(text)
         self.bad = self._scan.bad
         if self.done and not self._streams():
@@ -211,33 +171,28 @@ class ObjectCall:
         return used
 
     def take(self) -> str:
-        """See ``PartialCall``."""
         if self._whole is not None:
             text, self._whole = self._whole, ""
             return text
         key = self._member(ARGUMENT_KEYS)
         if key is None or not self._streams():
             return ""
-        parts = self._scan.texts[key]
-        text, self._taken = "".join(parts[self._taken :]), len(parts)
+        text = self._scan.member(key)[self._taken :]
+        self._taken += len(text)
         return text
 
     def _member(self, keys: tuple[str, ...]) -> str | None:
-        return next((key for key in keys if key in self._scan.texts), None)
+        return next((key for key in keys if key in self._scan), None)
 
     def _streams(self) -> bool:
         """Return whether the arguments are an object, which can be streamed."""
         key = self._member(ARGUMENT_KEYS)
-        parts = [] if key is None else self._scan.texts[key]
-        return bool(parts) and parts[0][0] == "{"
-
-    def _is_certain(self) -> bool:
-        return self._streams() or self._whole is not None
+        return key is not None and self._scan.member(key).startswith("{")
 
     def _other_form(self) -> str | None:
         """Return arguments in another form as the text of an object; None if that is impossible."""
         key = self._member(ARGUMENT_KEYS)
-        found = None if key is None else as_json("".join(self._scan.texts[key]))
+        found = None if key is None else as_json(self._scan.member(key))
         if found is None:
             return "{}"
         if not isinstance(found, str):
@@ -267,13 +222,11 @@ class NamedCall:
         return self._scan.bad
 
     def feed(self, text: str) -> int:
-        """See ``PartialCall``."""
         used = self._scan.feed(text)
         self._news.append(text[:used])
         return used
 
     def take(self) -> str:
-        """See ``PartialCall``."""
         text = "".join(self._news)
         self._news.clear()
         return text

@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rkserve.api.parsing.answer_parser import AnswerParser, ParserOptions
-from rkserve.api.parsing.tools import FORMATS, guess
 from rkserve.api.parsing.tools.base import (
     Part,
     Retraction,
@@ -19,7 +18,8 @@ from rkserve.api.parsing.tools.base import (
     ToolCallStart,
     overlap,
 )
-from rkserve.api.prompting.templates import NAMED
+from rkserve.api.parsing.tools.formats import FORMATS, guess
+from rkserve.api.prompting.templates import named_template
 from rkserve.core.messages import (
     Delta,
     Finished,
@@ -266,7 +266,8 @@ def test_an_answer_is_read_alike_however_it_is_cut(
     pieces=st.lists(
         st.sampled_from(
             [
-                *("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>"),
+                *dict.fromkeys(each.marker for each in FORMATS.values()),
+                *("</tool_call>", "[ARGS]"),
                 *('{"name": "add"', ', "arguments": {', '"a": 1', "}", "]", "[", "add(", "a=1"),
                 *(")", ",", ";", " ", "\n", '"', "'", "\\", "x", "get_time", "é", "<|tool_call_"),
             ]
@@ -393,7 +394,7 @@ def test_a_call_that_was_answered_in_mid_stream_asks_for_nothing() -> None:
     ("template", "form"),
     [
         (CHATML, "hermes"),
-        (NAMED["chatml"].source, "hermes"),
+        (named_template("chatml"), "hermes"),
         ("{{ '[TOOL_CALLS] [' }}", "mistral"),
         ("{{ '[TOOL_CALLS]' + name + '[ARGS]' }}", "mistral-args"),
         ("{{ '<|tool_call_start|>' }}", "pythonic"),

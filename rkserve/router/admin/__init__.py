@@ -1,1 +1,0 @@
-"""The Router's side of control operations."""
