@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from rkserve.bench.capture import marked, pairs, render, to_json, with_answers
+from rkserve.bench.capture import exchange, marked, pairs, render, to_json, with_answers
+from rkserve.bench.figures import Slo, figures
+from rkserve.bench.outcome import CapturedExchange
 from rkserve.bench.player import NO_ANSWER
-from tests.support.values.bench_load import answered, at_once, failed
+from rkserve.bench.results import RunResult
+from tests.support.values.bench_load import answered, at_once, failed, played
 
 
 def test_what_only_one_of_two_texts_says_is_marked() -> None:
@@ -56,3 +59,20 @@ def test_what_is_too_long_to_compare_is_shown_all_the_same() -> None:
     assert shown.startswith(words[:100])
     assert "one" in shown
     assert "two" in shown
+
+
+@pytest.mark.parametrize(
+    ("timings", "step_s", "expected"),
+    [
+        ({"tokens_per_s": 12.5}, 0.1, 12.5),  # the board's own rate goes first
+        ({}, 0.1, 10.0),
+        ({}, 0.0, None),  # the whole answer was read at once
+    ],
+)
+def test_the_rate_is_that_of_the_board_else_of_the_stream(
+    timings: dict[str, float], step_s: float, expected: float | None
+) -> None:
+    one = answered(step_s=step_s, captured=CapturedExchange({}, timings=timings))
+    run = played([one])
+    run_result = RunResult(run, figures(run, Slo()))
+    assert exchange(run_result, one)["tokens_per_s"] == expected

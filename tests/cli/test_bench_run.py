@@ -138,7 +138,8 @@ def test_a_capture_has_whole_prompts_answers_figures_and_boards(
         assert one["usage"]["completion_tokens"] == 3
         assert one["timings"] == {"queue_ms": 4.0}
         assert one["ttft_ms"] > 0
-        assert one["tokens_per_s"] > 0
+        rate = one["tokens_per_s"]
+        assert rate is None or rate > 0, "None where a busy client read the answer at once"
         assert one["board"] == "sim-0"
         figures = one["board_figures"]
         assert (figures["npu_load_mean"], figures["memory_mb"]) == (50.0, 1689.2)
