@@ -15,13 +15,14 @@ import os
 import sqlite3
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rkserve.control.calls import OperationKind
 from rkserve.control.codec import (
+    SCHEMA,
     read_cache,
     read_desired,
     read_operation,
@@ -32,7 +33,7 @@ from rkserve.control.codec import (
 from rkserve.control.operations import ControlOperation, OperationState
 from rkserve.core.desired_state import Desired, DesiredCache
 from rkserve.core.errors import LedgerFailed
-from rkserve.core.files import FULL, free_bytes, open_private, private_folder
+from rkserve.core.files import FULL, free_bytes, open_private, private_folder, sync
 
 log = logging.getLogger(__name__)
 
@@ -345,6 +346,7 @@ def _connect(file: Path, migrations: Sequence[Sequence[str]]) -> sqlite3.Connect
         database.execute("PRAGMA journal_mode = WAL")
         database.execute("PRAGMA synchronous = FULL")  # WAL's default loses the last at a power cut
         _check(database)
+        _back_up(file, database, len(migrations))
         _migrate(file, database, migrations)
     except sqlite3.OperationalError as exc:
         database.close()
@@ -382,18 +384,78 @@ def _check(database: sqlite3.Connection) -> None:
         raise sqlite3.DatabaseError(found)
 
 
+def _back_up(file: Path, database: sqlite3.Connection, known: int) -> None:
+    """Copy a ledger of an earlier release before anything in it is changed.
+
+    The copy is named after its schema: that of the tables, and that of the values.
+    """
+    (tables,) = database.execute("PRAGMA user_version").fetchone()
+    if tables == 0:
+        return  # it is new
+    row = _desired_row(database) if tables <= known else None
+    values = SCHEMA if row is None else row[1]
+    if tables >= known and values >= SCHEMA:
+        return
+    # An earlier copy of that name is replaced: nothing has changed yet.
+    copy = file.with_name(f"{file.name}.bak-{tables}.{values}")
+    fresh = copy.with_name(f"{copy.name}.new")
+    try:
+        os.close(open_private(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC))
+        target = sqlite3.connect(fresh)
+        try:
+            database.backup(target)
+        finally:
+            target.close()
+        sync(fresh)
+        fresh.replace(copy)
+        sync(copy.parent)
+    except (OSError, sqlite3.Error) as exc:
+        with suppress(OSError):
+            fresh.unlink()
+        raise LedgerFailed(
+            f"The ledger {file} of an earlier release cannot be copied to {copy.name} before it is "
+            f"changed: {exc}. Free space on the head node's disk."
+        ) from exc
+    log.info("the ledger of an earlier release was copied to %s", copy)
+
+
+def _desired_row(database: sqlite3.Connection) -> tuple[str, int] | None:
+    """Return the desired state as it is stored, and its schema; None where there is none."""
+    query = "SELECT value FROM desired WHERE json_valid(value)"
+    for (text,) in database.execute(query):
+        found = json.loads(text).get("schema")
+        if type(found) is int:
+            return text, found
+    return None
+
+
+def _or_the_backup(file: Path) -> str:
+    """Return the remedy with the latest backup, empty without one."""
+    found = sorted(file.parent.glob(f"{file.name}.bak-*"), key=lambda one: one.stat().st_mtime)
+    if not found:
+        return ""
+    wal = " ".join(f"{file}-{part}" for part in ("wal", "shm"))
+    return f", or go back to the state before that release: rm -f {wal} && cp {found[-1]} {file}"
+
+
 def _migrate(file: Path, database: sqlite3.Connection, migrations: Sequence[Sequence[str]]) -> None:
     (version,) = database.execute("PRAGMA user_version").fetchone()
     if version > len(migrations):
         raise LedgerFailed(
             f"The ledger {file} has schema {version}, and this release knows {len(migrations)}: a "
-            "newer rkserve wrote it. Start that one."
+            f"newer rkserve wrote it. Start that one{_or_the_backup(file)}."
         )
     for number, statements in enumerate(migrations[version:], version + 1):
         with _atomic(database):
             for statement in statements:
                 database.execute(statement)
             database.execute(f"PRAGMA user_version = {number}")
+    row = _desired_row(database)
+    if row is not None and row[1] < SCHEMA:
+        # At once, so that the copy is of a time before any later change.
+        with _atomic(database):
+            value = write_desired(read_desired(row[0]))
+            database.execute("UPDATE desired SET value = ?", (value,))
 
 
 @contextmanager

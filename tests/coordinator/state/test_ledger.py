@@ -16,7 +16,7 @@ import pytest
 
 from rkserve.control import state_changes
 from rkserve.control.calls import OperationKind, PauseAction
-from rkserve.control.codec import write_operation
+from rkserve.control.codec import SCHEMA, write_operation
 from rkserve.control.operations import BoardOutcome, OperationState, ResultStatus
 from rkserve.coordinator.state.ledger import (
     FILE,
@@ -190,6 +190,55 @@ def test_a_newer_schema_is_refused(tmp_path: Path) -> None:
     Ledger.open(tmp_path, migrations=(*MIGRATIONS, ("CREATE TABLE more (id INTEGER)",))).close()
     with pytest.raises(LedgerFailed, match="a newer rkserve wrote it"):
         Ledger.open(tmp_path)
+
+
+def test_a_ledger_is_copied_before_its_tables_are_migrated(tmp_path: Path) -> None:
+    with closing(Ledger.open(tmp_path)) as ledger:
+        ledger.write(desired=PAUSED, operations=[DONE])
+    assert not [*tmp_path.glob("*.bak-*")]
+    more = (*MIGRATIONS, ("DELETE FROM operations",))
+    with closing(Ledger.open(tmp_path, migrations=more)) as ledger:
+        assert ledger.operations() == []
+        ledger.write(desired=Desired())
+    (copy,) = tmp_path.glob("*.bak-*")
+    assert copy.name == f"{FILE}.bak-{len(MIGRATIONS)}.{SCHEMA}"
+    assert copy.stat().st_mode & 0o777 == 0o600
+    # The release before names the way back, and serves from the copy.
+    with pytest.raises(LedgerFailed, match=r"go back .*: rm -f .* && cp ") as refused:
+        Ledger.open(tmp_path)
+    commands = refused.value.message.partition("release: ")[2].rstrip(".")
+    subprocess.run(["sh", "-c", commands], check=True, timeout=60)
+    with closing(Ledger.open(tmp_path)) as ledger:
+        assert (ledger.desired(), ledger.operations()) == (PAUSED, [DONE])
+
+
+def test_a_ledger_is_copied_before_its_values_are_converted(tmp_path: Path) -> None:
+    with closing(Ledger.open(tmp_path)) as ledger:
+        ledger.write(desired=Desired(epoch=4))  # it has no field that schema 1 lacks
+        ledger._database.execute(
+            "UPDATE desired SET value = replace(value, ?, ?)", (f'"schema":{SCHEMA}', '"schema":1')
+        )
+        before = ledger._rows("SELECT value FROM desired")
+    for _ in range(2):
+        with closing(Ledger.open(tmp_path)) as ledger:
+            assert ledger.desired() == Desired(epoch=4)
+            assert f'"schema":{SCHEMA}' in ledger._rows("SELECT value FROM desired")[0][0]
+            ledger.write(desired=Desired(epoch=5))
+            ledger.write(desired=Desired(epoch=4))
+    copy = tmp_path / f"{FILE}.bak-{len(MIGRATIONS)}.1"
+    with closing(sqlite3.connect(copy)) as database:
+        assert database.execute("SELECT value FROM desired").fetchall() == before
+    assert [*tmp_path.glob("*.bak-*")] == [copy]
+
+
+def test_a_ledger_that_cannot_be_copied_is_not_migrated(tmp_path: Path) -> None:
+    with closing(Ledger.open(tmp_path)) as ledger:
+        ledger.write(desired=PAUSED)
+    (tmp_path / f"{FILE}.bak-{len(MIGRATIONS)}.{SCHEMA}.new").mkdir()
+    with pytest.raises(LedgerFailed, match=r"cannot be copied .* Free space"):
+        Ledger.open(tmp_path, migrations=(*MIGRATIONS, ("DELETE FROM desired",)))
+    with closing(Ledger.open(tmp_path)) as ledger:
+        assert ledger.desired() == PAUSED
 
 
 @pytest.mark.parametrize(
