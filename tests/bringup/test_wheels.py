@@ -1,0 +1,90 @@
+"""Environments of new versions: from wheels alone, beside the one that runs, and checked."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from rkserve.bringup.versions import VersionFolder
+from rkserve.bringup.wheels import WheelFolder, check
+from rkserve.core.errors import ConfigError
+from tests.support.sim.wheel_folder import make_wheel
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheels")
+    make_wheel("0.2.7", folder, tmp_path_factory.mktemp("work"))
+    return folder
+
+
+def test_a_version_is_installed_from_a_folder_beside_the_one_that_runs(
+    tmp_path: Path, wheels: Path
+) -> None:
+    folder = WheelFolder(wheels)
+    versions = VersionFolder(tmp_path)
+    name = versions.install(folder.version, folder.content(), folder.build)
+    versions.use(name)
+    shown = subprocess.run(
+        [versions.link / "bin" / "rkserve", "--version"],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=300,
+    ).stdout
+    assert shown == "rkserve 0.2.7\n"
+    found = check(tmp_path / name)
+    assert (found.rkserve, found.ray[:5]) == ("0.2.7", "2.60.")
+    # Nothing of it is in this project's folder, and its commands are its own.
+    (site,) = (tmp_path / name).glob("lib/python*/site-packages")
+    assert not [*site.glob("__editable__*")]
+    assert (site / "rkserve" / "app.py").is_file()
+    ray = (tmp_path / name / "bin" / "ray").read_text(encoding="utf-8")
+    assert ray.startswith(f"#!{tmp_path / name}/bin/python")
+
+
+def test_packages_that_have_not_changed_take_no_space(tmp_path: Path, wheels: Path) -> None:
+    folder = WheelFolder(wheels)
+    (tmp_path / "one").mkdir()
+    folder.build(tmp_path / "one" / "venv")
+    (site,) = tmp_path.glob("one/venv/lib/python*/site-packages")
+    wrapper = site / "ray" / "serve" / "api.py"
+    assert (
+        wrapper.stat().st_nlink > 1 or wrapper.stat().st_dev != Path(pytest.__file__).stat().st_dev
+    )
+    # A package that pip replaces leaves the one of the version before as it is.
+    assert (site / "rkserve" / "app.py").stat().st_nlink == 1
+
+
+def test_a_version_that_cannot_be_imported_is_not_complete(tmp_path: Path, wheels: Path) -> None:
+    def build(venv: Path) -> None:
+        WheelFolder(wheels).build(venv)
+        (app,) = venv.glob("lib/python*/site-packages/rkserve/app.py")
+        app.write_text("import a_package_that_is_missing\n", encoding="utf-8")
+        check(venv)
+
+    versions = VersionFolder(tmp_path)
+    with pytest.raises(ConfigError, match=r"the check of a new version failed(.|\n)*No module"):
+        versions.install("0.2.7", "new", build)
+    assert versions.installed() == []
+
+
+def test_a_folder_is_read_by_its_names(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="has 0 wheels of rkserve and needs one"):
+        WheelFolder(tmp_path)
+    (tmp_path / "rkserve-0.2.0-py3-none-any.whl").write_bytes(b"one")
+    one = WheelFolder(tmp_path)
+    assert (one.version, one.ray) == ("0.2.0", None)
+    (tmp_path / "requirements.lock").write_text("rapids==1\nray[serve]==2.61.0 \\\n  --hash=x\n")
+    assert one.ray == "2.61.0"
+    before = one.content()
+    (tmp_path / "requirements.lock").write_text("ray==2.60.0\n")
+    assert one.content() != before
+    assert [path.name for path in one.files()] == ["requirements.lock", one.wheel.name]
+    (tmp_path / "rkserve-0.3.0-py3-none-any.whl").write_bytes(b"two")
+    with pytest.raises(ConfigError, match="has 2 wheels"):
+        WheelFolder(tmp_path)
