@@ -20,6 +20,7 @@ import urllib.error
 import urllib.request
 from contextlib import ExitStack
 from dataclasses import dataclass
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -47,7 +48,13 @@ from rkserve.doctor.tree import Tree
 
 LEAVE = "rkserve leave"
 ASK_S = 30.0
-TOO_MANY = 429
+# The statuses of a head that is busy or starting, and those of a proxy in front of one.
+TRY_LATER, NOT_FOUND = (429, 502, 503, 504), 404
+# The limit for a head that starts: as long as `rkserve up` waits for its Router.
+HEAD_S = serving.START_TIMEOUT_S
+RETRY_S, LONGEST_RETRY_S, PROGRESS_S = 2.0, 60.0, 30.0
+# From the answer of Ray's proxy while the application has no routes yet.
+NO_ROUTES = "/-/routes"
 # A raylet that ran for less counts as one that did not start.
 SETTLED_S, SHORT_RUNS = 30.0, 3
 AGENTS = (
@@ -101,11 +108,45 @@ def _digest(text: str) -> str:
     return hashlib.sha256(f"rkserve board {text}".encode()).hexdigest()[:32] if text else ""
 
 
-def ask_head(head: str, token: str, body: dict[str, str]) -> JoinAnswer:
-    """Ask the head for what this board needs.
+class HeadNotReady(Exception):
+    """The head refuses connections, or is busy; it may answer after ``retry_s``."""
+
+    def __init__(self, message: str, retry_s: float = RETRY_S) -> None:
+        super().__init__(message)
+        self.retry_s = retry_s
+
+
+def await_head(
+    head: str, token: str, body: dict[str, str], note: Note, limit_s: float = HEAD_S
+) -> JoinAnswer:
+    """Ask the head for what this board needs, again while it is starting or busy.
 
     Raises:
-        ConfigError: the head cannot be reached, or refuses; the message is the head's sentence.
+        ConfigError: as ``ask_head``; a head that is not ready only after the limit.
+    """
+    began_s, shown, shown_s = time.monotonic(), "", 0.0
+    while True:
+        try:
+            return ask_head(head, token, body)
+        except HeadNotReady as exc:
+            passed_s = time.monotonic() - began_s
+            if passed_s + exc.retry_s > limit_s:
+                raise ConfigError(
+                    f"{exc} The head was not ready within {passed_s:.0f} s: look at `rkserve up` "
+                    "there, and join again."
+                ) from exc
+            if str(exc) != shown or passed_s - shown_s >= PROGRESS_S:
+                shown, shown_s = str(exc), passed_s
+                note(f"{shown} Asking again for up to {limit_s - passed_s:.0f} s ...")
+            time.sleep(exc.retry_s)
+
+
+def ask_head(head: str, token: str, body: dict[str, str]) -> JoinAnswer:
+    """Ask the head once for what this board needs.
+
+    Raises:
+        HeadNotReady: it is starting, or busy.
+        ConfigError: it cannot be reached, or refuses; the message is the head's sentence.
     """
     url = f"{head.rstrip('/')}/v1/join"
     headers = {"content-type": "application/json", "authorization": f"Bearer {token}"}
@@ -116,9 +157,19 @@ def ask_head(head: str, token: str, body: dict[str, str]) -> JoinAnswer:
         with urllib.request.urlopen(request, timeout=ASK_S) as answer:
             found: JoinAnswer = json.load(answer)
     except urllib.error.HTTPError as exc:
-        raise ConfigError(f"{head}: {_sentence(exc)}") from exc
-    except (OSError, ValueError) as exc:
-        raise ConfigError(f"{head} cannot be asked: {getattr(exc, 'reason', exc)}.") from exc
+        text = exc.read().decode(errors="replace")
+        starts = exc.code == NOT_FOUND and NO_ROUTES in text
+        message = f"{head}: {_sentence(exc.code, text, starts=starts)}"
+        if starts or exc.code in TRY_LATER:
+            raise HeadNotReady(message, retry_after_s(exc.headers.get("retry-after"))) from exc
+        raise ConfigError(message) from exc
+    except (OSError, HTTPException, ValueError) as exc:
+        reason = getattr(exc, "reason", exc)
+        message = f"{head} cannot be asked: {reason}."
+        # A head whose HAProxy or Router starts refuses, and cuts off or delays what it has taken.
+        if isinstance(reason, ConnectionError | TimeoutError | HTTPException):
+            raise HeadNotReady(message) from exc
+        raise ConfigError(message) from exc
     if missing := JoinAnswer.__annotations__.keys() - found.keys():
         raise ConfigError(
             f"{head} did not answer as rkserve: {', '.join(sorted(missing))} missing."
@@ -126,11 +177,21 @@ def ask_head(head: str, token: str, body: dict[str, str]) -> JoinAnswer:
     return found
 
 
-def _sentence(exc: urllib.error.HTTPError) -> str:
+def retry_after_s(text: str | None) -> float:
+    """Return the seconds of a Retry-After header, within bounds; a date is not read."""
+    seconds = float(text) if text is not None and re.fullmatch(r"\d{1,6}", text) else RETRY_S
+    return min(max(seconds, RETRY_S), LONGEST_RETRY_S)
+
+
+def _sentence(status: int, text: str, *, starts: bool) -> str:
     try:
-        return str(json.load(exc)["error"]["message"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return f"HTTP status {exc.code}; it is no head of this rkserve."
+        return str(json.loads(text)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        if starts:
+            return "Ray runs there, and rkserve does not yet."
+        if status in TRY_LATER:
+            return f"HTTP status {status}; no Router of the head answers."
+        return f"HTTP status {status}; it is no head of this rkserve."
 
 
 def keep_token(token: str, *, replace: bool) -> None:
@@ -189,23 +250,24 @@ def run_board(options: JoinOptions, note: Note) -> int:
     check_ports(range(ports.first + 1, ports.last))
     if options.doctor:
         check_board(options)
-    terms = _terms(options, state, note)
     serving.interrupt_on_signals()
-    command = [*RAY_START, *board_options(ports, str(terms["ray_address"]), options.share)]
-    if options.temp_dir is not None:
-        command.append(f"--temp-dir={options.temp_dir}")
     try:
-        with ExitStack() as stack:
+        # Recorded before the head is asked, which may take long: `rkserve leave` ends that, too.
+        with ExitStack() as folders, NodeSupervisor(state) as node:
+            terms = _terms(options, state, note)
+            command = [*RAY_START, *board_options(ports, str(terms["ray_address"]), options.share)]
+            if options.temp_dir is not None:
+                command.append(f"--temp-dir={options.temp_dir}")
             environ = environment_of(BOARD, {**terms["environ"], **os.environ})
-            environ = {**haproxy_environ(environ, options.ray_port, stack, "0"), **environ}
-            node = stack.enter_context(NodeSupervisor(state))
-            stack.callback(note, "Leaving ...")
-            log = stack.enter_context(state.log("board-ray").open("wb"))
-            note("Reading Ray's agents into the page cache ...")
-            warm = node.start([sys.executable, "-c", AGENTS], environ, log, signal.SIGTERM)
-            warm.wait()
-            node.drop(warm)
-            return RunningBoard(node, state, options, note).run(command, environ, log)
+            environ = {**haproxy_environ(environ, options.ray_port, folders, "0"), **environ}
+            with ExitStack() as stack:
+                stack.callback(note, "Leaving ...")
+                log = stack.enter_context(state.log("board-ray").open("wb"))
+                note("Reading Ray's agents into the page cache ...")
+                warm = node.start([sys.executable, "-c", AGENTS], environ, log, signal.SIGTERM)
+                warm.wait()
+                node.drop(warm)
+                return RunningBoard(node, state, options, note).run(command, environ, log)
     except KeyboardInterrupt:
         return 0
 
@@ -230,7 +292,7 @@ def _terms(options: JoinOptions, state: StateFolder, note: Note) -> dict[str, An
         "python": ".".join(platform.python_version_tuple()[:2]),
         **identity(),
     }
-    answer = ask_head(options.head, options.token, body)
+    answer = await_head(options.head, options.token, body, note)
     for sentence in answer["notes"]:
         note(f"rkserve: {sentence}")
     keep_token(answer["cluster_token"], replace=options.replace_token)

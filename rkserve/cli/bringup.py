@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -15,7 +16,7 @@ import typer
 
 from rkserve.bringup.board import LEAVE, JoinOptions, run_board
 from rkserve.bringup.head import DOWN, HeadOptions, join_command, run_head
-from rkserve.bringup.processes import StateFolder
+from rkserve.bringup.processes import StateFolder, end_child
 from rkserve.bringup.settings import BOARD, DASHBOARD_PORT, GCS_PORT, HEAD
 from rkserve.cli.context import Exit
 from rkserve.core.errors import RkserveError
@@ -229,13 +230,16 @@ def _detached(folder: Path, kind: str, end: str) -> None:
             try:
                 while child.poll() is None:
                     sys.stdout.write(lines.read())
+                    sys.stdout.flush()
                     record = state.read()
                     if record is not None and record.supervisor.pid == child.pid and record.ready:
                         sys.stdout.write(lines.read())
-                        note(f"It runs in the background; `{end}` ends it. Its log is {log}.")
+                        at = "" if folder == default_state() else f" --state {folder}"
+                        note(f"It runs in the background; `{end}{at}` ends it. Its log is {log}.")
                         return Exit.DONE
                     time.sleep(POLL_S)
             except KeyboardInterrupt:
+                end_child(child, signal.SIGTERM)
                 state.end(note)
                 return Exit.INTERRUPTED
             sys.stdout.write(lines.read())

@@ -127,7 +127,7 @@ def free_ports(rng: random.Random | None = None) -> Iterator[int]:
     ports = list(range(FIRST, LAST + 1))
     (rng or random.Random()).shuffle(ports)
     for port in ports:
-        if _is_free(port):
+        if listens_nowhere(port, HOST):
             yield port
     raise OSError(f"no port from {FIRST} to {LAST} is free")
 
@@ -137,12 +137,13 @@ def free_port() -> int:
     return next(free_ports())
 
 
-def _is_free(port: int) -> bool:
+def listens_nowhere(port: int, host: str = "") -> bool:
+    """Return whether a server may listen on a port: at one address, or without it at all."""
     with socket.socket() as probe:
         # As servers do: a recently closed connection does not block a port.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind((HOST, port))
+            probe.bind((host, port))
         except OSError:
             return False
         return True

@@ -24,6 +24,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NoReturn
 
+from rkserve.core.child_process import listens_nowhere
 from rkserve.core.errors import ConfigError
 from rkserve.core.files import UnsafeFolder, private_folder
 
@@ -59,6 +60,17 @@ SPARE_CONNECTIONS = 100
 MOST_CONNECTIONS = 10_000  # each has 2.5 files, with those that splice, and 20 KB while it is read
 OWN_FILES = 500  # HAProxy's files besides those of connections
 ROUTER_PORTS = 100
+# The same for every Ray on a machine: those of HAProxy itself, of Serve's own proxy, to which
+# HAProxy sends requests where no Router runs, and of Routers.
+DEFAULT_PORTS = {
+    "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": 8500,
+    "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT": 9500,
+    "RAY_SERVE_HAPROXY_METRICS_PORT": 9101,
+    "RAY_SERVE_HAPROXY_STATS_PORT": 8404,
+}
+FIRST_ROUTER_PORT = "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT"
+LAST_ROUTER_PORT = "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT"
+DEFAULT_ROUTER_PORT = 30_000
 PREPARED = "# Prepared by rkserve"
 
 
@@ -105,20 +117,35 @@ def environ(folder: Path, ports: Iterator[int]) -> dict[str, str]:
     Raises:
         ConfigError: as ``prepare``.
     """
-    made, routers = prepare(folder), next(ports)
     return {
-        **made,
-        # Where no Router runs, HAProxy sends requests to Serve's own proxy. Every Ray has the same
-        # default ports: until these listen, those of another Ray on the machine would answer.
-        "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(next(ports)),
-        "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT": str(next(ports)),
-        "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": str(routers),
-        "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": str(routers + ROUTER_PORTS),
-        "RAY_SERVE_HAPROXY_METRICS_PORT": str(next(ports)),
-        "RAY_SERVE_HAPROXY_STATS_PORT": str(next(ports)),
+        **prepare(folder),
+        **{name: str(next(ports)) for name in DEFAULT_PORTS},
+        **_router_ports(next(ports)),
         "RAY_SERVE_HAPROXY_NBTHREAD": "1",
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": str(DRAIN_S),
     }
+
+
+def _router_ports(first: int) -> dict[str, str]:
+    return {FIRST_ROUTER_PORT: str(first), LAST_ROUTER_PORT: str(first + ROUTER_PORTS)}
+
+
+def ports_where_taken(environ: Mapping[str, str], ports: Iterator[int]) -> dict[str, str]:
+    """Return variables with other ports in the place of Ray's defaults on which a program listens.
+
+    Until this Ray listens there itself, another one on the machine would answer its requests. Ports
+    that the environment names are an operator's, and stay.
+    """
+    made = {
+        name: str(next(ports))
+        for name, port in DEFAULT_PORTS.items()
+        if name not in environ and not listens_nowhere(port)
+    }
+    if not {FIRST_ROUTER_PORT, LAST_ROUTER_PORT} & environ.keys() and not listens_nowhere(
+        DEFAULT_ROUTER_PORT
+    ):
+        made |= _router_ports(next(ports))
+    return made
 
 
 def prepare(folder: Path) -> dict[str, str]:

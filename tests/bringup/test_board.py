@@ -17,7 +17,15 @@ import pytest
 
 from rkserve.bench.processes import PROC, is_alive
 from rkserve.bringup import serving
-from rkserve.bringup.board import JoinOptions, ask_head, check_board, identity, keep_token
+from rkserve.bringup.board import (
+    HeadNotReady,
+    JoinOptions,
+    ask_head,
+    await_head,
+    check_board,
+    identity,
+    keep_token,
+)
 from rkserve.bringup.processes import StateFolder
 from rkserve.core.child_process import free_ports
 from rkserve.core.errors import ConfigError
@@ -51,13 +59,19 @@ class Head(http.server.BaseHTTPRequestHandler):
 
     status: ClassVar[int] = 200
     answer: ClassVar[Any] = ANSWER
+    before: ClassVar[list[tuple[int, Any, str | None]]] = []  # status, body and Retry-After
     asked: ClassVar[list[tuple[str, str | None, Any]]] = []
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
         self.asked.append((self.path, self.headers["authorization"], body))
-        content = json.dumps(self.answer).encode()
-        self.send_response(self.status)
+        status, answer, retry = (
+            self.before.pop(0) if self.before else (self.status, self.answer, None)
+        )
+        content = (answer if isinstance(answer, str) else json.dumps(answer)).encode()
+        self.send_response(status)
+        if retry is not None:
+            self.send_header("retry-after", retry)
         self.send_header("content-length", str(len(content)))
         self.end_headers()
         self.wfile.write(content)
@@ -68,7 +82,7 @@ class Head(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture
 def url() -> Iterator[str]:
-    Head.status, Head.answer, Head.asked = 200, ANSWER, []
+    Head.status, Head.answer, Head.before, Head.asked = 200, ANSWER, [], []
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Head) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
@@ -126,11 +140,67 @@ def test_a_head_that_does_not_admit_is_one_sentence(
 
 @pytest.mark.parametrize(
     ("head", "sentence"),
-    [("head:8000", "is no URL of a head"), ("http://127.0.0.1:9", "cannot be asked")],
+    [
+        pytest.param("head:8000", "is no URL of a head", id="no URL"),
+        pytest.param("http://no-head.invalid", "cannot be asked", id="no such name"),
+    ],
 )
 def test_a_head_that_is_not_there_is_named(head: str, sentence: str) -> None:
     with pytest.raises(ConfigError, match=f"{head} {sentence}"):
         ask_head(head, "t", {})
+
+
+def test_a_head_that_refuses_connections_may_start_yet() -> None:
+    with pytest.raises(HeadNotReady, match="cannot be asked: .*Connection refused"):
+        ask_head(f"http://127.0.0.1:{next(free_ports())}", "t", {})
+
+
+BUSY = {"error": {"message": "20 refused join tokens per minute."}}
+ROUTES = "Path '/v1/join' not found. Please ping http://head:8000/-/routes for routes."
+
+
+def test_a_head_that_is_busy_or_starting_is_asked_again(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(time, "sleep", slept.append)
+    Head.before = [(429, BUSY, "7"), (503, "", "900"), (503, "", None), (404, ROUTES, "x")]
+    lines: list[str] = []
+    assert await_head(url, "t", {}, lines.append) == ANSWER
+    assert slept == [7.0, 60.0, 2.0, 2.0]
+    assert [
+        line.removeprefix(f"{url}: ").partition(" Asking again for up to ")[0] for line in lines
+    ] == [
+        BUSY["error"]["message"],
+        "HTTP status 503; no Router of the head answers.",
+        "Ray runs there, and rkserve does not yet.",
+    ]
+
+
+def test_a_head_that_starts_later_is_waited_for() -> None:
+    Head.status, Head.answer, Head.before, Head.asked = 200, ANSWER, [], []
+    port = next(free_ports())
+    started: list[http.server.HTTPServer] = []
+
+    def note(text: str) -> None:
+        assert "Connection refused" in text
+        if not started:
+            started.append(http.server.ThreadingHTTPServer(("127.0.0.1", port), Head))
+            threading.Thread(target=started[0].serve_forever).start()
+
+    assert await_head(f"http://127.0.0.1:{port}", "t", {}, note) == ANSWER
+    started[0].shutdown()
+    started[0].server_close()
+
+
+def test_a_head_that_stays_away_is_given_up() -> None:
+    head = f"http://127.0.0.1:{next(free_ports())}"
+    lines: list[str] = []
+    with pytest.raises(
+        ConfigError, match=r"refused\. The head was not ready within \d+ s: look at"
+    ):
+        await_head(head, "t", {}, lines.append, limit_s=3.0)
+    assert len(lines) == 1
 
 
 def test_a_token_is_written_for_its_owner_and_another_one_is_kept(

@@ -7,7 +7,9 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +17,12 @@ import pytest
 import yaml
 
 from rkserve.bench.processes import PROC, is_alive
-from rkserve.bringup.head import HeadPlan, check_ports, own_address
+from rkserve.bringup.head import HeadPlan, check_ports, haproxy_environ, own_address
 from rkserve.bringup.processes import StateFolder
+from rkserve.bringup.settings import GCS_PORT
 from rkserve.core.child_process import free_port, free_ports
 from rkserve.core.errors import ConfigError
+from rkserve.deployments import haproxy
 from tests.support.paths import PROJECT
 
 # Stands in for `ray start --head --block`: fails as often as it has to, then runs with a child.
@@ -198,6 +202,25 @@ def test_a_port_in_use_is_named() -> None:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=rf"port {port}, which cannot be listened on"):
             check_ports([port])
+
+
+@pytest.mark.skipif(not haproxy.available(), reason="Ray has no HAProxy for this platform")
+def test_a_head_with_the_usual_ports_has_ports_of_its_own_where_those_are_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    name, other = "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT", "RAY_SERVE_HAPROXY_METRICS_PORT"
+    taken = free_port()
+    monkeypatch.setattr(haproxy, "DEFAULT_PORTS", {name: taken, other: taken})
+    with (
+        tempfile.TemporaryDirectory(prefix="rk-", dir="/tmp") as home,
+        socket.create_server(("", taken)),
+        ExitStack() as stack,
+    ):
+        monkeypatch.setattr(haproxy, "default_folder", lambda: Path(home) / "front")
+        made = haproxy_environ({other: "9101"}, GCS_PORT, stack)
+        assert made["RAY_SERVE_HAPROXY_CONFIG_FILE_LOC"] == f"{home}/front/haproxy.cfg"
+        assert int(made[name]) != taken
+        assert other not in made
 
 
 def test_a_machine_without_a_network_needs_an_address(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,7 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from http.client import HTTPConnection
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +34,12 @@ from rkserve.core.errors import ConfigError, Forbidden
 from rkserve.deployments import haproxy
 from rkserve.deployments.haproxy import (
     BINARY,
+    DEFAULT_PORTS,
+    DEFAULT_ROUTER_PORT,
+    FIRST_ROUTER_PORT,
     FLAG,
     HEADER_TIMEOUT,
+    LAST_ROUTER_PORT,
     LAUNCHER,
     PER_ADDRESS,
     PROXIES,
@@ -45,6 +50,7 @@ from rkserve.deployments.haproxy import (
     check_template,
     environ,
     is_loopback,
+    ports_where_taken,
     prepare,
     prepare_config,
 )
@@ -114,6 +120,36 @@ def test_two_rays_of_a_machine_share_neither_files_nor_ports(short: Path) -> Non
     assert own == {
         name for name in one if any(w in name for w in ("PATH", "LOC", "STATE", "_PORT"))
     }
+
+
+def test_ports_on_which_another_ray_listens_are_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = free_ports()
+    names = list(DEFAULT_PORTS)
+    defaults = {name: next(free) for name in names}
+    monkeypatch.setattr(haproxy, "DEFAULT_PORTS", defaults)
+    monkeypatch.setattr(haproxy, "DEFAULT_ROUTER_PORT", next(free))
+    assert ports_where_taken({}, itertools.count(1)) == {}
+    with ExitStack() as stack:
+        # Serve's own proxy listens at all addresses, HAProxy's statistics page at the loopback.
+        for host, port in (("", defaults[names[0]]), ("127.0.0.1", defaults[names[3]])):
+            stack.enter_context(socket.create_server((host, port)))
+        given = {names[1]: "9999"}
+        assert ports_where_taken(given, itertools.count(1)) == {names[0]: "1", names[3]: "2"}
+        assert ports_where_taken(dict.fromkeys(names, "9999"), itertools.count(1)) == {}
+        stack.enter_context(socket.create_server(("", haproxy.DEFAULT_ROUTER_PORT)))
+        made = ports_where_taken(dict.fromkeys(names, "9999"), itertools.count(7))
+        assert made == {FIRST_ROUTER_PORT: "7", LAST_ROUTER_PORT: "107"}
+        given = dict.fromkeys([*names, LAST_ROUTER_PORT], "9999")
+        assert ports_where_taken(given, itertools.count()) == {}
+
+
+def test_the_default_ports_are_rays() -> None:
+    ray = find_spec("ray")  # not imported: that takes seconds
+    assert ray is not None
+    assert ray.origin is not None
+    text = (Path(ray.origin).parent / "serve" / "_private" / "constants.py").read_text()
+    for name, port in {**DEFAULT_PORTS, FIRST_ROUTER_PORT: DEFAULT_ROUTER_PORT}.items():
+        assert re.search(rf'"{name}",\s+"?{port}\b', text), name
 
 
 @with_haproxy
