@@ -38,7 +38,7 @@ ROUND_S = (0.3, 0.5)
 SAMPLES = 40
 LINE, VERSIONS = "tone", ("a", "b")
 LARGE, LARGE_BYTES = "large", 32 << 20
-SIMULATED_MS_PER_MIB = 10.0  # RKSIM_LORA_MS_PER_MB as it is when nobody sets it
+SIMULATED_MS_PER_MIB = 10.0  # RKSIM_LORA_MS_PER_MB where it is not set
 UPLOAD_S, CALL_S = 300.0, 10.0
 SPEAKERS = {"a": "Ada Lovelace", "b": "Blaise Pascal"}
 ADAPTERS = "/v1/lora_adapters"
@@ -163,7 +163,7 @@ class ControlBench:
     # -- the load -----------------------------------------------------------------------------
 
     def _bodies(self, model: str, prompt: int, new_tokens: int) -> list[Json]:
-        """Return streamed, greedy calls that nobody has made before."""
+        """Return streamed, greedy calls that are new."""
         renderer = self._crew.renderer
         return [
             chat_body(

@@ -59,7 +59,7 @@ class Checked:
 
 
 def truth(answers: Iterable[Answer]) -> dict[tuple[str, int], Said]:
-    """Return what versions say, from answers that nobody interrupted and that have one version."""
+    """Return what versions say, from uninterrupted answers of one version."""
     return {
         (one.spans[0].version, one.prompt): Said(one.text, one.exchange.completion_tokens)
         for one in answers

@@ -207,7 +207,7 @@ def record_flaws(done: Done, sight: Sight, line: str, active: str | None) -> lis
     if stands != (served == done.version):
         found.append(f"{served} is served, and the record of {done.version} says otherwise")
     elif not stands and served != active:
-        found.append(f"{served} is served instead of {active}, which nobody asked for")
+        found.append(f"{served} is served instead of {active}, which was not requested")
     return found
 
 
@@ -325,7 +325,7 @@ def fault_verdicts(found: Sequence[FaultFigures], times: int) -> list[TargetVerd
     counts: dict[str, Any] = {
         f"without {times} hits of their moment": sum(one.hits < times for one in found),
         "clusters not whole again by themselves": sum(one.unsettled for one in found),
-        "clusters with somebody left paused": sum(one.left_paused for one in found),
+        "clusters with a generation left paused": sum(one.left_paused for one in found),
         "answers of a mixture": sum(one.mixed for one in found),
         "answers lost beyond those of killed boards": sum(one.lost for one in found),
         "answers of a version that was gone": sum(one.stale for one in found),

@@ -77,16 +77,16 @@ class Site:
         return body if status == http.client.OK else None
 
     def post(self, path: str, **body: object) -> Reply:
-        """Make a call, which need not succeed. Raises ``BenchFailed`` where nobody answers."""
+        """Make a call, which need not succeed. Raises ``BenchFailed`` where no server answers."""
         return self._changed("POST", path, json.dumps(body).encode(), "application/json")
 
     def upload(self, query: Json, content: bytes) -> Reply:
-        """Send an adapter's file. Raises ``BenchFailed`` where nobody answers."""
+        """Send an adapter's file. Raises ``BenchFailed`` where no server answers."""
         where = f"{ADAPTERS}?{urlencode({**query, 'size': len(content)})}"
         return self._changed("POST", where, content, "application/octet-stream")
 
     def delete(self, path: str) -> Reply:
-        """Take something away. Raises ``BenchFailed`` where nobody answers."""
+        """Take something away. Raises ``BenchFailed`` where no server answers."""
         return self._changed("DELETE", path, b"", "application/json")
 
     def _changed(self, method: str, path: str, content: bytes, kind: str) -> Reply:
@@ -123,7 +123,7 @@ class Site:
         )
 
     def operation(self, name: str) -> Json | None:
-        """Return the record of an operation; None where nobody can say."""
+        """Return the record of an operation; None where it is not known."""
         return self.get(f"/v1/operations/{quote(name)}")
 
     def board(self, board: str) -> Json:
@@ -158,7 +158,7 @@ class Site:
     def ledger_phase(self, name: str) -> str:
         """Return the phase at which the ledger has an operation that runs; empty otherwise.
 
-        Of a Coordinator that was killed it is where that was: nobody else writes it.
+        Of a Coordinator that was killed it is where that was: no other process writes it.
         """
         file = self._folder / "data" / "ledger.sqlite3"
         with contextlib.closing(sqlite3.connect(f"file:{file}?mode=ro", uri=True)) as database:
@@ -233,7 +233,7 @@ def full_disk(pid: int, limit_bytes: int) -> Iterator[None]:
     """Let a process write no file beyond a size for as long as the block lasts.
 
     A write beyond it fails with EFBIG, as one on a full disk does with ENOSPC; no file system has
-    to be filled for it, and nobody has to be root.
+    to be filled for it, without root's rights.
     """
     before = resource.prlimit(pid, resource.RLIMIT_FSIZE)
     resource.prlimit(pid, resource.RLIMIT_FSIZE, (limit_bytes, before[1]))

@@ -75,7 +75,7 @@ class World:
         self._arrive()
         step_s = self._report_s / len(self.boards)
         for number, board in enumerate(self.boards):
-            self.at(number * step_s, lambda board=board: self._report(board))  # type: ignore[misc]
+            self.at(number * step_s, lambda board=board: self._report(board))  # type: ignore[misc] # a lambda with a default
         while self._events and self._over < self._shape.sessions:
             when_s, _, do = heapq.heappop(self._events)
             if when_s > until_s:

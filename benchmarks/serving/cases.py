@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from benchmarks.harness.exchange import Exchange, HangUp
@@ -42,6 +42,8 @@ LEFT_AFTER = (2, 8)  # events, of which the first brings no text
 QUEUED_S = 0.2  # how long it has been there when its client is told so
 NEXT_TOKENS = 2  # of the answer that waits behind it
 SETTLE_S = 2.0  # after a deployment: Ray's start-up work is not the work of idling
+# Prompts are alike and come again; each is measured as a new one.
+DEPLOYMENT = SimulatedDeployment(PROFILE, prefix_reuse=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +75,9 @@ class Load:
         park = self.time_scale == 1
         # Rates are told apart by boards, which only headers name that come after the board's word.
         named = {"router": {"headers_after_s": ANSWER_S}, **self.args}
-        return SimulatedDeployment(PROFILE, self.boards, self.time_scale, park=park, args=named)
+        return replace(
+            DEPLOYMENT, boards=self.boards, time_scale=self.time_scale, park=park, args=named
+        )
 
     @property
     def case(self) -> str:
@@ -122,7 +126,7 @@ class Bench:
         """Make ``rounds`` runs alone and as many through the cluster, in turns."""
         found = Pair()
         if through:
-            self._crew.deploy(SimulatedDeployment(PROFILE))
+            self._crew.deploy(DEPLOYMENT)
             for warm_up in range(WARM_UPS):
                 self._one_answer(warm_up)
         for warm_up in range(WARM_UPS):
@@ -140,9 +144,7 @@ class Bench:
     def hang_ups(self, rounds: int) -> list[HangUp]:
         """Leave ``rounds`` answers of a single board, each at another moment of a decode step."""
         # Headers tell the client that its request is in the queue: it need not wait long for them.
-        self._crew.deploy(
-            SimulatedDeployment(PROFILE, args={"router": {"headers_after_s": QUEUED_S}})
-        )
+        self._crew.deploy(replace(DEPLOYMENT, args={"router": {"headers_after_s": QUEUED_S}}))
         rng = random.Random(0)
         found = []
         for number in range(rounds):

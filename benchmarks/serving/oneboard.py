@@ -58,7 +58,7 @@ class OneBoard:
 
     def parked(self, rounds: int) -> list[ParkedRound]:
         """Let conversations lose the board and come back, ``rounds`` times."""
-        self._crew.deploy(SimulatedDeployment(SMALL_PROFILE))
+        self._crew.deploy(SimulatedDeployment(SMALL_PROFILE, prefix_reuse=False))
         self._ask(self._short(), PARKED_ANSWER)  # the first answer of a deployment is slower
         found = []
         with self._metered("(e)"):
@@ -89,7 +89,7 @@ class OneBoard:
 
         With ``kept`` the runtime itself pauses; otherwise runs are stopped and continued.
         """
-        self._crew.deploy(SimulatedDeployment(SMALL_PROFILE))
+        self._crew.deploy(SimulatedDeployment(SMALL_PROFILE, prefix_reuse=False))
         rng = random.Random(0)
         prompts = [self._short() for _ in range(answers)]
         found, kv = [], "kept" if kept else "recomputed"
@@ -149,7 +149,7 @@ class OneBoard:
         return self._prompt(PROMPT_TOKENS)
 
     def _prompt(self, tokens: int) -> list[Json]:
-        """Return a conversation that nobody has had before."""
+        """Return a new conversation."""
         return messages_of_length(self._crew.renderer, tokens, next(self._numbers))
 
     def _ask(self, messages: list[Json], new_tokens: int) -> tuple[Exchange, str]:

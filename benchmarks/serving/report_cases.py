@@ -103,7 +103,7 @@ def batches_section(found: Batches) -> str:
         "simulated library's own work, which a real one does on the NPU, is in it.\n\n"
         f"{table(['tokens/s, all entries', *(f'gain {gain}' for gain in gains)], paces)}\n"
         f"At the pace of `{SMALL_PROFILE}`, from the first step to the last. **These gains are an "
-        "input of the simulator and no measurement**: nobody has published what a batch gains on "
+        "input of the simulator and no measurement**: no figures are published of a batch on "
         "these NPUs, and the default is none. The table shows that what the runtime gains is not "
         "lost on the way through the binding, and nothing about hardware.\n"
     )
@@ -116,7 +116,7 @@ def tokenpath_section(ways: Sequence[WayFigures]) -> str:
         f"{STREAMS} boards with a token each {TOKEN_MS:.0f} ms, and one stream of {NEW_TOKENS} "
         f"tokens or one of {STREAM_TOKENS} on each. Every way has a Ray of its own, one after the "
         "other. CPU is that of proxy, Router and boards (without their engines) for one token; "
-        "*above idle* leaves out what the same processes take while nobody asks for anything, in "
+        "*above idle* leaves out what the same processes take without requests, in "
         "the same time.\n\n"
         f"{_costs(ways)}\n"
         f"{_paces(ways)}\n"

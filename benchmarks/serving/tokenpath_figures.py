@@ -44,7 +44,7 @@ class Cost:
 
     @property
     def net(self) -> float:
-        """Without what they do for nobody."""
+        """Without their idle use."""
         return self.gross - self.idle
 
 
@@ -116,7 +116,7 @@ def _load(loaded: Loaded, idle: Loaded, own_ms: float) -> LoadTaken:
 def _added_ms(loaded: Loaded, own_ms: float) -> Spread:
     window = (loaded.start_s, loaded.end_s)
     added = [
-        ttft_ms(one) - one.prefill_ms - own_ms  # nobody waits for another one here
+        ttft_ms(one) - one.prefill_ms - own_ms  # no request waits for another one here
         for one in complete(loaded.exchanges)
         if one.content_s and window[0] <= one.content_s[0] < window[1]
     ]
@@ -164,7 +164,7 @@ def path_verdicts(ways: Sequence[WayFigures]) -> list[TargetVerdict]:
     plain, fast = ways[0], ways[-1]
     found: list[TargetVerdict] = []
     if fast is not plain:
-        # What boards do for nobody is a matter of their number: it is no token's.
+        # The idle use of boards grows with their number: it is no token's.
         what = f"(h) CPU per token above idle at {STREAMS} streams, of the plain way's"
         ratio = fast.many.cost.net / plain.many.cost.net
         gross = fast.many.cost.gross / plain.many.cost.gross

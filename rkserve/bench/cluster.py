@@ -27,7 +27,7 @@ READY_S = 120.0
 def start(command: Json) -> dict[str, Any]:
     """Start Ray and Serve's proxy."""
     ray.init(
-        address="local",  # never the cluster of somebody else
+        address="local",  # never another cluster of the machine
         _temp_dir=str(Path(command["folder"]) / "ray"),  # Ray opens it to every account
         include_dashboard=False,
         log_to_driver=False,
@@ -46,6 +46,7 @@ def deploy(command: Json) -> dict[str, Any]:
         "model": command["model"],
         "simulated": simulated,
         "prompt_cache": {"park": command["park"]},
+        "quirks": {} if command["prefix_reuse"] else {"prefix_reuse_in_ram": False},
         **{key: command[key] for key in ("queue_limit", "crash_limit", "health_check_timeout_s")},
     }
     state_dir = Path(command["folder"]) / "state"
@@ -72,7 +73,7 @@ def _await_boards(port: int, boards: int) -> None:
 
 
 def _ready_boards(port: int) -> int:
-    """Ask as a client would. 0 while nobody answers."""
+    """Ask as a client would. 0 while no server answers."""
     with contextlib.closing(http.client.HTTPConnection(HOST, port, timeout=5)) as connection:
         try:
             connection.request("GET", "/v1/models")

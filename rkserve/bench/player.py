@@ -303,7 +303,7 @@ class Pool:
         self._address = str(found[0][4][0])
 
     async def take(self) -> Connection:
-        """Return a connection that nobody uses. Raises ``OSError`` and ``TimeoutError``."""
+        """Return an idle connection. Raises ``OSError`` and ``TimeoutError``."""
         while self._idle:
             since_s, connection = self._idle.pop()
             if not connection.closed and time.monotonic() - since_s < IDLE_S:

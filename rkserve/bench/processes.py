@@ -180,7 +180,7 @@ def memory_of(
         try:
             text = (root / str(identity.pid) / "smaps_rollup").read_text()
         except (FileNotFoundError, ProcessLookupError, PermissionError):
-            continue  # it has ended since, or it is somebody else's
+            continue  # it has ended since, or it is another account's
         found.setdefault(part, []).append(parse_rollup(text))
     return found
 

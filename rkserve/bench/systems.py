@@ -43,6 +43,9 @@ DEFAULT_POLICY = "as configured"
 class SimulatedDeployment:
     """The deployment of a cluster. ``park`` enables its boards' disk tier for conversations.
 
+    Without ``prefix_reuse`` boards recompute each prompt that does not go on with the last one, as
+    benchmarks need whose prompts are alike and are measured as new.
+
     ``queue_limit`` is how many requests may wait for one board; ``crash_limit`` crashes of its
     engine quarantine it, and ``health_check_timeout_s`` is Ray's limit for its health check.
     ``args`` are more of the application's arguments, ``{"router": {"policy": "prefix"}}`` say.
@@ -52,6 +55,7 @@ class SimulatedDeployment:
     boards: int = 1
     time_scale: float = 1.0
     park: bool = True
+    prefix_reuse: bool = True
     queue_limit: int = 16
     crash_limit: int = 3
     health_check_timeout_s: float = 5.0

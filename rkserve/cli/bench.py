@@ -51,7 +51,7 @@ from rkserve.core.errors import RkserveError
 
 EXIT_CODES = (
     "Exit codes: 0 measured; 1 failed, or nothing was answered; 2 wrong usage; 3 measured, but a "
-    "target was missed or there were more errors than --max-errors; 4 nobody answers at the URL; "
+    "target was missed or there were more errors than --max-errors; 4 no server at the URL; "
     "130 Ctrl-C, after the figures of what there was."
 )
 ENDS = (signal.SIGINT, signal.SIGTERM)

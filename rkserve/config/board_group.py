@@ -48,8 +48,8 @@ class SimulatedConfig(Settings):
     )
     batch_gain: Literal["none", "modest", "bound"] = Field(
         "none",
-        description="What a batch gains over one run after the other; nobody has published a gain "
-        "on hardware, so none is assumed.",
+        description="What a batch gains over one run after the other; no gain is published for "
+        "hardware, so none is assumed.",
     )
     control_dir: Path | None = Field(
         None,
@@ -257,14 +257,14 @@ class BoardGroupConfig(Settings):
     idle_unload_s: float | None = Field(
         None,
         gt=0,
-        description="Unload the model once nobody has asked any of its boards for anything for so "
-        "long, which frees their memory; empty never does. Where several groups serve one model, "
-        "all of them have it and the longest counts.",
+        description="Unload the model once its boards have had no request for so many seconds, "
+        "which frees their memory; empty never does. Where several groups serve one model, all of "
+        "them have it and the longest counts.",
     )
     wake_on_request: bool = Field(
         True,
-        description="Load a model that was unloaded, because nobody used it or by "
-        "POST /v1/models/unload, at the next request for it; the request waits meanwhile. "
+        description="Load a model that was unloaded, because it was idle or by POST "
+        "/v1/models/unload, at the next request for it; the request waits meanwhile. "
         "Otherwise requests are refused until POST /v1/models/load.",
     )
     slot_timeout_s: float = Field(

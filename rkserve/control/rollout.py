@@ -12,7 +12,7 @@ newcomers too and reports them (``BoardJoined``), so that none continues with an
 ::
 
     atomic    STAGE all, LOAD all, HOLD all (the adapter only), COMMIT (new version, hold released)
-    rolling   STAGE all, OFFER (to nobody), for each board LOAD and SWITCH, ``max_unavailable`` at
+    rolling   STAGE all, OFFER (to none), for each board LOAD and SWITCH, ``max_unavailable`` at
               a time, COMMIT
     canary    STAGE all, LOAD all, ``max_unavailable`` at a time, OFFER (to a part of the sessions),
               observe until there is a verdict, COMMIT

@@ -270,7 +270,7 @@ class RolloutPlan(ABC):
 
     @abstractmethod
     def offer(self, desired: Desired) -> Desired:
-        """Return the state with the version known, and served to nobody or to some sessions."""
+        """Return the state with the version known, and served to no session or to some."""
 
     @abstractmethod
     def switch(self, desired: Desired, boards: tuple[str, ...]) -> Desired:

@@ -4,7 +4,7 @@ Weights are known by content. The order of moves is that of ``rollout``.
 
 ::
 
-    in turn   STAGE all, OFFER (to nobody), SWITCH each board, ``max_unavailable`` at a time, COMMIT
+    in turn   STAGE all, OFFER (to none), SWITCH each board, ``max_unavailable`` at a time, COMMIT
     at once   STAGE all, HOLD all, SWITCH all, COMMIT (new weights, hold released)
 
 The file in the model folder needs no staging.

@@ -353,7 +353,7 @@ class Coordinator:
             "%s %s by %s is %s at epoch %d: %d of %d boards",
             ended.kind.value,
             ended.id,
-            ended.who or "nobody",
+            ended.who or "no owner",
             ended.state.value,
             ended.epoch,
             ended.succeeded,

@@ -171,6 +171,8 @@ class VersionFigures:
     """A board's counters for one version of the weights, since the start of its replica.
 
     ``version`` is ``name@version`` of an adapter, or the version name of the base weights.
+    ``tokens`` are decoding steps, as the runtime counts them in ``decode_ms``: one less than the
+    tokens of each run, whose first token is a part of prefill.
     """
 
     version: str

@@ -43,7 +43,7 @@ _GAUGES: tuple[tuple[str, str, Callable[[BoardReport], float]], ...] = (
     ("rkserve_kv_positions", "Positions the live KV cache holds.", lambda r: r.kv_positions),
     (
         "rkserve_board_idle_seconds",
-        "Time since anybody asked the board for anything; 0 while it has work.",
+        "Time since the board's last request; 0 while it has work.",
         lambda r: r.idle_s,
     ),
     ("rkserve_kv_capacity", "Positions the KV cache can hold.", lambda r: r.context_len),
@@ -200,8 +200,7 @@ class RouterMetrics:
         self.rate_limited = counter("rkserve_rate_limited", "Calls beyond the limits of their key.")
         self.goodput = counter(
             "rkserve_goodput_tokens",
-            "Tokens of answers that ended in order and in time; others that boards generated were "
-            "for nobody.",
+            "Tokens of answers that ended in order and in time; boards generated others in vain.",
             ("model",),
         )
         self.embedded_texts = counter(

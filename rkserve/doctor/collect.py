@@ -87,7 +87,7 @@ def collect(request: Checkup) -> BoardFacts:
         ddr=_clock(tree, "DDR", DDR),
         cpus=_cpus(tree),
         cooling=_cooling(tree),
-        # A tree that somebody sent may lack /dev, and its libraries.
+        # A tree from a report may lack /dev, and its libraries.
         nodes=npu_devices if tree.exists("dev") else None,
         heaps=_heaps(tree),
         user=user,

@@ -137,7 +137,7 @@ def _read_lines(child: subprocess.Popen[bytes], lines: Queue[str | None]) -> Non
 def _read_errors(child: subprocess.Popen[bytes], errors: bytearray) -> None:
     assert child.stderr is not None
     with child.stderr:
-        while chunk := child.stderr.read1(STDERR_BYTES):  # type: ignore[attr-defined]
+        while chunk := child.stderr.read1(STDERR_BYTES):  # type: ignore[attr-defined] # a pipe is a BufferedReader
             errors += chunk
             del errors[:-STDERR_BYTES]
 

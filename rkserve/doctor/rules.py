@@ -1,7 +1,7 @@
 """All rules over a board's facts, in the order of their report, and those about its node.
 
 Pure: the facts are values, and the same facts have the same findings, on a board, in a tree that
-somebody sent, or from a report of a cluster.
+a reporter sent, or from a report of a cluster.
 """
 
 from __future__ import annotations

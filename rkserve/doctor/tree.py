@@ -1,4 +1,4 @@
-"""Bounded reads of small files below a root: ``/``, or a tree of a board that somebody sent.
+"""Bounded reads of small files below a root: ``/``, or a tree of a board from a report.
 
 A missing file is None. Whatever else goes wrong is noted in ``unread`` and is None too: a tree may
 hold pipes, folders in the places of files, links that lead out of it, and garbage.
@@ -62,7 +62,7 @@ class Tree:
     def names(self, folder: str) -> list[str]:
         """Return the names in a folder, sorted; none if it is absent."""
         try:
-            return sorted(os.listdir(self._inside(folder)))[:MAX_NAMES]  # noqa: PTH208
+            return sorted(os.listdir(self._inside(folder)))[:MAX_NAMES]  # noqa: PTH208 - names, without a Path for each
         except OSError as exc:
             self.note(folder, exc)
             return []

@@ -399,7 +399,7 @@ class ModelBoards:
         if booking is not None:
             # Float sums do not cancel exactly; a board without bookings must have zero.
             left_ms = booking.board.booked_ms - booking.ms
-            booking.board.booked_ms = left_ms if left_ms > 1e-6 else 0.0  # noqa: PLR2004
+            booking.board.booked_ms = left_ms if left_ms > 1e-6 else 0.0  # noqa: PLR2004 - rounding
 
     def booked_ms(self, board: Candidate, request_id: str) -> float:
         """Return the time that other requests have booked at the board."""

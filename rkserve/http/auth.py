@@ -225,7 +225,7 @@ def check_operator(request: Request, keys: Keys) -> str:
 def check_client(request: Request, keys: Keys) -> ClientKey | None:
     """Check the caller's API key, or the admin key, if API keys are configured.
 
-    Returns the API key; None for the operator, or for anybody without configured keys. Raises
+    Returns the API key; None for the operator, or where no keys are configured. Raises
     ``InvalidApiKey``: the request has none of those keys.
     """
     if keys.clients is None:

@@ -95,7 +95,7 @@ def _add_generate(route: Routes, service: Service) -> None:
         "POST,PUT /generate",
         sglang_generate.SglangGenerateRequest,
         {"model": SIM, "input_ids": [1, 2, 3], "sampling_params": short},
-        made | list[made],  # type: ignore[valid-type]
+        made | list[made],  # type: ignore[valid-type] # a type made at run time
         made,
         says="The answer is an array for several prompts or `n`.",
     )

@@ -68,11 +68,11 @@ def _add_generations(route: Routes, service: Service, generations: Generations) 
             example=Example(body, _RUNNING),
         )
 
-    everybody = returns(GenerationsAnswer, "The oldest first, and nobody's words.")
+    listing = returns(GenerationsAnswer, "The oldest first, without prompts and answers.")
 
-    @route("GET /v1/generations", OPERATOR, everybody)
+    @route("GET /v1/generations", OPERATOR, listing)
     async def listed(request: Request) -> JSONResponse:
-        """List everybody's generations."""
+        """List the generations of all keys."""
         check_operator(request, service.keys)
         return JSONResponse(await generations.listed())
 

@@ -357,7 +357,7 @@ def add_gradio(app: FastAPI, service: Service, calls: GradioCalls) -> None:
         paths=_NAME | {"event_id": "The id in the answer to the posted call."},
         example=Example(path={"name": "chat", **event}),
     )
-    async def events(request: Request, name: str, event_id: str) -> Response:  # noqa: ARG001
+    async def events(request: Request, name: str, event_id: str) -> Response:  # noqa: ARG001 - a part of the path
         """Carry out a posted call, and stream its events."""
         return await routes.one(request, event_id)
 

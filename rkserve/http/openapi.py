@@ -47,7 +47,7 @@ TAGS = (
 class Access(Enum):
     """The callers that an endpoint admits."""
 
-    OPEN = "anybody"
+    OPEN = "every client, without a key"
     CLIENT = "a client"
     OPERATOR = "the operator"
 
@@ -79,7 +79,7 @@ STATUSES = {
     429: "Too much at once; `retry-after` says when to come back.",
     500: "A hook of the operator's failed while the answer was generated.",
     502: "The runtime refused or ended this run.",
-    503: "Nobody can serve it now; `retry-after` says when to come back.",
+    503: "No board can serve it now; `retry-after` says when to come back.",
     504: "It was not done in time.",
 }
 # Statuses of errors, beside those of access and of bodies, which follow from the description.

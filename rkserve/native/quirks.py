@@ -65,7 +65,7 @@ TABLE = (
     ),
     Quirk(
         "drain_by_limit",
-        "A paused run that nobody resumes is ended by resuming it with `max_new_tokens` of 1, "
+        "A paused run that is not resumed is ended by resuming it with `max_new_tokens` of 1, "
         "which 1.3.x has per run; that both work together is inferred. Where False it is "
         "resumed without a limit and aborted at its first token, which works on every release "
         "but counts as an aborted run.",

@@ -185,7 +185,7 @@ class Lab:
         if clear:
             runtime.clear_kv_cache()
         if not isinstance(given, PromptInput):
-            given = TokenInput(tuple(given))  # type: ignore[arg-type]
+            given = TokenInput(tuple(given))  # type: ignore[arg-type] # ids: texts went above
         began_s = time.monotonic()
 
         def take(step: Step) -> SinkAction:

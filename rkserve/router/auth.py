@@ -157,7 +157,7 @@ def open_keys(config: RouterConfig) -> Keys:
 
     Raises:
         ConfigError: a file cannot be read or has no key, or a key cannot be sent in a header. The
-            service would be open to nobody, or to everybody.
+            service would be closed to all clients, or open to all.
     """
     admin = clients = None
     if config.admin_key is not None:

@@ -32,7 +32,7 @@ FOLDER = "RKSERVE_HEAD_STATE"
 TOKEN_BYTES = 24
 MOST_TOKENS, MOST_BOARDS = 16, 4096
 # Refused tokens per minute at one Router. Tokens cannot be guessed; this bounds the work and the
-# log of somebody who tries.
+# log of a client that guesses.
 REFUSALS, MINUTE_S = 20, 60.0
 NEW_ID = "sudo rm -f /etc/machine-id /var/lib/dbus/machine-id && sudo systemd-machine-id-setup"
 

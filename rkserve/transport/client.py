@@ -118,7 +118,7 @@ class BoardConnection:
         self._asked: dict[int, tuple[str, asyncio.Future[Any]]] = {}  # method and result
         # Set after the handshake; raises ``ConnectionError``.
         self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        # Retrieve the exception, so that asyncio does not log it if nobody awaits the future.
+        # Retrieve the exception, so that asyncio does not log it if the future is never awaited.
         self.ready.add_done_callback(lambda done: done.cancelled() or done.exception())
         self.over = asyncio.Event()  # the connection has ended
         self.line = ChannelConnection(RouterHandshake(address.key), pulse, self)

@@ -68,7 +68,7 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 NonemptyIds = Annotated[list[int], Field(min_length=1)]
 ToolChoice = SkipValidation[Literal["none", "auto", "required"] | AnyObject]
 ToolName = Annotated[str, Field(min_length=1, max_length=MAX_TOOL_NAME_CHARS)]
-assert Effort.__args__ == EFFORTS  # type: ignore[attr-defined]
+assert Effort.__args__ == EFFORTS  # type: ignore[attr-defined] # a Literal has its values
 
 
 def _stops(value: object, read: Callable[[object], tuple[str, ...]]) -> tuple[str, ...]:

@@ -237,7 +237,7 @@ class BoardsAnswer(TypedDict):
     """All boards."""
 
     object: Literal["list"]
-    data: list[BoardAnswer]  # type: ignore[valid-type]
+    data: list[BoardAnswer]  # type: ignore[valid-type] # a type made at run time
 
 
 def board_entry(board: BoardReport, circuit: tuple[str, str]) -> JsonObject:

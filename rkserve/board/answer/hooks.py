@@ -435,7 +435,8 @@ class ThinkingLimit:
 
     def __init__(self, request: GenerateRequest) -> None:
         thinking = request.thinking
-        assert thinking is not None and thinking.max_tokens is not None  # noqa: PT018
+        assert thinking is not None
+        assert thinking.max_tokens is not None
         self._thinking, self._most = thinking, thinking.max_tokens
         self._block = ReasoningBlock(thinking)
         self._tokens = 0

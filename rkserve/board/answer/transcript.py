@@ -1,7 +1,7 @@
 """The token ids of one generation, the deltas that report them, and the KV cache of them. Pure.
 
 A transcript has the prompt, the answer with its reasoning part, and the ids that edits inserted and
-removed. It validates an edit's positions and knows nothing of hooks or runs.
+removed. It validates an edit's positions and is independent of hooks and runs.
 
 Between runs the KV cache of RKLLM can be appended to or cleared: a request reuses all of the live
 context or nothing, unless the runtime itself compares a prompt with the cache and computes what

@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 # Before silence counts, the event loop gets this long to read what has arrived: the loop may have
 # been blocked, and not the engine.
 SECOND_LOOK_S = 0.1
-# After this many runs in a row that reused nothing of a known prefix, the model or the runtime does
+# After this many runs in a row without any reuse of a known prefix, the model or the runtime does
 # not reuse prefixes in RAM.
 RECOMPUTED_LIMIT = 3
 

@@ -87,4 +87,4 @@ positionally, to ``super().__init__``.
 from __future__ import annotations
 
 from rkserve.core.errors.boards import *  # noqa: F403 - the tree above names every class
-from rkserve.core.errors.requests import *  # noqa: F403
+from rkserve.core.errors.requests import *  # noqa: F403 - as above

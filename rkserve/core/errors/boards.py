@@ -26,7 +26,7 @@ class PauseExpired(RkserveError):
 
     http_status = 504
     code = "pause_expired"
-    sentence = "The generation was paused for {paused_s:.0f} s and nobody resumed it."
+    sentence = "The generation was paused for {paused_s:.0f} s and was not resumed."
 
     def __init__(self, paused_s: float) -> None:
         super().__init__(paused_s)
@@ -469,7 +469,7 @@ class ModelAsleep(RkserveError):
 
 
 class StageFailed(BoardFailed):
-    """A file could not be delivered to the board's disk completely; nothing of it is used."""
+    """A file could not be delivered to the board's disk completely, and is not used."""
 
     code = "stage_failed"
     sentence = "Board {board_id} did not get the file: {reason}."

@@ -349,7 +349,7 @@ class ResultCallback:
         self,
         kind: Any,  # noqa: ARG002 - cffi's signature
         exc: BaseException,
-        traceback: Any,  # noqa: ARG002
+        traceback: Any,  # noqa: ARG002 - cffi's signature
     ) -> None:
         """Store an exception of the callback and abort: nothing may unwind through a C frame."""
         run = self.run
@@ -361,7 +361,7 @@ class ResultCallback:
         run.inside = None
 
     def _cut_off(self, run: NativeRun) -> None:
-        """Abort a logits run that generates an answer nobody requested."""
+        """Abort a logits run that generates an answer that was not requested."""
         with self._abort_lock:
             if self.run is run:
                 run.abort_wanted = True

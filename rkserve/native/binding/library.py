@@ -249,7 +249,7 @@ class ModelCallbacks:
         self,
         kind: Any,  # noqa: ARG002 - cffi's signature
         exc: BaseException,
-        traceback: Any,  # noqa: ARG002
+        traceback: Any,  # noqa: ARG002 - cffi's signature
     ) -> None:
         self._note(exc)
 

@@ -55,13 +55,13 @@ class Availability:
     """The boards that a request may get.
 
     Boards in ``barred`` are excluded, and those with a pause effect worse than ``most``.
-    ``nobody``: no board could take it. ``asks``: the board whose rejection the client is to get.
+    ``no_board``: no board could take it. ``asks``: the board whose rejection the client is to get.
     ``waits``: all boards keep such requests until a pause ends.
     """
 
     barred: Collection[str] = ()
     most: PauseEffect = PauseEffect.REFUSES
-    nobody: bool = False
+    no_board: bool = False
     asks: Candidate | None = None
     waits: bool = False
 
@@ -96,7 +96,7 @@ def prospect(
         barred |= {board.key for board in held}
     tier = boards.tier(barred) if barred else boards.held
     if tier is None or tier > most:
-        return Availability(barred, most, nobody=True)
+        return Availability(barred, most, no_board=True)
     if tier is not PauseEffect.REFUSES:
         return Availability(barred, most)
     refusing = [board for board in boards if board.ready and board.key not in barred]
@@ -266,9 +266,9 @@ class ModelQueues:
         found = prospect(waiter.request, queue.boards, desired, tried, blocked)
         waiter.barred = waiter.routing.tried = found.barred
         waiter.routing.most = found.most
-        if found.nobody:
+        if found.no_board:
             soon = prospect(waiter.request, queue.boards, desired, tried, ())
-            if blocked and not soon.nobody and soon.asks is None:
+            if blocked and not soon.no_board and soon.asks is None:
                 # The boards exist, and only their circuits are open: the request can wait.
                 return await queue.aside(waiter, self._breaker.soonest_s(time.monotonic()))
             reasons = [self._breaker.reason(key, time.monotonic()) for key in blocked]

@@ -192,7 +192,7 @@ WHY = {"code": "operation_timeout", "message": "It was not done."}
             sight(one=operation("failed", error=WHY)), "says otherwise", id="served, and not said"
         ),
         pytest.param(
-            sight("a9", one=operation("undone", error=WHY)), "nobody asked", id="another version"
+            sight("a9", one=operation("undone", error=WHY)), "not requested", id="another version"
         ),
         pytest.param(sight("a0", one=operation("undone")), "does not say why", id="no reason"),
         pytest.param(

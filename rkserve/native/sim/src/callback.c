@@ -96,7 +96,7 @@ static bool ends_inside_character(const struct text *text) {
 /* True: the token ends inside a character, so its text comes with the next one. */
 static bool tell_token(const struct handle *h, struct slot *slot, RKLLMResult *result) {
     const struct piece *piece = &h->model.pieces[slot->id];
-    bool mute = h->settings.features.no_tokenizer; /* nobody can say it: the id has to do */
+    bool mute = h->settings.features.no_tokenizer; /* it cannot be decoded: the id has to do */
     bool hidden = mute || piece->flags & PIECE_SILENT ||
                   (h->skip_special_token && piece->flags & PIECE_SPECIAL);
     if (!hidden) text_add(&slot->pending, (const char *)piece_bytes(&h->model, slot->id), piece->n);

@@ -59,7 +59,7 @@ static void env_name(const char *name, char *out, size_t room) {
     snprintf(out, room, "%s", text ? text : "");
 }
 
-/* What a batch gains, by name. Nobody has published a gain, so the default is none. */
+/* What a batch gains, by name. No gain is published, so the default is none. */
 static bool read_batch_gain(double *out) {
     static const struct {
         const char *name;

@@ -70,7 +70,7 @@ static bool write_all(int fd, const void *bytes, size_t n) {
     return true;
 }
 
-/* What stands for keys and values: a hole, or real bytes if somebody wants the disk to feel it. */
+/* What stands for keys and values: a hole, or real bytes where a test wants real traffic on the disk. */
 static bool pad(const struct handle *h, int fd, uint64_t written, uint64_t file_bytes) {
     uint64_t block[8192];
     if (!h->settings.features.cache_dense) return ftruncate(fd, (off_t)file_bytes) == 0;
