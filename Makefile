@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip -q --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-quick unit cluster page-test fuzz mutation compat compat-lock check format bench bench-control bench-scale bench-kills bench-multi-turn bench-overload docs docs-serve lock sim sanitize clean
+.PHONY: help demo test test-quick unit cluster page-test fuzz mutation compat compat-programs compat-lock aarch64 check format bench bench-control bench-scale bench-kills bench-multi-turn bench-overload docs docs-serve lock sim sanitize clean
 
 help:
 	@echo "make demo    a chat model on three simulated boards, an embedding model on a fourth, until Ctrl-C"
@@ -20,6 +20,8 @@ help:
 	@echo "make fuzz    odd requests by the thousand, held to the OpenAPI document; SEED=n makes others"
 	@echo "make mutation  change the pure rooms at random and run their tests; SEED=n draws others"
 	@echo "make compat  other people's clients against a cluster; SUITES=\"openai-2 llm\" for some"
+	@echo "make compat-programs VENDOR=.. SERVER=..  programs for boards, unmodified, on the simulator"
+	@echo "make aarch64 install, compile and test in an arm64 Debian under emulation"
 	@echo "make check   ruff, mypy and generated docs"
 	@echo "make format  reformat the code"
 	@echo "make sanitize  the binding's and the simulator's tests under ASan and UBSan"
@@ -62,7 +64,7 @@ RAY := $(shell grep -rl 'mark\.ray' --include='test_*.py' tests)
 cluster: $(READY) sim
 	$(PYTEST) -n 2 -m ray $(RAY)
 
-# What it needs is pinned here: nobody else needs it, and CI has no browser.
+# What it needs is pinned here: no other target needs it, and CI has no browser.
 PAGE_TOOLS := playwright==1.65.2 axe-playwright-python==0.1.8
 
 page-test: $(READY)
@@ -91,6 +93,16 @@ mutation: $(READY) sim
 SUITES ?=
 compat: $(READY) sim
 	$(BIN)/python -m compat.run $(SUITES)
+
+# VENDOR and SERVER are checkouts of other people's programs for boards, which are not a part of this
+# repository: VENDOR=../rknn-llm SERVER=../RKLLM-API-Server.
+compat-programs: $(READY) sim
+	$(BIN)/python -m compat.board_programs $(VENDOR:%=--vendor %) $(SERVER:%=--server %)
+
+# Needs root's rights and Debian's packages, which the script names. TESTS="tests/native/sim" for some.
+TESTS ?=
+aarch64: $(READY)
+	$(BIN)/python scripts/aarch64.py $(TESTS)
 
 compat-lock: $(READY)
 	$(BIN)/python -m compat.run --lock $(SUITES)
@@ -163,4 +175,4 @@ $(READY): requirements-dev.lock pyproject.toml
 	@touch $(READY)
 
 clean:
-	rm -rf $(VENV) $(FUZZ_VENV) site rkserve/native/sim/build .mypy_cache .ruff_cache .pytest_cache .hypothesis .compat *.egg-info
+	rm -rf $(VENV) $(FUZZ_VENV) .aarch64 site rkserve/native/sim/build .mypy_cache .ruff_cache .pytest_cache .hypothesis .compat *.egg-info

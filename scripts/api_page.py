@@ -21,7 +21,7 @@ Schema = dict[str, Any]
 
 HOST = "http://127.0.0.1:8000"
 _WHO = {
-    Access.OPEN: "anybody",
+    Access.OPEN: "every client, without a key",
     Access.CLIENT: "a client: an API key where keys are configured",
     Access.OPERATOR: "the operator: the admin key, or the Router's own machine without one",
 }

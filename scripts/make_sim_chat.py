@@ -61,7 +61,7 @@ EMBEDDING_MEMORY_MB = 791
 
 VISION_ID = "sim-vision"
 FAMILY = "qwen2-vl"
-ENCODE_MS = 500  # nobody has published a figure; enough to see that an image is encoded once
+ENCODE_MS = 500  # no figure is published; enough to see that an image is encoded once
 
 # Some text has to be hidden, some has to be visible: as in Qwen's vocabulary, the tags of thinking
 # and of tool calls are single tokens, and still belong to the text.

@@ -118,7 +118,7 @@ class Mutator(ast.NodeVisitor):
         for one in (*node.args.defaults, *filter(None, node.args.kw_defaults), *node.body):
             self.visit(one)
 
-    visit_AsyncFunctionDef = visit_FunctionDef  # noqa: N815 - as above
+    visit_AsyncFunctionDef = visit_FunctionDef  # noqa: N815 - NodeVisitor's name - as above
 
     def visit_ClassDef(self, node: ast.ClassDef) -> None:
         """Visit the body."""
@@ -177,8 +177,8 @@ class Mutator(ast.NodeVisitor):
             self._add("boolean", node.test, f"not ({ast.unparse(node.test)})")
         self.generic_visit(node)
 
-    visit_While = visit_If  # noqa: N815
-    visit_IfExp = visit_If  # noqa: N815
+    visit_While = visit_If  # noqa: N815 - NodeVisitor's name
+    visit_IfExp = visit_If  # noqa: N815 - NodeVisitor's name
 
     def visit_Compare(self, node: ast.Compare) -> None:
         """Change one comparison."""
