@@ -371,6 +371,19 @@ def test_some_tokens_have_no_text_at_all(sim: Sim) -> None:
     assert {event.token_id for event in silent} == set(ids_of("<|pad|>"))
 
 
+def test_a_token_without_text_may_come_with_an_empty_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RKSIM_NO_NULL_TEXT", "1")
+    sim = Sim("1.3.0")
+    found = [
+        event.text
+        for turn in range(30)
+        for event in sim.run(chat(f"Tell me about number {turn}")).tokens
+        if event.state == NORMAL and event.token_id in ids_of("<|pad|>")
+    ]
+    assert set(found) == {b""}
+    assert sim.destroy() == 0
+
+
 # --- results die with the callback
 
 

@@ -105,7 +105,7 @@ static bool tell_token(const struct handle *h, struct slot *slot, RKLLMResult *r
         if (h->settings.waiting_no_id && h->n_slots == 1) result->token_id = 0;
         return true;
     }
-    if (slot->eos || slot->pending.n || mute) {
+    if (slot->eos || slot->pending.n || mute || h->settings.no_null_text) {
         set_text(slot, &slot->pending, result);
         slot->pending.n = 0;
     }

@@ -98,6 +98,7 @@ static bool read_deviations(struct settings *s) {
            env_flag("RKSIM_LAST_TOKEN_IN_KV", &s->last_in_kv) &&
            env_flag("RKSIM_COUNT_FIRST_TOKEN", &s->count_first) &&
            env_flag("RKSIM_NO_SHIFT", &s->no_shift) &&
+           env_flag("RKSIM_NO_NULL_TEXT", &s->no_null_text) &&
            env_flag("RKSIM_FEWER_CPUS", &s->fewer_cpus) &&
            env_flag("RKSIM_INIT_CRASHES", &s->init_crashes) &&
            env_flag("RKSIM_WRONG_COUNTS", &s->wrong_counts);

@@ -262,7 +262,7 @@ struct settings { /* read once, at init */
     bool range_with_history, resume_unlimited, abort_deadlocks, async_broken, prefix_reuse;
     bool close_turns, abort_loses, waiting_no_id, eos_misread, keep_rows;
     bool fewer_cpus, init_crashes, wrong_counts;
-    bool last_in_kv, count_first, no_shift;
+    bool last_in_kv, count_first, no_shift, no_null_text;
     double batch_gain; /* of four entries */
     uint64_t seed;
     struct features features;
