@@ -151,7 +151,7 @@ def test_a_head_that_is_not_there_is_named(head: str, sentence: str) -> None:
 
 
 def test_a_head_that_refuses_connections_may_start_yet() -> None:
-    with pytest.raises(HeadNotReady, match="cannot be asked: .*Connection refused"):
+    with pytest.raises(HeadNotReady, match=r"cannot be asked: .*Connection refused"):
         ask_head(f"http://127.0.0.1:{next(free_ports())}", "t", {})
 
 
