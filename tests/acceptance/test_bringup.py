@@ -1,0 +1,244 @@
+"""A head and a board of one machine, brought up and ended by the commands that an operator types.
+
+The board's group has the vendor's interface as its library, simulated; the head has a board of its
+own beside it, whose requests go on while the other one comes and goes.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+
+from rkserve.bench.processes import PROC, ProcessIdentity, is_alive
+from rkserve.bringup.processes import NodeRecord, StateFolder, end_processes
+from rkserve.core.child_process import free_port, free_ports
+from rkserve.deployments.haproxy import available
+from rkserve.native.sim.build import ensure_built
+from tests.bringup.test_head import all_free
+from tests.support.cluster.local_cluster import wait_for
+from tests.support.paths import PROJECT
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+
+# An idle machine of two cores needs a tenth of it for the longest step.
+STEP_S = 300.0
+CHAT, EMBED = "sim-chat", "sim-embed"
+
+
+@dataclass
+class Node:
+    """A node of this machine: its own home, state folder and ports."""
+
+    folder: Path
+    kind: str
+    first_port: int
+
+    @classmethod
+    def make(cls, parent: Path, kind: str) -> Node:
+        """Return a node with free ports."""
+        (parent / kind).mkdir()
+        first = next(p for p in free_ports() if p % 10 == 0 and all_free(p))
+        return cls(parent / kind, kind, first)
+
+    @property
+    def state(self) -> StateFolder:
+        """The folder of its record."""
+        return StateFolder(self.folder / "state", self.kind)
+
+    @property
+    def record(self) -> NodeRecord:
+        """The processes that run."""
+        found = self.state.read()
+        assert found is not None
+        return found
+
+    def command(self, *words: str) -> list[str]:
+        """Return a command of its operator."""
+        name, *rest = words
+        state = ["--state", str(self.folder / "state")]
+        return [sys.executable, "-m", "rkserve", name, *state, *rest]
+
+    @property
+    def environ(self) -> dict[str, str]:
+        """The environment of an operator who has set nothing."""
+        own = {k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "RKSERVE_"))}
+        return {**own, "HOME": str(self.folder), "RKSIM_TIME_SCALE": "0.1", "COLUMNS": "200"}
+
+    def run(self, *words: str, code: int = 0) -> str:
+        """Run a command to its end, and return its output."""
+        done = subprocess.run(
+            self.command(*words),
+            env=self.environ,
+            cwd=PROJECT,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=STEP_S,
+            check=False,
+        )
+        assert done.returncode == code, f"{words}: {done.stdout}\n{self.logs()}"
+        return done.stdout
+
+    def logs(self) -> str:
+        """Return the ends of its logs."""
+        logs = sorted((self.folder / "state").glob("*.log"))
+        return "\n".join(f"{log.name}:\n{log.read_text(errors='replace')[-2000:]}" for log in logs)
+
+    def end(self) -> None:
+        """End what a failed test left."""
+        record = self.state.read()
+        if record is not None:
+            end_processes(record.all_alive())
+
+
+@dataclass
+class Home:
+    """A head that runs, and the second board."""
+
+    head: Node
+    board: Node
+    url: str
+    output: str
+
+
+def serve_config(folder: Path, port: int) -> Path:
+    """Write a configuration of a simulated board on the head, and of boards that join."""
+    groups: list[dict[str, Any]] = [
+        {"name": "sim", "model": f"models/{CHAT}", "simulated": {"boards": 1, "time_scale": 0.1}},
+        {
+            "name": "rk",
+            "model": f"models/{EMBED}",
+            "library": str(ensure_built("1.3.0")),
+            "drain_timeout_s": 5,  # Serve waits as long for a replica that has no node yet
+        },
+    ]
+    args = {"boards": groups, "state_dir": str(folder / "s")}
+    application = {"name": "rkserve", "import_path": "rkserve.app:build", "args": args}
+    content = {
+        "proxy_location": "HeadOnly",
+        "http_options": {"host": "0.0.0.0", "port": port},
+        "applications": [{**application, "route_prefix": "/"}],
+    }
+    file = folder / "serve_config.yaml"
+    file.write_text(yaml.safe_dump(content), encoding="utf-8")
+    return file
+
+
+@pytest.fixture
+def home() -> Iterator[Home]:
+    """A head that `rkserve up` has started."""
+    # Short, for the paths of sockets.
+    with tempfile.TemporaryDirectory(prefix="rk-", dir="/tmp", ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        head, board = Node.make(folder, "head"), Node.make(folder, "board")
+        port = free_port()
+        config = serve_config(folder, port)
+        ports = ("--ray-port", str(head.first_port), "--dashboard-port", str(head.first_port + 9))
+        try:
+            words = ("--detach", "--temp-dir", str(folder / "r"))
+            output = head.run("up", str(config), *ports, *words)
+            yield Home(head, board, f"http://127.0.0.1:{port}", output)
+        finally:
+            board.end()
+            head.end()
+
+
+def boards_of(home: Home) -> dict[str, str]:
+    """Return the boards with their states."""
+    rows = httpx.get(f"{home.url}/v1/boards", timeout=60).json()["data"]
+    return {row["id"]: row["state"] for row in rows}
+
+
+def chat(home: Home) -> str:
+    """Return the words of an answer of the head's own board."""
+    body = {"model": CHAT, "messages": [{"role": "user", "content": "Repeat after me: here"}]}
+    response = httpx.post(f"{home.url}/v1/chat/completions", json=body, timeout=STEP_S)
+    assert response.status_code == 200, response.text
+    return str(response.json()["choices"][0]["message"]["content"])
+
+
+def embedding(home: Home) -> bool:
+    """Return whether the board that has joined answers."""
+    body = {"model": EMBED, "input": "a word"}
+    response = httpx.post(f"{home.url}/v1/embeddings", json=body, timeout=STEP_S)
+    assert response.status_code in (200, 503), response.text
+    return response.status_code == 200
+
+
+def eventually(sentence: str, look: Callable[[], Any]) -> Any:
+    """Wait as long as a busy machine may take."""
+    return wait_for(sentence, look, STEP_S)
+
+
+def alive(processes: list[ProcessIdentity]) -> list[int]:
+    """Return the ids of those that run."""
+    return [one.pid for one in processes if is_alive(PROC, one)]
+
+
+def test_a_board_joins_serves_and_leaves_and_the_head_ends(home: Home) -> None:
+    head, board = home.head, home.board
+    assert re.search(r"The Router answers at \S+ after \d+ s\.", home.output)
+    assert f"rkserve down --state {head.folder / 'state'}" in home.output
+    assert eventually("the head's own board answers", lambda: chat(home)) == "here"
+    if available():
+        answer = httpx.get(f"{home.url}/-/healthz", timeout=60)
+        assert answer.status_code == 200
+        assert any("haproxy" in name_of(one.pid) for one in head.record.all_alive())
+    assert not embedding(home)
+
+    refused = board.run(*join(home, home.url, "wrong"), code=1)
+    assert "The join token is unknown or has expired. `rkserve token` on the head prints" in refused
+    assert board.state.read() is None
+
+    printed = re.fullmatch(r"rkserve join (http://\S+) --token (\S+)\n", head.run("token"))
+    assert printed is not None
+    joined = board.run(*join(home, printed[1], printed[2]), "--detach")
+    assert "This board has joined: it offers rknpu 1." in joined
+    name = eventually(
+        "a second board", lambda: next((b for b in boards_of(home) if b[:3] == "rk@"), "")
+    )
+    eventually("it is ready", lambda: boards_of(home)[name] == "ready")
+    assert embedding(home)
+
+    of_board = board.record.all_alive()
+    assert len(of_board) > 2
+    assert board.run("leave").endswith("Stopped.\n")
+    assert alive(of_board) == []
+    assert chat(home) == "here"
+
+    of_head = head.record.all_alive()
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as bystander:
+        assert head.run("down").endswith("Stopped.\n")
+        assert bystander.poll() is None
+        bystander.send_signal(signal.SIGKILL)
+    assert alive(of_head) == []
+    assert head.state.read() is None
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(home.url, timeout=10)
+
+
+def join(home: Home, url: str, token: str) -> tuple[str, ...]:
+    """Return the words of ``rkserve join``; no simulated board passes the doctor."""
+    port = str(home.board.first_port)
+    return ("join", url, "--token", token, "--ray-port", port, "--no-doctor")
+
+
+def name_of(pid: int) -> str:
+    """Return the program of a process; empty if it has ended."""
+    try:
+        return (PROC / str(pid) / "comm").read_text()
+    except OSError:
+        return ""
