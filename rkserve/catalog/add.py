@@ -21,7 +21,7 @@ from typing import Any, TypeAlias
 import yaml
 
 from rkserve.api.prompting.templates import NAMED
-from rkserve.catalog.catalog import MANIFEST_FILE, ModelManifest, staging
+from rkserve.catalog.catalog import ModelManifest
 from rkserve.catalog.hub import (
     SCHEME,
     Hub,
@@ -47,6 +47,8 @@ from rkserve.core.errors import ConfigError
 from rkserve.core.files import FULL, file_digest, free_bytes
 from rkserve.models.adapters import FOLDER as ADAPTERS
 from rkserve.models.folder import MODEL_ID, SETTINGS_FILE, ModelFolder, open_model_folder
+from rkserve.models.index import PIECE_BYTES
+from rkserve.models.shelf import MANIFEST_FILE, index_of, staging
 
 MEGA = 1_000_000
 SPARE_BYTES = 64 * MEGA  # left free on the disk
@@ -144,6 +146,7 @@ def add(request: AddRequest, hub: Callable[[], Hub]) -> AddedModel:
         _unpack_template(staged)
         added = _describe(request, source, staged, digest)
         _publish(staged, target, keep=_is_in_place(source, target))
+        index_of(target, PIECE_BYTES)  # boards fetch by it
     return added
 
 

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
-import shutil
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,13 +12,21 @@ import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from rkserve.catalog.recognise import ModelTraits, traits_of
+from rkserve.config.board_group import CATALOG
 from rkserve.config.serve_config import resolve_folder
 from rkserve.core.errors import ConfigError
 from rkserve.core.files import file_digest
 from rkserve.models.files import UnfitWeights, weights_facts
 from rkserve.models.folder import MODEL_ID, SETTINGS_FILE, ModelFolder, open_model_folder
+from rkserve.models.shelf import (
+    MANIFEST_FILE,
+    discard,
+    model_path,
+    partial_bytes,
+    staging,
+    staging_of,
+)
 
-MANIFEST_FILE = "manifest.json"
 MANIFEST_MAX_BYTES = 64 * 1024
 
 
@@ -113,7 +118,7 @@ def entries(models: Path, uses: Sequence[GroupUse] = ()) -> tuple[CatalogEntry, 
 def entry(models: Path, name: str, uses: Sequence[GroupUse] = ()) -> CatalogEntry:
     """Return one model of a catalogue. Raises ``ConfigError`` if there is none."""
     path = model_path(models, name)
-    partial = sum(one.stat().st_size for one in _staging_of(path).rglob("*.part"))
+    partial = partial_bytes(path)
     if not path.is_dir():
         if not partial:
             raise ConfigError(f"{models} has no model {name!r}")
@@ -127,47 +132,6 @@ def entry(models: Path, name: str, uses: Sequence[GroupUse] = ()) -> CatalogEntr
     except (UnfitWeights, OSError) as exc:
         problem = f"its weights cannot be used: {exc}"
         return CatalogEntry(name, path, partial_bytes=partial, problem=problem, used_by=used)
-
-
-def model_path(models: Path, name: str) -> Path:
-    """Return the folder of a model. Raises ``ConfigError`` for a name that leads elsewhere."""
-    if not MODEL_ID.fullmatch(name):
-        raise ConfigError(f"{name!r} is no name of a model")
-    return models / name
-
-
-def _staging_of(path: Path) -> Path:
-    return path.with_name(f".{path.name}.adding")
-
-
-@contextmanager
-def staging(path: Path) -> Iterator[Path]:
-    """Create the folder in which a model is built, locked against other commands.
-
-    It is removed at the end, unless a partial download is in it.
-
-    Raises:
-        ConfigError: it cannot be created, or another command has it.
-    """
-    outer = _staging_of(path)
-    staged = outer / path.name  # a model's id is the name of its folder
-    try:
-        staged.mkdir(parents=True, exist_ok=True)
-        lock = os.open(outer, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    except OSError as exc:
-        raise ConfigError(f"{staged} cannot be created: {exc.strerror or exc}") from exc
-    try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as exc:
-            raise ConfigError(f"another command adds {path.name} just now") from exc
-        try:
-            yield staged
-        finally:
-            if not any(outer.rglob("*.part")):
-                shutil.rmtree(outer)
-    finally:
-        os.close(lock)
 
 
 def _entry(folder: ModelFolder, used: tuple[GroupUse, ...], partial: int) -> CatalogEntry:
@@ -209,6 +173,8 @@ def _manifest(file: Path) -> ModelManifest | None:
 
 def _is_used(path: Path, use: GroupUse) -> bool:
     """Return True if a group serves a folder, or one of its name at a path of the boards."""
+    if str(use.model).startswith(CATALOG):
+        return str(use.model) == f"{CATALOG}{path.name}"
     try:
         folder = resolve_folder(use.model)
     except ConfigError:
@@ -283,7 +249,7 @@ def remove(models: Path, name: str, uses: Sequence[GroupUse] = ()) -> int:
     if used:
         groups = ", ".join(f"{use.group} ({use.config})" for use in used)
         raise ConfigError(f"{name} is served by {groups}; remove it there first, or use --force")
-    partial = _staging_of(path)
+    partial = staging_of(path)
     if not os.path.lexists(path) and not partial.exists():
         raise ConfigError(f"{models} has no model {name!r}")
     if path.exists() and not path.is_dir():
@@ -293,15 +259,7 @@ def remove(models: Path, name: str, uses: Sequence[GroupUse] = ()) -> int:
         freed += _bytes_of(partial)
         for left in partial.rglob("*.part"):
             left.unlink()
-        if path.is_symlink():
-            path.unlink()
-        elif path.exists():
-            # A folder that is removed only in part must not be listed.
-            gone = path.with_name(f".{name}.removed")
-            if gone.exists():
-                shutil.rmtree(gone)
-            path.rename(gone)
-            shutil.rmtree(gone)
+        discard(path)
     return freed
 
 

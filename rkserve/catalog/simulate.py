@@ -11,10 +11,10 @@ import shutil
 from pathlib import Path
 
 from rkserve.api.prompting.tokenizer import Tokenizer
-from rkserve.catalog.catalog import staging
 from rkserve.core.errors import ConfigError
 from rkserve.models.files import Vocabulary, read_vocabulary
 from rkserve.models.folder import SETTINGS_FILE, ModelFolder, open_model_folder
+from rkserve.models.shelf import staging
 from rkserve.native.sim import models as sim
 from rkserve.native.sim.profiles import load
 

@@ -15,6 +15,8 @@ from rkserve.core.run_params import Guided
 
 GROUP_NAME = re.compile(r"[A-Za-z][A-Za-z0-9-]{0,31}")
 HOOK_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
+CATALOG = "catalog:"  # before the name of a model of the head's catalogue
+MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 MAX_DOMAINS = 16  # RKNPU_MAX_IOMMU_DOMAIN_NUM of the kernel driver
 
 
@@ -123,7 +125,8 @@ class BoardGroupConfig(Settings):
         ...,
         description="Model folder, the same path on head and boards; its name is the model id. "
         "A relative path is looked up in the working directory and then, in a checkout, in the "
-        "project's folder.",
+        "project's folder. `catalog:NAME` is the model of that name in the head's catalogue "
+        "(`catalog.folder`), which boards fetch before they start.",
     )
     library: Path | None = Field(
         None, description="Path of librkllmrt.so on the boards. Leave out for simulated boards."
@@ -296,6 +299,20 @@ class BoardGroupConfig(Settings):
         if not GROUP_NAME.fullmatch(name):
             raise ValueError("use up to 32 letters, digits and '-', beginning with a letter")
         return name
+
+    @field_validator("model")
+    @classmethod
+    def _catalog_has_names(cls, model: Path) -> Path:
+        text = str(model)
+        if text.startswith(CATALOG) and not MODEL_NAME.fullmatch(text.removeprefix(CATALOG)):
+            raise ValueError(f"write the name of a model behind '{CATALOG}'")
+        return model
+
+    @property
+    def catalog_model(self) -> str | None:
+        """The name of the model in the head's catalogue; None if ``model`` is a path."""
+        text = str(self.model)
+        return text.removeprefix(CATALOG) if text.startswith(CATALOG) else None
 
     @field_validator("hooks")
     @classmethod

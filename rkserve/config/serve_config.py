@@ -120,6 +120,29 @@ class CoordinatorConfig(Settings):
     )
 
 
+class CatalogConfig(Settings):
+    """The models on the head that boards fetch: those of groups with `model: catalog:NAME`."""
+
+    folder: Path = Field(
+        Path("models"),
+        description="Folder of the models on the head node, to which `rkserve model add` and "
+        "`rkserve model push` add. A relative path is looked up as `model` of a group is.",
+    )
+    piece_bytes: int = Field(
+        4 * 1024**2,
+        ge=1024,
+        le=16 * 1024**2,
+        description="Size of the pieces in which models are fetched, each with a sha256 of its "
+        "own. A board has a few of them in memory at a time.",
+    )
+    max_bytes_per_s: float | None = Field(
+        None,
+        gt=0,
+        description="Limit of each board's fetch, so that it leaves room for answers on a slow "
+        "network; empty sets none.",
+    )
+
+
 def default_state_dir() -> Path:
     """Return a folder of the user's own: one in the temporary folder could be prepared by any
     account.
@@ -140,15 +163,19 @@ class RkserveConfig(Settings):
         default_factory=CoordinatorConfig,
         description="The Coordinator, which keeps the desired state of the cluster.",
     )
+    catalog: CatalogConfig = Field(
+        CatalogConfig(), description="The models on the head that boards fetch."
+    )
     channel: ChannelConfig = Field(
         ChannelConfig(),
         description="How tokens get from boards to Routers; `off` leaves that to Ray.",
     )
     state_dir: Path = Field(
         default_factory=default_state_dir,
-        description="Folder for lock files, caches and staged files on every node, and for stored "
-        "responses; it must be on a local disk. It must belong to Ray's user, and gets mode 0700; "
-        "one that others may write to is refused. `~` is the home of Ray's user on that node.",
+        description="Folder for lock files, caches, fetched models and staged files on every node, "
+        "and for stored responses; it must be on a local disk. It must belong to Ray's user, and "
+        "gets mode 0700; one that others may write to is refused. `~` is the home of Ray's user on "
+        "that node.",
         json_schema_extra={"default": "`rkserve` in `$XDG_STATE_HOME`, else in `~/.local/state`"},
     )
 
@@ -156,6 +183,29 @@ class RkserveConfig(Settings):
     def deployed(self) -> tuple[BoardGroupConfig, ...]:
         """The deployed groups, one per instance."""
         return tuple(one for group in self.boards for one in group.deployed())
+
+    def folder_of(self, group: BoardGroupConfig) -> Path:
+        """Return a group's model folder on the head. Raises ``ConfigError`` if there is none."""
+        name = group.catalog_model
+        if name is None:
+            return resolve_folder(group.model)
+        folder = resolve_folder(self.catalog.folder / name)
+        if not folder.is_dir():
+            raise ConfigError(
+                f"The catalogue {folder.parent} has no model {name}, which group {group.name} "
+                f"serves; run: rkserve model add SOURCE --name {name} --into {folder.parent}"
+            )
+        return folder
+
+    @model_validator(mode="after")
+    def _catalog_is_on_the_head(self) -> RkserveConfig:
+        named = [group.name for group in self.boards if group.catalog_model is not None]
+        if named and self.router.nodes != "head":
+            raise ValueError(
+                f"group {named[0]} serves a model of the catalogue, whose tokenizer is on the head "
+                "only; set router.nodes to head"
+            )
+        return self
 
     @field_validator("channel", mode="before")
     @classmethod

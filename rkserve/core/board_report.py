@@ -118,6 +118,7 @@ class KvReport:
 class BoardState(str, Enum):
     """The state of a board, as operators see it."""
 
+    FETCHING = "fetching"  # its replica fetches the model from the head, and has no engine yet
     LOADING = "loading"
     READY = "ready"
     RECOVERING = "recovering"
@@ -183,6 +184,21 @@ class VersionFigures:
 
 
 @dataclass(frozen=True, slots=True)
+class FetchProgress:
+    """The progress of a board that fetches its model.
+
+    ``bytes_per_s`` is that of the last seconds, 0 before the first bytes. ``source`` is the board
+    that sent the latest piece, or ``head``. ``corrupted`` counts pieces that were fetched again.
+    """
+
+    fetched_bytes: int = 0
+    total_bytes: int = 0
+    bytes_per_s: float = 0.0
+    source: str = ""
+    corrupted: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class BoardReport:
     """A board's report; counters run since the start of its replica.
 
@@ -204,7 +220,9 @@ class BoardReport:
     are its reusable contexts, packed by ``block_hashes``. ``own_digest`` is the sha256 of the
     file in its model folder, ``HASHING`` until it is computed, ``UNREADABLE`` if the file
     cannot be read, or empty if there is none; ``own_bytes`` is that file's size. ``serving``
-    has the name and the sha256 of each adapter as served to requests without a version.
+    has the name and the sha256 of each adapter as served to requests without a version. ``fetch``
+    is set until a model of the catalogue is there and loaded; the board can only report meanwhile.
+    ``copy`` is the version of its copy of such a model.
     """
 
     board_id: str
@@ -260,3 +278,5 @@ class BoardReport:
     own_bytes: int = 0
     serving: tuple[tuple[str, str], ...] = ()
     last_recovery: str = ""
+    fetch: FetchProgress | None = None
+    copy: str = ""

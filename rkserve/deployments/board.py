@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -14,11 +15,25 @@ from pathlib import Path
 import ray
 from ray import serve
 
+from rkserve.board.board import Board
+from rkserve.board.operations.fetch_model import FetchPace, ModelFetch
 from rkserve.config.board_group import BoardGroupConfig
 from rkserve.config.router import ChannelConfig
-from rkserve.core.board_report import BoardReport, CacheEntry, Emitted, GenerationInfo, KvReport
+from rkserve.core.board_report import (
+    BoardReport,
+    BoardState,
+    CacheEntry,
+    Emitted,
+    GenerationInfo,
+    KvReport,
+)
 from rkserve.core.desired_state import Adoption, Artifact, Desired, Probe
-from rkserve.core.errors import BoardStartFailed, RkserveError
+from rkserve.core.errors import (
+    ArtifactNotFound,
+    BoardOutOfOrder,
+    BoardStartFailed,
+    RkserveError,
+)
 from rkserve.core.files import write_private
 from rkserve.core.messages import (
     AdapterRef,
@@ -35,13 +50,26 @@ from rkserve.deployments.board_factory import (
     assemble,
     claim_slot,
 )
+from rkserve.deployments.model_origin import RayModelOrigin
 from rkserve.deployments.replica import Node, board_name, find_node, log_with_serve
+from rkserve.models.index import ModelIndex, piece_of
+from rkserve.models.shelf import known_index
 from rkserve.transport.server import ChannelAddress, ChannelServer
 
 log = logging.getLogger(__name__)
 
 MAX_REST_S = 30.0
+MODELS = "models"  # fetched ones, in the state folder
+CHECK_S = 10.0  # for a comparison of a copy with the head's model
 UNREADABLE_COUNT = 3  # if the count cannot be read: wait 4 s rather than not at all
+
+
+@dataclass(frozen=True, slots=True)
+class CatalogPlace:
+    """A model's folder in the catalogue on the head, and the limit of its fetches."""
+
+    folder: Path
+    max_bytes_per_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,15 +121,20 @@ class Failures:
 
 
 class BoardReplica:
-    """One replica, one board. The constructor returns once the model is loaded.
+    """One replica, one board. The constructor returns once the model is loaded, or is fetched.
 
     Raises:
         BoardStartFailed: from the constructor, so that ``serve status`` shows the reason.
     """
 
     async def __init__(  # type: ignore[misc] # Ray awaits an async constructor
-        self, group: BoardGroupConfig, state_dir: Path, channel: ChannelConfig
+        self,
+        group: BoardGroupConfig,
+        state_dir: Path,
+        channel: ChannelConfig,
+        catalog: CatalogPlace | None = None,
     ) -> None:
+        """``catalog`` is the place of a group's model in the head's catalogue."""
         log_with_serve()
         self._replica = serve.get_replica_context().replica_id.unique_id
         state_dir = _on_this_node(state_dir)
@@ -111,18 +144,80 @@ class BoardReplica:
         failures = Failures(state_dir / f"{group.name}-{self._slot.index}.failures")
         await asyncio.sleep(failures.rest_s(time.time()))
         self._hardware = HardwareView.of(group, state_dir / f"{board_id}.hardware")
-        try:
-            place = BoardLocation(board_id, node.name, state_dir)
-            # Digests of models and libraries take a while.
-            self._board = await asyncio.to_thread(assemble, group, place, self._hardware.platform)
-            await self._board.start()
-        except (RkserveError, OSError) as exc:
-            failures.add(time.time())
-            self._slot.release()
-            raise BoardStartFailed(board_id, str(exc)) from None
-        self._drain_s = group.drain_timeout_s
+        self._location = BoardLocation(board_id, node.name, state_dir)
+        self._group, self._drain_s = group, group.drain_timeout_s
+        self._opened: Board | None = None
+        self._failure: BoardStartFailed | None = None
+        self._copy: tuple[Path, ModelIndex] | None = None  # of a model of the catalogue
+        self._fetch: ModelFetch | None = None
+        self._fetching: asyncio.Task[None] | None = None
+        self._failures = failures
+        if catalog is not None:
+            await self._find_copy(catalog, state_dir / MODELS, is_head=node.is_head)
+        if self._fetch is None:
+            await self._open()
         self._outlet = await _listen(board_id, channel, self)
-        failures.clear()
+        if self._fetch is not None:
+            self._fetching = asyncio.get_running_loop().create_task(
+                self._open_fetched(self._fetch), name="fetch the model"
+            )
+
+    async def _find_copy(self, catalog: CatalogPlace, models: Path, *, is_head: bool) -> None:
+        """Use the catalogue itself on the head, or a copy on this node, or begin to fetch one."""
+        name = catalog.folder.name
+        if is_head:
+            self._use(catalog.folder, None)
+            return
+        origin = RayModelOrigin()
+        known = await asyncio.to_thread(known_index, models / name)
+        if known is not None:
+            try:
+                wanted = await asyncio.wait_for(origin.index(name), CHECK_S)
+            except (RkserveError, TimeoutError, asyncio.TimeoutError) as exc:
+                # A board that has a whole copy needs no head to serve it.
+                log.warning("the copy of %s was not compared with the head's: %s", name, exc)
+                wanted = known
+            if wanted.version == known.version:
+                self._use(models / name, known)
+                return
+        pace = FetchPace(max_bytes_per_s=catalog.max_bytes_per_s)
+        self._fetch = ModelFetch(name, models, origin, pace=pace)
+
+    def _use(self, folder: Path, index: ModelIndex | None) -> None:
+        self._group = self._group.model_copy(update={"model": folder})
+        self._copy = None if index is None else (folder, index)
+
+    async def _open(self) -> None:
+        """Load the model. Raises ``BoardStartFailed``."""
+        try:
+            # Digests of models and libraries take a while.
+            board = await asyncio.to_thread(
+                assemble, self._group, self._location, self._hardware.platform
+            )
+            await board.start()
+        except (RkserveError, OSError) as exc:
+            self._failures.add(time.time())
+            self._slot.release()
+            raise BoardStartFailed(self._location.board_id, str(exc)) from None
+        self._opened = board
+        self._failures.clear()
+
+    async def _open_fetched(self, fetch: ModelFetch) -> None:
+        """Fetch the model, and load it. A failure makes the next health check fail."""
+        folder, _ = await fetch.run()
+        self._use(folder, await asyncio.to_thread(known_index, folder))
+        try:
+            await self._open()
+        except BoardStartFailed as exc:
+            log.error("%s", exc)  # noqa: TRY400 - the message is the reason
+            self._failure = exc
+
+    @property
+    def _board(self) -> Board:
+        """The board. Raises ``BoardOutOfOrder`` while its model is fetched."""
+        if self._opened is None:
+            raise BoardOutOfOrder(self._location.board_id, "it fetches its model")
+        return self._opened
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Event, None]:
         """Yield the events of one generation; see ``Board.generate``."""
@@ -145,9 +240,42 @@ class BoardReplica:
 
     async def report(self) -> BoardReport:
         """Return the board's report, with the replica that wrote it."""
-        report = self._board.report()
+        if self._opened is None:
+            return await self._report_fetch()
+        report = self._opened.report()
         hardware = await self._hardware.read(busy=report.running > 0)
-        return replace(report, replica=self._replica, hardware=hardware)
+        copy = "" if self._copy is None else self._copy[1].version
+        return replace(report, replica=self._replica, hardware=hardware, copy=copy)
+
+    async def _report_fetch(self) -> BoardReport:
+        """Return the report of a board without a model."""
+        fetch = self._fetch
+        assert fetch is not None  # without one, the constructor has opened the board
+        hardware = await self._hardware.read(busy=False)
+        blocked = fetch.is_blocked or self._failure is not None
+        return BoardReport(
+            board_id=self._location.board_id,
+            model=fetch.name,
+            state=BoardState.FAILED if blocked else BoardState.FETCHING,
+            reason=fetch.reason if self._failure is None else self._failure.reason,
+            platform=self._hardware.platform,
+            node=self._location.node,
+            pid=os.getpid(),
+            replica=self._replica,
+            hardware=hardware,
+            fetch=fetch.progress,
+        )
+
+    async def model_piece(self, name: str, version: str, path: str, number: int) -> bytes:
+        """Return a piece of this board's copy of a model, for another board.
+
+        Raises:
+            ArtifactNotFound: it has no such copy.
+        """
+        if self._copy is None or self._copy[1].name != name:
+            raise ArtifactNotFound(f"This board has no copy of {name}.", "model")
+        folder, index = self._copy
+        return await asyncio.to_thread(piece_of, index, folder, version, path, number)
 
     async def forgive(self) -> None:
         """Do not count the last loss of the engine; see ``Board.forgive``."""
@@ -231,15 +359,25 @@ class BoardReplica:
 
     async def check_health(self) -> None:
         """Raise ``BoardFailed`` while the board cannot recover by itself. Called by Ray."""
-        self._board.check()
+        if self._failure is not None:
+            raise BoardStartFailed(*self._failure.args)
+        if self._fetching is not None and self._fetching.done():
+            self._fetching.result()  # an internal error
+        if self._opened is not None:
+            self._opened.check()
 
     async def __del__(self) -> None:
-        """End the engine in order. Called by Ray before the replica ends."""
+        """End the fetch or the engine in order. Called by Ray before the replica ends."""
+        fetching: asyncio.Task[None] | None = getattr(self, "_fetching", None)
+        if fetching is not None:
+            fetching.cancel()
+            await asyncio.gather(fetching, return_exceptions=True)
         if hasattr(self, "_outlet"):
             await self._outlet.drain(self._drain_s)
             await self._outlet.close()
-        if hasattr(self, "_board"):
-            await self._board.stop()
+        opened: Board | None = getattr(self, "_opened", None)
+        if opened is not None:
+            await opened.stop()
 
 
 def _on_this_node(path: Path) -> Path:

@@ -13,9 +13,10 @@ from ray.serve.handle import DeploymentHandle
 from rkserve.config.board_group import BoardGroupConfig
 from rkserve.config.serve_config import RkserveConfig
 from rkserve.core.errors import ConfigError
-from rkserve.deployments.board import BoardReplica
+from rkserve.deployments.board import BoardReplica, CatalogPlace
 from rkserve.deployments.coordinator import CoordinatorReplica
 from rkserve.deployments.haproxy import check_environ
+from rkserve.deployments.model_origin import COORDINATOR
 from rkserve.deployments.preflight import check_args, check_folders
 from rkserve.deployments.ray_extensions import RESOURCE
 from rkserve.deployments.replica import HEAD, ROUTER
@@ -57,7 +58,7 @@ def build(args: dict[str, Any]) -> serve.Application:
     handles = {group.name: _boards(group, config) for group in config.deployed}
     coordinator = serve.deployment(
         CoordinatorReplica,
-        name="Coordinator",
+        name=COORDINATOR,
         num_replicas=1,
         max_ongoing_requests=COORDINATOR_CALLS,
         # A frozen one is replaced soon: tokens flow on without it, and nothing can be changed.
@@ -106,7 +107,11 @@ def _boards(group: BoardGroupConfig, config: RkserveConfig) -> DeploymentHandle:
         ),
         **_placement(group),
     )
-    return deployment.bind(group, config.state_dir, config.channel)
+    place = None
+    if group.catalog_model is not None:
+        folder = config.folder_of(group).absolute()
+        place = CatalogPlace(folder, config.catalog.max_bytes_per_s)
+    return deployment.bind(group, config.state_dir, config.channel, place)
 
 
 def _placement(group: BoardGroupConfig) -> dict[str, Any]:

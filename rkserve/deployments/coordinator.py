@@ -23,6 +23,7 @@ from rkserve.config.serve_config import CoordinatorConfig, RkserveConfig, resolv
 from rkserve.control.calls import DeclaredArtifact, OperationRequest, StoredArtifact
 from rkserve.control.operations import ControlOperation, OperationOutcome
 from rkserve.control.sleep import SleepPolicy
+from rkserve.coordinator.artifacts.model_catalog import ModelCatalog, UploadProgress
 from rkserve.coordinator.artifacts.sources import DownloadPool
 from rkserve.coordinator.artifacts.store import ArtifactRules, ArtifactStore
 from rkserve.coordinator.coordinator import Coordinator, CoordinatorPorts
@@ -33,12 +34,14 @@ from rkserve.core.desired_state import (
     Desired,
     DesiredCache,
 )
-from rkserve.core.errors import LedgerFailed, RkserveError
+from rkserve.core.errors import ConfigError, LedgerFailed, RkserveError
 from rkserve.deployments.board_link import RayLink
+from rkserve.deployments.model_origin import ModelHolder
 from rkserve.deployments.replica import ROUTER, log_with_serve
 from rkserve.deployments.router import RayRouters
 from rkserve.fleet.fleet import Fleet
 from rkserve.models.folder import ModelFolder, open_model_folder
+from rkserve.models.index import ModelIndex
 from rkserve.transport.client import ChannelClient
 
 log = logging.getLogger(__name__)
@@ -71,7 +74,7 @@ class CoordinatorReplica:
             for name, handle in handles.items()
         }
         folders = {
-            group.name: open_model_folder(resolve_folder(group.model)) for group in config.deployed
+            group.name: open_model_folder(config.folder_of(group)) for group in config.deployed
         }
         models = {group: opened.id for group, opened in folders.items()}
         own = {one.id: one.weights for one in folders.values() if one.weights is not None}
@@ -80,6 +83,8 @@ class CoordinatorReplica:
         self._store = ArtifactStore(folder / ARTIFACTS, _rules(settings), own=own)
         self._fetching = DownloadPool()
         await asyncio.to_thread(self._store.open)
+        self._fleet = fleet
+        self._catalog = ModelCatalog(_catalog_folder(config), config.catalog.piece_bytes)
         policies = _policies(config, models)
         self._coordinator = Coordinator(
             settings,
@@ -106,6 +111,7 @@ class CoordinatorReplica:
             await asyncio.sleep(SWEEP_S)
             try:
                 await asyncio.to_thread(self._store.sweep)
+                await asyncio.to_thread(self._catalog.sweep)
             except OSError as exc:
                 log.warning("unfinished uploads could not be dropped: %s", exc)
 
@@ -171,6 +177,42 @@ class CoordinatorReplica:
         """Return the artifact of a name; see ``Coordinator.find_weights``."""
         return await self._coordinator.find_weights(model, artifact)
 
+    # -- the catalogue -------------------------------------------------------------------------
+
+    async def model_index(self, name: str) -> ModelIndex:
+        """Return the index of a model; see ``ModelCatalog.index``."""
+        return await asyncio.to_thread(self._catalog.index, name)
+
+    async def model_piece(self, name: str, version: str, path: str, number: int) -> bytes:
+        """Return a piece of a model; see ``ModelCatalog.piece``."""
+        return await asyncio.to_thread(self._catalog.piece, name, version, path, number)
+
+    async def model_holders(self, name: str, version: str) -> list[ModelHolder]:
+        """Return the boards that have that version of a model whole."""
+        holders = []
+        for address in self._fleet.addresses(name):
+            report = self._fleet.report_of(address)
+            if report is not None and report.copy == version and not address.silent:
+                holders.append(
+                    ModelHolder(f"Board-{address.group}", address.replica, address.board_id)
+                )
+        return holders
+
+    async def catalog_upload(self, index: ModelIndex, replace: bool) -> UploadProgress:
+        """Begin or resume an upload; see ``ModelCatalog.upload_begin``."""
+        return await asyncio.to_thread(self._catalog.upload_begin, index, replace=replace)
+
+    async def catalog_piece(
+        self, name: str, version: str, path: str, number: int, data: bytes
+    ) -> int:
+        """Write a piece of an upload; see ``ModelCatalog.upload_piece``."""
+        write = self._catalog.upload_piece
+        return await asyncio.to_thread(write, name, version, path, number, data)
+
+    async def catalog_end(self, name: str, version: str) -> UploadProgress:
+        """Publish an upload; see ``ModelCatalog.upload_end``."""
+        return await asyncio.to_thread(self._catalog.upload_end, name, version)
+
     # -- prompt caches -------------------------------------------------------------------------
 
     async def keep_cache(self, cache: DesiredCache) -> None:
@@ -194,10 +236,20 @@ class CoordinatorReplica:
             await self._coordinator.stop()
         if hasattr(self, "_fetching"):
             self._fetching.close()
+        if hasattr(self, "_catalog"):
+            self._catalog.close()
         if hasattr(self, "_channels"):
             await self._channels.close()
         if hasattr(self, "_ledger"):
             self._ledger.close()
+
+
+def _catalog_folder(config: RkserveConfig) -> Path:
+    """Return the folder of the catalogue; one that does not exist yet is made by an upload."""
+    try:
+        return resolve_folder(config.catalog.folder).absolute()
+    except ConfigError:
+        return config.catalog.folder.absolute()
 
 
 def _rules(settings: CoordinatorConfig) -> ArtifactRules:

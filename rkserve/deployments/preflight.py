@@ -25,7 +25,7 @@ from typing import Any
 import yaml
 
 from rkserve.config.board_group import BoardGroupConfig
-from rkserve.config.serve_config import RkserveConfig, parse_config, resolve_folder
+from rkserve.config.serve_config import RkserveConfig, parse_config
 from rkserve.core.errors import ConfigError, RkserveError
 from rkserve.deployments.haproxy import own_environ
 from rkserve.models.folder import open_model_folder
@@ -63,12 +63,14 @@ def check_args(args: Any) -> RkserveConfig:
 def check_folders(config: RkserveConfig) -> None:
     """Open every group's model folder. Raises ``ConfigError`` if one cannot be served."""
     for group in config.deployed:
-        check_folder(group)
+        check_folder(group, config.folder_of(group))
 
 
-def check_folder(group: BoardGroupConfig) -> None:
-    """Open the model folder of a group. Raises ``ConfigError``."""
-    folder = open_model_folder(resolve_folder(group.model))
+def check_folder(group: BoardGroupConfig, path: Path) -> None:
+    """Open the model folder of a group, ``path``. Raises ``ConfigError``."""
+    folder = open_model_folder(path)
+    if group.catalog_model is not None:
+        folder.require_weights()  # no board has another place to get them
     if group.n_batch > 1 and folder.settings.embedding is not None:
         raise ConfigError(
             f"n_batch: group {group.name} cannot serve batches, because {folder.path} says that "

@@ -25,7 +25,7 @@ from ray.serve.exceptions import RayServeException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rkserve.api.responses.stored import StoredResponse
-from rkserve.config.serve_config import RkserveConfig, resolve_folder
+from rkserve.config.serve_config import RkserveConfig
 from rkserve.core.board_report import GenerationInfo, RouterGenerations
 from rkserve.core.desired_state import Scope as ClusterScope
 from rkserve.core.errors import BoardFailed, CoordinatorAway, RkserveError
@@ -135,7 +135,7 @@ class RouterReplica:
         # A thread that reads a long prompt lets go of the interpreter this often at the latest; a
         # token waits for that at every call into the kernel.
         sys.setswitchinterval(SWITCH_S)
-        folders = {g.name: open_model_folder(resolve_folder(g.model)) for g in config.deployed}
+        folders = {g.name: open_model_folder(config.folder_of(g)) for g in config.deployed}
         self._channels = channels = ChannelClient(config.channel)
         links = {
             name: RayLink(handle, name, config.router.report_timeout_s, channels)

@@ -80,7 +80,10 @@ class BoardTable:
         return {board: rates.now() for (_, board), rates in self._rates.items()}
 
     def addresses(self, model: str | None = None) -> list[BoardAddress]:
-        """Return the boards that have a replica, including those that just fell silent."""
+        """Return the boards that have a replica, including those that just fell silent.
+
+        Those that fetch their model can only report.
+        """
         return [
             BoardAddress(
                 group,
@@ -90,8 +93,12 @@ class BoardTable:
                 report.state is BoardState.LOST,
             )
             for (group, _), report in sorted(self._reports.items())
-            if report.replica and (model is None or report.model == model)
+            if report.replica and report.fetch is None and (model is None or report.model == model)
         ]
+
+    def report_of(self, address: BoardAddress) -> BoardReport | None:
+        """Return the latest report of a board."""
+        return self._reports.get((address.group, address.board_id))
 
     def candidate(self, group: str, replica: str) -> Candidate | None:
         """Return the state of a replica's board."""
@@ -157,9 +164,11 @@ class BoardTable:
         usable = {r.replica for r in reports if r.state is BoardState.READY}
         usable = usable or {r.replica for r in reports if r.state in _USABLE}
         for report in reports:
+            self._store((group, report.board_id), report)
+            if report.fetch is not None:
+                continue
             held = _held(self._duty(report))
             boards.update(group, report, ready=report.replica in usable, held=held)
-            self._store((group, report.board_id), report)
         reported = {report.replica for report in reports}
         for candidate in self._of(group):
             if candidate.key not in reported:

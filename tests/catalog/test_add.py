@@ -15,10 +15,11 @@ import pytest
 
 from rkserve.catalog import add as add_module
 from rkserve.catalog.add import AddedModel, AddRequest, add
-from rkserve.catalog.catalog import MANIFEST_FILE, ModelManifest
+from rkserve.catalog.catalog import ModelManifest
 from rkserve.catalog.hub import Hub, open_hub
 from rkserve.core.errors import ConfigError
 from rkserve.models.folder import open_model_folder
+from rkserve.models.shelf import MANIFEST_FILE
 from tests.support.http.fake_hub import COMMIT, FakeHub, serving
 from tests.support.paths import PROJECT
 
@@ -49,7 +50,7 @@ def into(tmp_path: Path) -> Path:
 
 
 def names(folder: Path) -> list[str]:
-    return sorted(one.name for one in folder.iterdir())
+    return sorted(one.name for one in folder.iterdir() if not one.name.endswith(".index.json"))
 
 
 def test_a_folder_is_added_without_a_question(source: Path, into: Path) -> None:

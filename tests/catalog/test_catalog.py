@@ -12,7 +12,6 @@ import pytest
 
 from rkserve.catalog.add import AddRequest, add
 from rkserve.catalog.catalog import (
-    MANIFEST_FILE,
     GroupUse,
     details,
     entries,
@@ -23,6 +22,7 @@ from rkserve.catalog.catalog import (
 )
 from rkserve.catalog.hub import Hub
 from rkserve.core.errors import ConfigError
+from rkserve.models.shelf import MANIFEST_FILE
 from tests.support.paths import PROJECT
 
 SIM_CHAT = PROJECT / "models" / "sim-chat"

@@ -213,6 +213,16 @@ class CircuitEntry(TypedDict):
     reason: str
 
 
+class FetchEntry(TypedDict):
+    """The progress of a board that fetches its model; `source` is a board, or `head`."""
+
+    fetched_bytes: int
+    total_bytes: int
+    bytes_per_s: float
+    source: str
+    corrupted: int
+
+
 # A board's own report under its names, with other types where JSON has others.
 _REPORT: dict[str, Any] = get_type_hints(BoardReport) | {
     "id": str,
@@ -221,6 +231,7 @@ _REPORT: dict[str, Any] = get_type_hints(BoardReport) | {
     "state": Annotated[str, one_of(BoardState)],
     "serving": dict[str, str],
     "hardware": dict[str, Any] | None,
+    "fetch": FetchEntry | None,
     "adapters": list[str],
     "staged": list[str],
     "versions": list[dict[str, Any]],

@@ -37,6 +37,7 @@
     |   +-- AdapterExists            400  adapter_exists
     |   +-- ArtifactRefused          400  artifact_refused
     |   |   +-- ArtifactNotFound     404  artifact_not_found
+    |   |   +-- PieceCorrupted       400  piece_corrupted
     +-- HookFailed                   500  hook_failed
     +-- QueueFull                    429  queue_full
     +-- PauseExpired                 504  pause_expired
@@ -47,6 +48,8 @@
     +-- DeadlineExceeded             504  deadline_exceeded
     +-- BoardTimeExceeded            504  board_time_exceeded
     +-- NoBoard                      503  no_board
+    +-- ModelFetching                503  model_fetching
+    +-- DiskFull                     507  disk_full
     +-- EnginePaused                 503  engine_paused
     +-- ModelAsleep                  503  model_asleep
     |   +-- EngineAsleep             503  engine_paused

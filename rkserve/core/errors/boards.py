@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from rkserve.core.errors.requests import RequestError, RkserveError
+from rkserve.core.errors.requests import RequestError, RkserveError, without_folders
 
 
 class HookFailed(RkserveError):
@@ -141,6 +141,63 @@ class NoBoard(RkserveError):
     def __init__(self, model: str, reason: str, retry_after_s: int = 5) -> None:
         super().__init__(model, reason, retry_after_s)
         self.model, self.reason, self.retry_after_s = model, reason, retry_after_s
+
+
+class ModelFetching(RkserveError):
+    """The boards of the model still fetch it.
+
+    ``fetched_bytes`` of ``total_bytes`` are on the board that has most of it.
+    """
+
+    http_status = 503
+    kind = "overloaded_error"
+    code = "model_fetching"
+
+    def __init__(
+        self, model: str, fetched_bytes: int, total_bytes: int, retry_after_s: int, reason: str = ""
+    ) -> None:
+        super().__init__(model, fetched_bytes, total_bytes, retry_after_s, reason)
+        self.model, self.fetched_bytes, self.total_bytes = model, fetched_bytes, total_bytes
+        self.retry_after_s, self.reason = retry_after_s, reason
+
+    @property
+    def message(self) -> str:
+        """The sentence for the user."""
+        done = ""
+        if self.total_bytes:
+            percent = 100 * self.fetched_bytes // self.total_bytes
+            done = (
+                f": {self.fetched_bytes / 1e6:.1f} of {self.total_bytes / 1e6:.1f} MB ({percent} %)"
+            )
+        why = f" ({without_folders(self.reason)})" if self.reason else ""
+        return (
+            f"The boards of '{self.model}' still fetch it{done}{why}. Try again in "
+            f"{self.retry_after_s} s."
+        )
+
+
+class DiskFull(RkserveError):
+    """A disk has no room for a model; no part of it was written, or the part that was is kept."""
+
+    http_status = 507
+    code = "disk_full"
+
+    def __init__(
+        self, model: str, folder: str, free_bytes: int, needed_bytes: int, reserve_bytes: int
+    ) -> None:
+        super().__init__(model, folder, free_bytes, needed_bytes, reserve_bytes)
+        self.model, self.folder, self.free_bytes = model, folder, free_bytes
+        self.needed_bytes, self.reserve_bytes = needed_bytes, reserve_bytes
+
+    @property
+    def message(self) -> str:
+        """The sentence for the operator."""
+        return (
+            f"The disk of {self.folder} has {self.free_bytes / 1e6:.1f} MB free, and model "
+            f"{self.model} needs {self.needed_bytes / 1e6:.1f} MB besides "
+            f"{self.reserve_bytes / 1e6:.1f} MB in reserve: make room there with rkserve model rm "
+            f"MODEL --models {self.folder}"
+        )
 
 
 class BoardFailed(RkserveError):
@@ -321,6 +378,17 @@ class ArtifactNotFound(ArtifactRefused):
 
     http_status = 404
     code = "artifact_not_found"
+
+
+class PieceCorrupted(ArtifactRefused):
+    """A piece of a model has another sha256 than its index states; it was not written."""
+
+    code = "piece_corrupted"
+    sentence = "{title} was corrupted on its way: its sha256 is another one. Send it again."
+
+    def __init__(self, title: str) -> None:
+        RkserveError.__init__(self, title)
+        self.title = title
 
 
 class OperationConflict(RequestError):

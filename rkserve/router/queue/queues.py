@@ -13,6 +13,7 @@ import asyncio
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from math import ceil
 
 from rkserve.core.board_report import BoardState
 from rkserve.core.desired_state import Desired, PauseMode
@@ -22,6 +23,7 @@ from rkserve.core.errors import (
     BoardBehind,
     CacheNotFound,
     EnginePaused,
+    ModelFetching,
     ModelNotFound,
     NoBoard,
     QueueFull,
@@ -126,7 +128,28 @@ def refusal(
         return reasons[0]
     if avoided:
         return NoBoard(model, "; ".join(sorted(avoided)))
-    return NoBoard(model, fleet.why_not_ready(model, met))
+    return _fetching(fleet, model) or NoBoard(model, fleet.why_not_ready(model, met))
+
+
+LOAD_S = 5  # added to the rest of a fetch: the model is verified and loaded
+UNKNOWN_S = 10  # before the first bytes
+LONGEST_S = 3600
+
+
+def _fetching(fleet: Fleet, model: str) -> ModelFetching | None:
+    """Return the error where boards fetch the model, with the progress of the foremost."""
+    found = [
+        (report.fetch, report.reason)
+        for report in fleet.reports(model)
+        if report.fetch is not None and report.state is BoardState.FETCHING
+    ]
+    if not found:
+        return None
+    first, reason = max(found, key=lambda one: one[0].fetched_bytes)
+    rest, wait_s = first.total_bytes - first.fetched_bytes, UNKNOWN_S
+    if first.bytes_per_s > 0:
+        wait_s = min(LONGEST_S, ceil(rest / first.bytes_per_s) + LOAD_S)
+    return ModelFetching(model, first.fetched_bytes, first.total_bytes, wait_s, reason)
 
 
 def routing_request(request: GenerateRequest, desired: Desired, *, hashed: bool) -> RoutingRequest:

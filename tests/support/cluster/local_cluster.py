@@ -177,11 +177,11 @@ class LocalCluster:
         fresh.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
         fresh.replace(target)  # a board never reads half a file
 
-    def add_board_node(self, **environ: str) -> Any:
+    def add_board_node(self, *, address: str = "localhost", **environ: str) -> Any:
         """Join a node with an NPU, as ``ray start --resources='{"rknpu": 1}'`` on a board does.
 
         Its home is its own, so that ``state_dir: ~/...`` differs from node to node as the disks of
-        real boards do.
+        real boards do. Nodes with one ``address`` have one name, as their boards have.
         """
         self.homes += 1
         home = self.folder / f"home-{self.homes}"
@@ -189,6 +189,7 @@ class LocalCluster:
         for _ in range(JOIN_TRIES):
             node = self.cluster.add_node(
                 num_cpus=1,
+                node_ip_address=address,
                 resources={"rknpu": 1},
                 env_vars={"HOME": str(home), **environ},
                 include_dashboard=False,
