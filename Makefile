@@ -53,9 +53,9 @@ PYTEST := $(BIN)/python -m pytest --dist loadgroup --no-loadscope-reorder
 unit: $(READY) sim
 	$(PYTEST) -n 6 -m "not ray"
 
-# Without Ray, engine processes, compilers and whatever else takes long.
+# Without Ray, engine processes, and files that compile, start programs or take long otherwise.
 test-quick: $(READY) sim
-	$(PYTEST) -n 2 -m "not ray and not engine"
+	$(PYTEST) -n 4 -m "not ray and not engine and not slow"
 
 # To collect the tests of all files takes longer than some of them.
 RAY := $(shell grep -rl 'mark\.ray' --include='test_*.py' tests)

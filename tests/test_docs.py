@@ -28,6 +28,8 @@ from rkserve.native.quirks import NAMES as QUIRKS
 from rkserve.native.sim import profiles
 from tests.support.paths import PROJECT
 
+pytestmark = pytest.mark.slow
+
 DOCS = PROJECT / "docs"
 PAGES = sorted([PROJECT / "README.md", PROJECT / "CHANGELOG.md", *DOCS.rglob("*.md")])
 FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)

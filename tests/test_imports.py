@@ -10,6 +10,8 @@ import pytest
 
 from tests.support.paths import PROJECT
 
+pytestmark = pytest.mark.slow
+
 PACKAGE = PROJECT / "rkserve"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 

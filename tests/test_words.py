@@ -14,6 +14,8 @@ import pytest
 
 from tests.support.paths import PROJECT
 
+pytestmark = pytest.mark.slow
+
 # Declarations are written by cffi.
 PACKAGE = [p for p in sorted((PROJECT / "rkserve").rglob("*.py")) if p.parent.name != "decl"]
 BESIDE = ("benchmarks", "examples", "scripts")

@@ -43,6 +43,8 @@ ANSWER: dict[str, Any] = {
 JOIN = """
 import pathlib, sys
 from rkserve.bringup import board
+
+pytestmark = pytest.mark.slow
 folder = pathlib.Path(sys.argv[1])
 board.RAY_START = (sys.executable, str(folder / "ray.py"))
 board.AGENTS = "pass"

@@ -40,6 +40,8 @@ time.sleep(600)
 # Stands in for `serve run`.
 SERVE = """
 import http.server, json, os, sys, yaml
+
+pytestmark = pytest.mark.slow
 if words := os.environ.get("LAST_WORDS"):
     sys.exit(words)
 

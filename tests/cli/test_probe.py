@@ -18,6 +18,8 @@ from rkserve.cli.probe import exit_of, summary
 from rkserve.probe.verdicts import PLANS, ExperimentResult, ProbeReport, Verdict
 from tests.support.sim.sim_driver import MODEL
 
+pytestmark = pytest.mark.slow
+
 PLAN = {plan.name: plan for plan in PLANS}
 
 

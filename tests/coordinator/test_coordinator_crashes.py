@@ -27,7 +27,7 @@ from rkserve.core.messages import Event, GenerateRequest
 from tests.support.boards.fake_boards import eventually
 from tests.support.cluster.fake_cluster import MODEL, Control, FakeBoard, FakeCluster, Killed
 
-pytestmark = pytest.mark.virtual_time
+pytestmark = [pytest.mark.virtual_time, pytest.mark.slow]
 
 K, S = OperationKind, OperationState
 NEVER = 10**9

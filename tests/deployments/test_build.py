@@ -13,6 +13,8 @@ from rkserve.core.errors import ConfigError
 from rkserve.deployments.board import MAX_REST_S, Failures
 from rkserve.native.sim import profiles
 
+pytestmark = pytest.mark.slow
+
 
 def args(**changes: Any) -> dict[str, Any]:
     """Arguments with one group of simulated boards; changes go into the group."""

@@ -22,6 +22,8 @@ from rkserve.deployments.haproxy import BINARY, FLAG, available, check_environ, 
 from rkserve.deployments.preflight import check_file, check_token
 from tests.support.paths import PROJECT
 
+pytestmark = pytest.mark.slow
+
 
 def config(**group: Any) -> dict[str, Any]:
     """Return a configuration that is right; ``group`` is added to its group of boards."""

@@ -31,6 +31,8 @@ from rkserve.local import (
 )
 from tests.support.paths import PROJECT
 
+pytestmark = pytest.mark.slow
+
 MODEL = PROJECT / "models" / "sim-chat"
 SIMULATED = {"strict": True, "time_scale": 0.02}
 PAGE = (PROJECT / "docs" / "how-to" / "local.md").read_text(encoding="utf-8")

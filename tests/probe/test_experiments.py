@@ -14,6 +14,8 @@ from rkserve.probe.probe import ProbeOptions, ProbeRun
 from rkserve.probe.verdicts import PLANS, Baseline, Verdict, verdict_of
 from tests.support.sim.sim_driver import FAST, MODEL
 
+pytestmark = pytest.mark.slow
+
 PLAN = {plan.name: plan for plan in PLANS}
 # The switches under which each quirk is true, and under which it is false.
 SWITCHES: dict[str, tuple[dict[str, str], dict[str, str]]] = {

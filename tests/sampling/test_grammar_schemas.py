@@ -32,6 +32,8 @@ from tests.support.boards.fakes import run_loop
 from tests.support.values.grammar_walk import EOS, TOKENS, VOCABULARY
 from tests.support.values.hard_schemas import HOSTILE, schemas
 
+pytestmark = pytest.mark.slow
+
 COUNT = 1000
 LONGEST = 160
 HANG_S = 60.0

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from scripts import bars
 from tests.support.paths import PROJECT
+
+pytestmark = pytest.mark.slow
 
 
 def test_every_recipe_names_files_that_are_there() -> None:

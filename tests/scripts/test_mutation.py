@@ -13,6 +13,8 @@ from scripts import mutation
 from scripts.mutation import Mutator, Verdict
 from tests.support.paths import PROJECT
 
+pytestmark = pytest.mark.slow
+
 
 def changes(source: str) -> set[tuple[str, str]]:
     """Return every mutant's kind and the changed source."""

@@ -13,6 +13,8 @@ import pytest
 
 from tests.support.paths import PROJECT
 
+pytestmark = pytest.mark.slow
+
 LIFETIMES = "m4 or asynchronous or rows or embeddings or image or video or hook or encoder"
 
 

@@ -28,6 +28,8 @@ from rkserve.transport.codec import MANY_IDS, MalformedMessage
 from tests.support.boards.fake_boards import report
 from tests.support.values.any_values import record_of
 
+pytestmark = pytest.mark.slow
+
 PLAIN = GenerateRequest("r/0", "m", (1, 2), 4)
 REQUESTS = [
     pytest.param(PLAIN, id="a plain one"),

@@ -15,6 +15,8 @@ from rkserve.native.runtime import LoadParams
 from rkserve.native.sim.build import ensure_built
 from tests.support.sim.sim_driver import FAST, MODEL
 
+pytestmark = pytest.mark.slow
+
 NAME = "1.9.0 (unlisted, driven as 1.3.1)"
 
 

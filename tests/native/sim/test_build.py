@@ -14,6 +14,8 @@ from rkserve.core.errors import LibraryMissing
 from rkserve.native.sim import build
 from tests.support.paths import PROJECT
 
+pytestmark = pytest.mark.slow
+
 BUILD = (sys.executable, "-m", "rkserve.native.sim.build")
 CHECK = ("/bin/sh", str(PROJECT / "scripts" / "check_tools.sh"), sys.executable)
 
