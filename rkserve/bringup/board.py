@@ -70,7 +70,8 @@ class JoinOptions:
     """The options of ``rkserve join``.
 
     Without ``head`` the answer of the last join counts. ``ray_cpus`` are the CPUs of Ray after its
-    start; ``share`` is the NPU that this node offers.
+    start; ``share`` is the NPU that this node offers. Without ``start`` the head's answer is kept
+    for a later join, and Ray is not started.
     """
 
     state: Path
@@ -84,6 +85,7 @@ class JoinOptions:
     ray_cpus: tuple[int, ...] = ()
     ray_port: int = GCS_PORT
     temp_dir: Path | None = None
+    start: bool = True
 
 
 def identity(root: Path = Path("/")) -> dict[str, str]:
@@ -255,6 +257,9 @@ def run_board(options: JoinOptions, note: Note) -> int:
         # Recorded before the head is asked, which may take long: `rkserve leave` ends that, too.
         with ExitStack() as folders, NodeSupervisor(state) as node:
             terms = _terms(options, state, note)
+            if not options.start:
+                note(f"Its answer is in {state.folder}: `rkserve join` without a URL uses it.")
+                return 0
             command = [*RAY_START, *board_options(ports, str(terms["ray_address"]), options.share)]
             if options.temp_dir is not None:
                 command.append(f"--temp-dir={options.temp_dir}")

@@ -136,11 +136,20 @@ def join(
         int, typer.Option(min=1024, max=65000, help="As on the head; a board takes the next six.")
     ] = GCS_PORT,
     temp_dir: TempDir = None,
+    start: Annotated[
+        bool,
+        typer.Option(
+            "--start/--no-start",
+            help="Start Ray. Without it the head's answer is kept, such as for the service.",
+        ),
+    ] = True,
 ) -> None:
     """Join a head as a board, until Ctrl-C.
 
     Exit codes: 0 left, or with --detach joined; 1 something failed or ended.
     """
+    if detach and not start:
+        raise typer.BadParameter("--detach and --no-start exclude each other")
     folder = _folder(state)
     options = JoinOptions(
         folder,
@@ -154,6 +163,7 @@ def join(
         cpu_list(ray_cpus),
         ray_port,
         temp_dir,
+        start,
     )
     if detach:
         _detached(folder, BOARD, LEAVE)

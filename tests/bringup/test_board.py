@@ -25,6 +25,7 @@ from rkserve.bringup.board import (
     check_board,
     identity,
     keep_token,
+    run_board,
 )
 from rkserve.bringup.processes import StateFolder
 from rkserve.core.child_process import free_ports
@@ -303,6 +304,23 @@ def test_a_board_joins_again_without_the_head_and_after_ray_ended(tmp_path: Path
     assert output.count("This board has joined") + output.count("Ray did not start") >= 3
     assert "giving up" in output
     assert len(Head.asked) == 1
+
+
+def test_a_board_may_only_ask_and_start_later(
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "token"))
+    first = next(p for p in free_ports() if p % 10 == 0 and all_free(p))
+    state = tmp_path / "state"
+    notes: list[str] = []
+    options = JoinOptions(state, url, "t", doctor=False, ray_port=first, start=False)
+    assert run_board(options, notes.append) == 0
+    saved = json.loads((state / "joined.json").read_text())
+    assert saved == {"ray_address": ANSWER["ray_address"], "environ": ANSWER["environ"]}
+    assert (tmp_path / "token").read_text() == "the cluster's\n"
+    assert not (state / "board.json").exists()
+    assert "`rkserve join` without a URL uses it" in notes[-1]
 
 
 def test_a_board_that_never_joined_needs_a_head(tmp_path: Path) -> None:

@@ -30,6 +30,9 @@ from tests.bringup.test_head import all_free
             "A join token is missing",
             id="no token",
         ),
+        pytest.param(
+            ["join", "--detach", "--no-start"], Exit.USAGE, "exclude each other", id="contradiction"
+        ),
         pytest.param(["join", "--ray-cpus", "0-x"], Exit.USAGE, "ray-cpus", id="no CPUs"),
         pytest.param(["down"], Exit.DONE, "Nothing runs here that", id="nothing to end"),
         pytest.param(["up", "no.yaml"], Exit.FAILED, "no.yaml cannot be read", id="no file"),
