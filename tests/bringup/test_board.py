@@ -33,6 +33,8 @@ from rkserve.core.errors import ConfigError
 from tests.bringup.test_head import RAY, all_free
 from tests.support.paths import PROJECT
 
+pytestmark = pytest.mark.slow
+
 ANSWER: dict[str, Any] = {
     "ray_address": "192.0.2.1:6379",
     "ray_version": "2.60.0",
@@ -44,8 +46,6 @@ ANSWER: dict[str, Any] = {
 JOIN = """
 import pathlib, sys
 from rkserve.bringup import board
-
-pytestmark = pytest.mark.slow
 folder = pathlib.Path(sys.argv[1])
 board.RAY_START = (sys.executable, str(folder / "ray.py"))
 board.AGENTS = "pass"

@@ -25,6 +25,8 @@ from rkserve.core.errors import ConfigError
 from rkserve.deployments import haproxy
 from tests.support.paths import PROJECT
 
+pytestmark = pytest.mark.slow
+
 # Stands in for `ray start --head --block`: fails as often as it has to, then runs with a child.
 RAY = """
 import os, pathlib, subprocess, sys, time
@@ -40,8 +42,6 @@ time.sleep(600)
 # Stands in for `serve run`.
 SERVE = """
 import http.server, json, os, sys, yaml
-
-pytestmark = pytest.mark.slow
 if words := os.environ.get("LAST_WORDS"):
     sys.exit(words)
 

@@ -22,11 +22,11 @@ from rkserve.bringup.processes import (
 )
 from rkserve.core.errors import ConfigError
 
+pytestmark = pytest.mark.slow
+
 # A parent with a child that ignores SIGTERM, as a hanging worker does.
 FAMILY = """
 import subprocess, sys, time
-
-pytestmark = pytest.mark.slow
 child = subprocess.Popen([sys.executable, "-c", (
     "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
     "print('up', flush=True); time.sleep(600)")])

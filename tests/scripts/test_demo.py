@@ -13,13 +13,13 @@ import yaml
 from rkserve.core.child_process import free_port
 from tests.support.paths import PROJECT
 
+pytestmark = pytest.mark.slow
+
 SCRIPTS = PROJECT / "scripts"
 
 # Stands in for `serve run`: fails as Ray does as often as it has to, then serves two answers.
 SERVE = """
 import http.server, json, os, pathlib, sys, yaml
-
-pytestmark = pytest.mark.slow
 left = pathlib.Path(os.environ["FAILURES_LEFT"])
 print("limit", os.environ["RAY_gcs_server_port_wait_time_s"])
 if (count := int(left.read_text())) > 0:
