@@ -92,7 +92,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     # Ray is a program there; its processes are read as the benchmarks read theirs.
     "bringup": BASE
     | {"bench.processes", "deployments.haproxy", "deployments.preflight"}
-    | {"api.admin.join", "doctor", "router.membership"},
+    | {"api.admin.join", "doctor", "router.members", "router.membership"},
     "cli": BASE
     | {"bench", "bringup", "catalog", "client", "deployments", "doctor", "native", "probe"},
     "__main__": frozenset({"cli"}),

@@ -22,9 +22,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
-from rkserve.api.admin.join import JoinAnswer
+from rkserve.api.admin.join import JoinAnswer, JoinWaiting
 from rkserve.bench.processes import PROC, snapshot
 from rkserve.bringup import serving
 from rkserve.bringup.head import (
@@ -49,10 +49,12 @@ from rkserve.doctor.tree import Tree
 LEAVE = "rkserve leave"
 ASK_S = 30.0
 # The statuses of a head that is busy or starting, and those of a proxy in front of one.
-TRY_LATER, NOT_FOUND = (429, 502, 503, 504), 404
+TRY_LATER, NOT_FOUND, ACCEPTED = (429, 502, 503, 504), 404, 202
 # The limit for a head that starts: as long as `rkserve up` waits for its Router.
 HEAD_S = serving.START_TIMEOUT_S
 RETRY_S, LONGEST_RETRY_S, PROGRESS_S = 2.0, 60.0, 30.0
+# A board that waits for approval repeats the command that approves it.
+REMINDER_S = 300.0
 # From the answer of Ray's proxy while the application has no routes yet.
 NO_ROUTES = "/-/routes"
 # A raylet that ran for less counts as one that did not start.
@@ -118,10 +120,20 @@ class HeadNotReady(Exception):
         self.retry_s = retry_s
 
 
+class WaitsForApproval(Exception):
+    """The head has this board wait for its operator, and be asked again after ``retry_s``."""
+
+    def __init__(self, answer: JoinWaiting, retry_s: float) -> None:
+        super().__init__(f"This board waits for approval. On the head: {answer['command']}")
+        self.notes, self.retry_s = answer["notes"], retry_s
+
+
 def await_head(
     head: str, token: str, body: dict[str, str], note: Note, limit_s: float = HEAD_S
 ) -> JoinAnswer:
     """Ask the head for what this board needs, again while it is starting or busy.
+
+    An operator may approve this board at any time: there is no limit for that.
 
     Raises:
         ConfigError: as ``ask_head``; a head that is not ready only after the limit.
@@ -131,15 +143,24 @@ def await_head(
         try:
             return ask_head(head, token, body)
         except HeadNotReady as exc:
-            passed_s = time.monotonic() - began_s
-            if passed_s + exc.retry_s > limit_s:
+            now_s = time.monotonic()
+            left_s = began_s + limit_s - now_s
+            if exc.retry_s > left_s:
                 raise ConfigError(
-                    f"{exc} The head was not ready within {passed_s:.0f} s: look at `rkserve up` "
-                    "there, and join again."
+                    f"{exc} The head was not ready within {now_s - began_s:.0f} s: look at "
+                    "`rkserve up` there, and join again."
                 ) from exc
-            if str(exc) != shown or passed_s - shown_s >= PROGRESS_S:
-                shown, shown_s = str(exc), passed_s
-                note(f"{shown} Asking again for up to {limit_s - passed_s:.0f} s ...")
+            if str(exc) != shown or now_s - shown_s >= PROGRESS_S:
+                shown, shown_s = str(exc), now_s
+                note(f"{shown} Asking again for up to {left_s:.0f} s ...")
+            time.sleep(exc.retry_s)
+        except WaitsForApproval as exc:
+            began_s = now_s = time.monotonic()  # the head may start anew meanwhile
+            if str(exc) != shown or now_s - shown_s >= REMINDER_S:
+                shown, shown_s = str(exc), now_s
+                for sentence in exc.notes:
+                    note(f"rkserve: {sentence}")
+                note(shown)
             time.sleep(exc.retry_s)
 
 
@@ -148,6 +169,7 @@ def ask_head(head: str, token: str, body: dict[str, str]) -> JoinAnswer:
 
     Raises:
         HeadNotReady: it is starting, or busy.
+        WaitsForApproval: the operator has not approved this board yet.
         ConfigError: it cannot be reached, or refuses; the message is the head's sentence.
     """
     url = f"{head.rstrip('/')}/v1/join"
@@ -158,6 +180,7 @@ def ask_head(head: str, token: str, body: dict[str, str]) -> JoinAnswer:
         request = urllib.request.Request(url, json.dumps(body).encode(), headers)
         with urllib.request.urlopen(request, timeout=ASK_S) as answer:
             found: JoinAnswer = json.load(answer)
+            status, retry_s = answer.status, retry_after_s(answer.headers.get("retry-after"))
     except urllib.error.HTTPError as exc:
         text = exc.read().decode(errors="replace")
         starts = exc.code == NOT_FOUND and NO_ROUTES in text
@@ -172,6 +195,8 @@ def ask_head(head: str, token: str, body: dict[str, str]) -> JoinAnswer:
         if isinstance(reason, ConnectionError | TimeoutError | HTTPException):
             raise HeadNotReady(message) from exc
         raise ConfigError(message) from exc
+    if status == ACCEPTED and {"command", "notes"} <= found.keys():
+        raise WaitsForApproval(cast("JoinWaiting", found), retry_s)
     if missing := JoinAnswer.__annotations__.keys() - found.keys():
         raise ConfigError(
             f"{head} did not answer as rkserve: {', '.join(sorted(missing))} missing."

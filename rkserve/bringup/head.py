@@ -16,6 +16,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, BinaryIO
 
+from rkserve.api.admin.join import MemberEntry, MemberState
 from rkserve.bringup import serving
 from rkserve.bringup.processes import NodeSupervisor, StateFolder
 from rkserve.bringup.serving import Note, ServeLog
@@ -32,7 +33,8 @@ from rkserve.core.child_process import free_ports
 from rkserve.core.errors import ConfigError
 from rkserve.core.files import replace_private
 from rkserve.deployments import haproxy, preflight
-from rkserve.router.membership import FOLDER, ClusterTerms, new_token, write_terms
+from rkserve.router.members import Members
+from rkserve.router.membership import FOLDER, TERMS, ClusterTerms, new_token, write_terms
 
 RAY_START = (sys.executable, "-m", "ray.scripts.scripts", "start")
 RAY_STARTED = "Ray runtime started."
@@ -47,7 +49,8 @@ HOUR_S = 3600.0
 class HeadOptions:
     """The options of ``rkserve up``.
 
-    ``address`` is the one at which boards reach this machine; ``temp_dir`` is Ray's folder.
+    ``address`` is the one at which boards reach this machine; ``temp_dir`` is Ray's folder;
+    with ``approval`` new boards wait for ``rkserve approve``.
     """
 
     config: Path
@@ -57,6 +60,7 @@ class HeadOptions:
     dashboard_port: int = DASHBOARD_PORT
     temp_dir: Path | None = None
     haproxy: bool = True
+    approval: bool = False
 
 
 @dataclass(frozen=True)
@@ -155,7 +159,7 @@ def run_head(options: HeadOptions, note: Note) -> int:
             environ = environment_of(HEAD, os.environ)
             if options.haproxy and haproxy.available():
                 environ = {**haproxy_environ(environ, options.ray_port, stack), **environ}
-            _write_terms(state.folder, ray_address, environ)
+            _write_terms(state.folder, ray_address, environ, approval=options.approval)
             environ[FOLDER] = str(state.folder)
             about = {"url": plan.url, "join_url": plan.join_url(address)}
             node = stack.enter_context(NodeSupervisor(state, **about))
@@ -167,12 +171,16 @@ def run_head(options: HeadOptions, note: Note) -> int:
         return 0
 
 
-def _write_terms(folder: Path, ray_address: str, environ: dict[str, str]) -> None:
+def _write_terms(
+    folder: Path, ray_address: str, environ: dict[str, str], *, approval: bool
+) -> None:
     """Write the values that boards need to join."""
     token = folder / "cluster_token"
     python = ".".join(map(str, sys.version_info[:2]))
     ray = importlib.metadata.version("ray")
-    terms = ClusterTerms(ray_address, ray, python, str(token), sent_to_boards(environ))
+    terms = ClusterTerms(
+        ray_address, ray, python, str(token), sent_to_boards(environ), approval=approval
+    )
     try:
         replace_private(token, f"{serving.read_token()}\n")
         write_terms(folder, terms)
@@ -194,6 +202,35 @@ def join_command(state: StateFolder, lifetime_s: float) -> str:
     except OSError as exc:
         raise ConfigError(f"{state.folder} cannot be written: {exc}.") from exc
     return f"rkserve join {record.join_url} --token {token}"
+
+
+def local_members(folder: Path) -> list[MemberEntry]:
+    """Return the boards that have asked this machine's head to join. Raises ``ConfigError``."""
+    try:
+        return Members(folder).entries(time.time())
+    except OSError as exc:
+        raise ConfigError(f"{folder} cannot be read: {exc}.") from exc
+
+
+def decide_here(
+    folder: Path, names: Sequence[str], *, approve: bool, everything: bool = False
+) -> list[MemberEntry]:
+    """Approve or deny boards at this machine's head, by host name or id, or all that wait.
+
+    Raises:
+        MemberNotFound, RequestError: no board has that name, or several have it.
+        ConfigError: the state folder cannot be read or written.
+    """
+    state = MemberState.JOINED if approve else MemberState.DENIED
+    try:
+        return Members(folder).decide(names, state, time.time(), everything=everything)
+    except OSError as exc:
+        raise ConfigError(f"{folder} cannot be read or written: {exc}.") from exc
+
+
+def has_terms(folder: Path) -> bool:
+    """Return whether ``rkserve up`` has run with this state folder."""
+    return (folder / TERMS).exists()
 
 
 def haproxy_environ(
@@ -224,6 +261,7 @@ class RunningHead:
     children: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     started_s: float = field(default_factory=time.monotonic)
     shown: str = ""
+    waiting: frozenset[str] = frozenset()
 
     def run(
         self,
@@ -273,6 +311,21 @@ class RunningHead:
             self.note(text)
             self.shown = text
 
+    def _show_waiting(self) -> None:
+        """Note each board once that begins to wait for approval."""
+        waiting = {}
+        for one in local_members(self.state.folder):
+            if one["state"] == MemberState.WAITING:
+                waiting[one["id"]] = one
+        for name in waiting.keys() - self.waiting:
+            host, notes = waiting[name]["host"], waiting[name]["notes"]
+            for sentence in notes:
+                self.note(f"rkserve: {sentence}")
+            self.note(
+                f"{host} waits for approval: `rkserve approve {name}`, or `rkserve deny {name}`."
+            )
+        self.waiting = frozenset(waiting)
+
     def _ask(self, models: list[str]) -> None:
         ready = f"Ready after {self._passed()}: {', '.join(models)} at {self.plan.url}"
         try:
@@ -301,6 +354,7 @@ class RunningHead:
                 return found
             if time.monotonic() - recorded_s >= RECORD_S:
                 self.node.record()
+                self._show_waiting()
                 recorded_s = time.monotonic()
             time.sleep(serving.POLL_S)
         self.note(

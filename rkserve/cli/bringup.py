@@ -66,6 +66,14 @@ def up(
     haproxy: Annotated[
         bool, typer.Option("--haproxy/--no-haproxy", help="Ray's HAProxy, where it is installed.")
     ] = True,
+    approve: Annotated[
+        bool,
+        typer.Option(
+            "--approve",
+            envvar="RKSERVE_APPROVE",
+            help="New boards wait for `rkserve approve`; without it a join token is enough.",
+        ),
+    ] = False,
 ) -> None:
     """Start the head: Ray, HAProxy and the application, until Ctrl-C.
 
@@ -73,7 +81,7 @@ def up(
     """
     folder = _folder(state)
     options = HeadOptions(
-        config.absolute(), folder, address, ray_port, dashboard_port, temp_dir, haproxy
+        config.absolute(), folder, address, ray_port, dashboard_port, temp_dir, haproxy, approve
     )
     if detach:
         _detached(folder, HEAD, DOWN)

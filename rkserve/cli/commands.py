@@ -27,6 +27,7 @@ from rkserve.cli.context import (
 from rkserve.cli.doctor import doctor
 from rkserve.cli.generations import boards, caches, generations, kv
 from rkserve.cli.lora import lora
+from rkserve.cli.members import approve, deny
 from rkserve.cli.model import model
 from rkserve.cli.models import commands as model_commands
 from rkserve.cli.models import models, weights
@@ -46,7 +47,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(bench, name="bench", short_help="Measure any OpenAI server, or simulated boards.")
-app.add_typer(boards, name="boards", short_help="Show the boards and their hardware.")
+app.add_typer(boards, name="boards", short_help="Show the boards: served, joined, waiting.")
 app.add_typer(caches, name="caches", short_help="Show, build and delete prompt caches.")
 app.add_typer(generations, name="generations", short_help="Control single answers.")
 app.add_typer(kv, name="kv", short_help="Show and clear KV caches.")
@@ -129,6 +130,8 @@ def resume(
 
 app.command(cls=ClusterCommand)(chat)
 app.command(cls=ClusterCommand)(doctor)
+app.command(cls=ClusterCommand)(approve)
+app.command(cls=ClusterCommand)(deny)
 app.command(epilog=PROBE_EXIT_CODES)(probe)
 for bring_up in (up, down, token, join, leave):
     app.command()(bring_up)

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from rkserve.cli import show
+from rkserve.cli.bringup import State
 from rkserve.cli.context import (
     EXIT_CODES,
     Boards,
@@ -18,6 +19,7 @@ from rkserve.cli.context import (
     ListFirst,
     Model,
 )
+from rkserve.cli.members import members, not_served
 
 generations = typer.Typer(
     cls=ListFirst, help=f"Pause, edit, resume and abort what generates. {EXIT_CODES}"
@@ -221,9 +223,12 @@ def delete_cache(context: CommandContext, model: CacheModel, name: CacheName) ->
 
 
 @boards.command("list", cls=ClusterCommand)
-def list_boards(context: CommandContext) -> None:
-    """List the boards: state, and what their hardware says."""
-    rows = context.client.boards()
+def list_boards(context: CommandContext, *, state: State = None) -> None:
+    """List the boards: state and hardware; and those that have joined and serve nothing, that wait
+    for `rkserve approve`, or that were denied.
+    """
+    served = context.client.boards()
+    rows = [*served, *not_served(members(context, state), served)]
     context.show(rows, lambda: show.hardware(rows))
 
 

@@ -290,10 +290,15 @@ def hardware(rows: Iterable[Row]) -> RenderableType:
         {
             "board": lambda one: one["id"],
             **_by_key("model", "state", "platform", "release", "node"),
-            "hardware": lambda one: _figures(one.get("hardware")),
+            "hardware": lambda one: _figures(_without_notes(one.get("hardware"))),
             **_by_key("reason"),
         },
     )
+
+
+def _without_notes(found: Any) -> Any:
+    """Return a board's hardware without the sentences on it, which `boards show` has."""
+    return {k: v for k, v in found.items() if k != "notes"} if isinstance(found, Mapping) else found
 
 
 def _figures(found: Any, prefix: str = "") -> str:
@@ -304,7 +309,7 @@ def _figures(found: Any, prefix: str = "") -> str:
     for name, value in found.items():
         if isinstance(value, Mapping):
             parts.append(_figures(value, f"{prefix}{name}."))
-        elif value is not None and value != []:
+        elif value not in (None, "", []):
             shown = f"{value:g}" if isinstance(value, float) else value
             parts.append(f"{prefix}{name} {shown}")
     return ", ".join(part for part in parts if part)

@@ -49,7 +49,7 @@ from rkserve.client.requests import (
 
 P = ParamSpec("P")
 T = TypeVar("T")
-GENERATIONS, CACHES = "/v1/generations", "/v1/cache"
+GENERATIONS, CACHES, MEMBERS = "/v1/generations", "/v1/cache", "/v1/members"
 
 
 class Runner(ABC):
@@ -346,6 +346,26 @@ class ClusterCalls(Calls):
     def boards(self) -> Flow[list[dict[str, Any]]]:
         """Return the reports of all boards."""
         return self._ask("/v1/boards", answers.rows)
+
+    @call
+    def members(self) -> Flow[list[dict[str, Any]]]:
+        """Return the boards that have asked to join: joined, waiting and denied ones."""
+        return self._ask(MEMBERS, answers.rows)
+
+    @call
+    def approve_boards(self, names: Names = (), *, waiting: bool = False) -> Flow[dict[str, Any]]:
+        """Approve boards by host name or id, or all that are ``waiting``, and return them.
+
+        Raises:
+            NotFound: no board of that name has asked to join.
+        """
+        body = given(boards=listed(names) or None, all=waiting or None)
+        return self._command(Request("POST", f"{MEMBERS}/approve", body=body))
+
+    @call
+    def deny_boards(self, names: Names) -> Flow[dict[str, Any]]:
+        """Deny boards by host name or id, and return them. Raises what ``approve_boards`` does."""
+        return self._command(Request("POST", f"{MEMBERS}/deny", body={"boards": listed(names)}))
 
 
 class ModelCalls(Calls):

@@ -40,7 +40,7 @@ from rkserve.http.openapi import (
 )
 from rkserve.router.features.operations import AdminAnswer, Operations
 from rkserve.router.features.weights import Adapters, WeightsControl
-from rkserve.router.membership import Membership
+from rkserve.router.membership import WAITING_RETRY_S, Membership
 from rkserve.router.service import Service
 
 PART_BYTES = 1024 * 1024
@@ -60,10 +60,11 @@ UNLOADED = Example({"lora_name": "tone"}, needs=PUSHED_ADAPTER)
 JOIN_TOKEN = EndpointParameter(
     "authorization", "header", {"type": "string"}, "`Bearer` and a join token.", required=True
 )
+UP = "a head that `rkserve up` has started"
 JOINING = Example(
     {"host": "rock-5b", "ray": "2.60.0", "python": "3.11"},
     headers={"authorization": "Bearer JOIN_TOKEN"},
-    needs="a head that `rkserve up` has started, and its join token",
+    needs=f"{UP}, and its join token",
 )
 Change = Callable[[ControlRequest], Awaitable[AdminAnswer]]
 
@@ -181,12 +182,19 @@ def add_cluster(
 
 
 def add_join(app: FastAPI, service: Service, membership: Membership) -> None:
-    """Add the route by which boards join."""
+    """Add the routes by which boards join, and the operator approves them."""
+    route = Routes(app, "Cluster")
 
-    @Routes(app, "Cluster")(
+    @route(
         "POST /v1/join",
         OPEN,
         returns(join.JoinAnswer, "The values that the board's Ray starts with."),
+        returns(
+            join.JoinWaiting,
+            "The board waits for the operator's approval.",
+            operations.ACCEPTED,
+            {"retry-after": "Seconds after which the board asks again."},
+        ),
         errors=(403, 409, 429),
         body=join.JoinBody,
         headers=(JOIN_TOKEN,),
@@ -197,8 +205,70 @@ def add_join(app: FastAPI, service: Service, membership: Membership) -> None:
     async def joined(request: Request) -> Response:
         """Give a board the address, the token and the settings of the head's Ray."""
         asked = read_model(join.JoinBody, parse_object(await body_of(service, request)))
-        folder = await asyncio.to_thread(membership.check, bearer_of(request))
-        return JSONResponse(await asyncio.to_thread(membership.admit, folder, asked))
+        token = bearer_of(request)
+        folder = await asyncio.to_thread(membership.check, token, asked)
+        answer = await asyncio.to_thread(membership.admit, folder, token, asked)
+        if "ray_address" in answer:
+            return JSONResponse(answer)
+        return JSONResponse(
+            answer, operations.ACCEPTED, headers={"retry-after": str(WAITING_RETRY_S)}
+        )
+
+    _add_members(ControlRoutes(app, service, "Cluster"), membership)
+
+
+def _add_members(routes: ControlRoutes, membership: Membership) -> None:
+    route = routes.route
+
+    @route(
+        "GET /v1/members",
+        OPERATOR,
+        returns(join.MembersAnswer, "All of them."),
+        errors=(409,),
+        example=Example(needs=UP),
+    )
+    async def listed(request: Request) -> Response:
+        """List the boards that have asked to join."""
+        await routes.asked(request, body=False)
+        return JSONResponse(await asyncio.to_thread(membership.listed))
+
+    waiting = Example({"boards": ["rock-5b"]}, needs="a board that waits for approval")
+
+    @route(
+        "POST /v1/members/approve",
+        OPERATOR,
+        returns(join.ApprovedAnswer, "The boards that may join."),
+        errors=(404, 409),
+        body=join.ApproveBody,
+        example=waiting,
+        says="A board that waits joins when it asks again, after some seconds.",
+    )
+    async def approve(request: Request) -> Response:
+        """Approve boards that have asked to join."""
+        asked = await routes.asked(request)
+        body = asked.read(join.ApproveBody)
+        if body.boards is None and not body.all:
+            raise RequestError("'boards' or 'all' is needed.", "boards")
+        state = join.MemberState.JOINED
+        decide = partial(membership.decide, body.boards or (), state, asked.who)
+        return JSONResponse(await asyncio.to_thread(decide, everything=body.all))
+
+    @route(
+        "POST /v1/members/deny",
+        OPERATOR,
+        returns(join.ApprovedAnswer, "The boards that may not join."),
+        errors=(404, 409),
+        body=join.DenyBody,
+        example=waiting,
+        says="A board whose Ray runs goes on: `rkserve leave` there ends it.",
+    )
+    async def deny(request: Request) -> Response:
+        """Deny boards that have asked to join."""
+        asked = await routes.asked(request)
+        names = asked.read(join.DenyBody).boards
+        state = join.MemberState.DENIED
+        decided = await asyncio.to_thread(membership.decide, names, state, asked.who)
+        return JSONResponse(decided)
 
 
 def _add_looks(routes: ControlRoutes, control: Operations) -> None:

@@ -1,4 +1,4 @@
-"""Joining: the head's join tokens, the values that a board needs, and the boards that have joined.
+"""Joining: the head's join tokens, the values that a board needs, and its approval.
 
 ``rkserve up`` writes the head's part into its state folder, and names that folder to Ray's
 processes by ``FOLDER``. Join tokens are kept as digests with their expiry and compared in constant
@@ -7,96 +7,63 @@ time. Only a valid one gets the cluster's token.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import hmac
 import json
 import logging
-import os
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rkserve.api.admin.join import JoinAnswer, JoinBody
-from rkserve.core.errors import Forbidden, JoinRefused, RateLimited
-from rkserve.core.files import open_private, replace_private
+from rkserve.api.admin.join import (
+    ApprovedAnswer,
+    JoinAnswer,
+    JoinBody,
+    JoinWaiting,
+    MembersAnswer,
+    MemberState,
+)
+from rkserve.core.errors import Forbidden, JoinDenied, JoinRefused, RateLimited
+from rkserve.core.files import replace_private
+from rkserve.router.members import MemberBoard, Members, locked, read_json
 
 log = logging.getLogger(__name__)
 
 FOLDER = "RKSERVE_HEAD_STATE"
+TERMS = "cluster.json"
 TOKEN_BYTES = 24
-MOST_TOKENS, MOST_BOARDS = 16, 4096
+MOST_TOKENS = 16
 # Refused tokens per minute at one Router. Tokens cannot be guessed; this bounds the work and the
 # log of a client that guesses.
 REFUSALS, MINUTE_S = 20, 60.0
-NEW_ID = "sudo rm -f /etc/machine-id /var/lib/dbus/machine-id && sudo systemd-machine-id-setup"
+WAITING_RETRY_S = 5
 
 
 @dataclass(frozen=True)
 class ClusterTerms:
-    """The head's part of an answer to a board."""
+    """The head's part of an answer to a board; with ``approval`` new boards wait for it."""
 
     ray_address: str
     ray_version: str
     python: str
     token_file: str
     environ: Mapping[str, str]
-
-
-@dataclass(frozen=True)
-class MemberBoard:
-    """A board that has joined: digests of its machine-id and serial number, empty if unknown."""
-
-    host: str
-    machine: str = ""
-    serial: str = ""
-    joined_s: float = 0.0
-
-    @property
-    def key(self) -> tuple[str, str]:
-        """The identity: machine-id and serial number, or the host name where both are unknown."""
-        return (self.machine, self.serial) if self.machine or self.serial else (self.host, "")
-
-
-def notes_on(board: MemberBoard, known: Iterable[MemberBoard]) -> Iterator[str]:
-    """Yield a sentence for each board whose card or host name this one seems to share."""
-    for other in known:
-        same_card = bool(board.machine) and board.machine == other.machine
-        both = bool(board.serial) and bool(other.serial)
-        same_soc = both and board.serial == other.serial
-        if same_card and both and not same_soc:
-            yield (
-                f"{board.host} has the machine-id of {other.host}, and is another board: its card "
-                f"is a copy. On {board.host}: {NEW_ID}"
-            )
-        elif same_soc and not same_card:
-            yield f"This is the board that joined as {other.host}, with another system image."
-        elif same_card and board.host != other.host:
-            yield (
-                f"This is the board that joined as {other.host}; it is called "
-                f"<group>@{board.host} from now on."
-            )
-        elif not same_card and board.host == other.host:
-            yield (
-                f"Another board has joined as {board.host}, too: give each a host name of its own, "
-                f"such as by hostnamectl set-hostname."
-            )
+    approval: bool = False
 
 
 def write_terms(folder: Path, terms: ClusterTerms) -> None:
     """Write the head's part. Raises ``OSError``."""
-    replace_private(folder / "cluster.json", json.dumps(asdict(terms), indent=1) + "\n")
+    replace_private(folder / TERMS, json.dumps(asdict(terms), indent=1) + "\n")
 
 
 def new_token(folder: Path, lifetime_s: float, now_s: float) -> str:
     """Return a new join token, valid for so long. Raises ``OSError``."""
     token = secrets.token_urlsafe(TOKEN_BYTES)
-    with _locked(folder):
+    with locked(folder):
         kept = [one for one in _tokens(folder) if one["expires_s"] > now_s][1 - MOST_TOKENS :]
         added = {"digest": _digest(token.encode()), "expires_s": now_s + lifetime_s}
         text = json.dumps([*kept, added], indent=1)
@@ -118,32 +85,31 @@ class Membership:
         folder = environ.get(FOLDER)
         return cls(Path(folder) if folder else None)
 
-    def check(self, token: bytes) -> Path:
+    def check(self, token: bytes, asked: JoinBody) -> Path:
         """Return the head's folder to the bearer of a join token.
+
+        A board that waits for approval may ask on with a token that has expired meanwhile.
 
         Raises:
             JoinRefused: no ``rkserve up`` started this head.
             RateLimited: too many tokens were refused within a minute.
             Forbidden: the token is unknown or has expired.
         """
-        folder = self._folder
-        if folder is None or not (folder / "cluster.json").exists():
-            raise JoinRefused(
-                "Boards cannot join by this call: the head was not started by `rkserve up`, or the "
-                "Router is on another node. Start the board's Ray by `ray start --address`."
-            )
-        now_s = self._clock()
+        folder, now_s = self.folder(), self._clock()
         if len(self._refused) == REFUSALS and (since_s := now_s - self._refused[0]) < MINUTE_S:
             left_s = max(1, int(MINUTE_S - since_s))
             raise RateLimited(f"{REFUSALS} refused join tokens per minute", left_s)
-        sent = _digest(token)
+        sent, key = _digest(token), _member(asked).key
         try:
             tokens = _tokens(folder)
+            members = Members(folder).read(now_s)
         except OSError as exc:
             raise JoinRefused(f"The head's join tokens cannot be read: {exc}.") from exc
         # All are compared, so that the time does not depend on the match.
         fits = [hmac.compare_digest(sent, one["digest"]) for one in tokens]
         valid = [one["expires_s"] > now_s for one in tokens]
+        fits += [hmac.compare_digest(sent, one.token) for one in members]
+        valid += [one.key == key and now_s < one.token_until_s for one in members]
         if not any(fit and alive for fit, alive in zip(fits, valid, strict=True)):
             self._refused.append(now_s)
             raise Forbidden(
@@ -152,38 +118,85 @@ class Membership:
             )
         return folder
 
-    def admit(self, folder: Path, asked: JoinBody) -> JoinAnswer:
-        """Register a board, and return what its Ray needs.
+    def folder(self) -> Path:
+        """Return the head's state folder. Raises ``JoinRefused``: no ``rkserve up`` started it."""
+        folder = self._folder
+        if folder is None or not (folder / TERMS).exists():
+            raise JoinRefused(
+                "Boards cannot join by this call: the head was not started by `rkserve up`, or the "
+                "Router is on another node. Start the board's Ray by `ray start --address`."
+            )
+        return folder
 
-        Raises ``JoinRefused``: its versions are not the head's, or the head's files are damaged.
+    def admit(self, folder: Path, token: bytes, asked: JoinBody) -> JoinAnswer | JoinWaiting:
+        """Register a board, and return what its Ray needs, or that it waits for approval.
+
+        Raises:
+            JoinRefused: its versions are not the head's, or the head's files are damaged.
+            JoinDenied: the operator has denied it.
         """
         try:
-            terms = ClusterTerms(**_read(folder / "cluster.json", {}))
-            token = Path(terms.token_file).read_text(encoding="utf-8").strip()
+            terms = ClusterTerms(**read_json(folder / TERMS, {}))
+            cluster_token = Path(terms.token_file).read_text(encoding="utf-8").strip()
             _check_versions(terms, asked)
-            notes = self._register(folder, asked)
+            board = replace(_member(asked), since_s=self._clock(), token=_digest(token))
+            made = Members(folder).ask(board, approval=terms.approval)
         except (OSError, TypeError) as exc:
             raise JoinRefused(f"The head's state cannot be read or written: {exc}.") from exc
+        state = made.board.state
+        if state == MemberState.DENIED:
+            raise JoinDenied(
+                f"The operator has denied {board.host}. `rkserve approve {made.name}` on the head "
+                "takes that back."
+            )
+        waits = state == MemberState.WAITING
+        if not (waits and made.repeated):
+            log.info("%s %s", board.host, "waits for approval" if waits else "joins")
+            for note in made.notes:
+                log.warning("%s", note)
+        if waits:
+            command = f"rkserve approve {made.name}"
+            return JoinWaiting(state="waiting", id=made.board.id, command=command, notes=made.notes)
         return JoinAnswer(
             ray_address=terms.ray_address,
             ray_version=terms.ray_version,
-            cluster_token=token,
+            cluster_token=cluster_token,
             environ=dict(terms.environ),
-            notes=notes,
+            notes=made.notes,
         )
 
-    def _register(self, folder: Path, asked: JoinBody) -> list[str]:
-        board = MemberBoard(asked.host, asked.machine, asked.serial, self._clock())
-        with _locked(folder):
-            known = [MemberBoard(**one) for one in _read(folder / "boards.json", [])]
-            others = [one for one in known if one.key != board.key]
-            text = json.dumps([asdict(one) for one in [*others, board][-MOST_BOARDS:]], indent=1)
-            replace_private(folder / "boards.json", f"{text}\n")
-        notes = [*notes_on(board, known)]
-        log.info("%s joins", board.host)
-        for note in notes:
-            log.warning("%s", note)
-        return notes
+    def listed(self) -> MembersAnswer:
+        """Return the boards that have asked to join. Raises ``JoinRefused``."""
+        folder = self.folder()
+        try:
+            approval = bool(read_json(folder / TERMS, {}).get("approval"))
+            data = Members(folder).entries(self._clock())
+        except OSError as exc:
+            raise JoinRefused(f"The head's state cannot be read: {exc}.") from exc
+        return MembersAnswer(object="list", approval=approval, data=data)
+
+    def decide(
+        self, names: Sequence[str], state: MemberState, who: str, *, everything: bool = False
+    ) -> ApprovedAnswer:
+        """Approve or deny boards by host name or id, or all that wait.
+
+        Raises:
+            MemberNotFound: no board has that name.
+            RequestError: several boards have it.
+            JoinRefused: the head's files are damaged.
+        """
+        folder, now_s = self.folder(), self._clock()
+        try:
+            data = Members(folder).decide(names, state, now_s, everything=everything)
+        except OSError as exc:
+            raise JoinRefused(f"The head's state cannot be read or written: {exc}.") from exc
+        for one in data:
+            log.info("%s (%s): %s by %s", one["host"], one["id"], one["state"], who)
+        return ApprovedAnswer(object="list", data=data)
+
+
+def _member(asked: JoinBody) -> MemberBoard:
+    return MemberBoard(asked.host, asked.machine, asked.serial)
 
 
 def _check_versions(terms: ClusterTerms, asked: JoinBody) -> None:
@@ -200,29 +213,8 @@ def _check_versions(terms: ClusterTerms, asked: JoinBody) -> None:
 
 
 def _tokens(folder: Path) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = _read(folder / "join_tokens.json", [])
+    found: list[dict[str, Any]] = read_json(folder / "join_tokens.json", [])
     return found
-
-
-def _read(path: Path, default: Any) -> Any:
-    """Return the JSON of a file, or ``default`` without it. Raises ``OSError`` if it is damaged."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return default
-    except ValueError as exc:
-        raise OSError(f"{path} is damaged: {exc}") from exc
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Hold the folder's lock: commands and several Routers write there."""
-    descriptor = open_private(folder / "lock", os.O_RDWR | os.O_CREAT)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def _digest(text: bytes) -> str:

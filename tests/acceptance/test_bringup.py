@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow]
 # An idle machine of two cores needs a tenth of it for the longest step.
 STEP_S = 300.0
 CHAT, EMBED = "sim-chat", "sim-embed"
+WAITS = re.compile(r"This board waits for approval\. On the head: rkserve approve (\S+)")
 
 
 @dataclass
@@ -92,6 +94,27 @@ class Node:
         assert done.returncode == code, f"{words}: {done.stdout}\n{self.logs()}"
         return done.stdout
 
+    @contextmanager
+    def started(self, *words: str) -> Iterator[subprocess.Popen[bytes]]:
+        """Start a command, and end it with the block."""
+        with subprocess.Popen(
+            self.command(*words),
+            env=self.environ,
+            cwd=PROJECT,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        ) as process:
+            try:
+                yield process
+            finally:
+                process.kill()
+
+    def log(self) -> str:
+        """Return what a command in the background has printed so far."""
+        file = self.state.log(self.kind)
+        return file.read_text(encoding="utf-8") if file.exists() else ""
+
     def logs(self) -> str:
         """Return the ends of its logs."""
         logs = sorted((self.folder / "state").glob("*.log"))
@@ -148,7 +171,7 @@ def home() -> Iterator[Home]:
         config = serve_config(folder, port)
         ports = ("--ray-port", str(head.first_port), "--dashboard-port", str(head.first_port + 9))
         try:
-            words = ("--detach", "--temp-dir", str(folder / "r"))
+            words = ("--approve", "--detach", "--temp-dir", str(folder / "r"))
             output = head.run("up", str(config), *ports, *words)
             yield Home(head, board, f"http://127.0.0.1:{port}", output)
         finally:
@@ -188,7 +211,7 @@ def alive(processes: list[ProcessIdentity]) -> list[int]:
     return [one.pid for one in processes if is_alive(PROC, one)]
 
 
-def test_a_board_joins_serves_and_leaves_and_the_head_ends(home: Home) -> None:
+def test_a_board_is_approved_serves_and_leaves_and_the_head_ends(home: Home) -> None:
     head, board = home.head, home.board
     assert re.search(r"The Router answers at \S+ after \d+ s\.", home.output)
     assert f"rkserve down --state {head.folder / 'state'}" in home.output
@@ -205,12 +228,19 @@ def test_a_board_joins_serves_and_leaves_and_the_head_ends(home: Home) -> None:
 
     printed = re.fullmatch(r"rkserve join (http://\S+) --token (\S+)\n", head.run("token"))
     assert printed is not None
-    joined = board.run(*join(home, printed[1], printed[2]), "--detach")
-    assert "This board has joined: it offers rknpu 1." in joined
+    with board.started(*join(home, printed[1], printed[2]), "--detach") as joining:
+        asks = eventually("the board waits", lambda: WAITS.search(board.log()))
+        shown = head.run("boards", "--url", home.url)
+        assert re.search(rf"^{re.escape(asks[1])} .* waiting ", shown, re.MULTILINE), shown
+        assert not embedding(home)
+        assert head.run("approve", asks[1]).startswith(f"approved {asks[1]} (")
+        assert joining.wait(STEP_S) == 0, board.logs()
+    assert "This board has joined: it offers rknpu 1." in board.log()
     name = eventually(
         "a second board", lambda: next((b for b in boards_of(home) if b[:3] == "rk@"), "")
     )
     eventually("it is ready", lambda: boards_of(home)[name] == "ready")
+    assert " waiting " not in head.run("boards", "--url", home.url)
     assert embedding(home)
 
     of_board = board.record.all_alive()

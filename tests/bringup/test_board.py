@@ -180,6 +180,24 @@ def test_a_head_that_is_busy_or_starting_is_asked_again(
     ]
 
 
+def test_a_board_waits_for_approval_without_a_limit(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(time, "sleep", slept.append)
+    command = "rkserve approve rock"
+    waits = {"state": "waiting", "id": "1a", "command": command, "notes": ["A copy."]}
+    # Between them the head starts anew, for which the limit counts from then on.
+    Head.before = [(202, waits, "5"), (202, waits, "5"), (503, "", None), (202, waits, "5")]
+    lines: list[str] = []
+    assert await_head(url, "t", {}, lines.append, limit_s=3.0) == ANSWER
+    assert slept == [5.0, 5.0, 2.0, 5.0]
+    asks = f"This board waits for approval. On the head: {command}"
+    busy = lines.pop(2)
+    assert "no Router of the head answers" in busy
+    assert lines == ["rkserve: A copy.", asks] * 2
+
+
 def test_a_head_that_starts_later_is_waited_for() -> None:
     Head.status, Head.answer, Head.before, Head.asked = 200, ANSWER, [], []
     port = next(free_ports())

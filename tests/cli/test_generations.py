@@ -1,4 +1,4 @@
-"""``rkserve generations``, ``kv``, ``caches`` and ``boards``."""
+"""``rkserve generations``, ``kv``, ``caches`` and ``boards show``; test_members has their list."""
 
 from __future__ import annotations
 
@@ -159,14 +159,6 @@ AT = "/v1/generations/chatcmpl-1"
             None,
             ("deleted doc",),
             id="caches rm",
-        ),
-        pytest.param(
-            ("boards",),
-            "GET /v1/boards",
-            {"data": [BOARD]},
-            None,
-            ("sim-0", "ready", "npu.load 42.5"),
-            id="boards",
         ),
         pytest.param(
             ("boards", "show", "sim-0"), "GET /v1/boards/sim-0", BOARD, None, ("1.3.0",), id="board"

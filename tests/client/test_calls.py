@@ -214,6 +214,23 @@ def test_what_sleeps_is_read(server: FakeControl, run: Callable[..., Any]) -> No
 
 
 @both
+def test_boards_that_ask_to_join_are_listed_and_decided(
+    server: FakeControl, run: Callable[..., Any]
+) -> None:
+    rows = {"object": "list", "data": [{"id": "1a2b3c4d", "host": "rock", "state": "waiting"}]}
+    server.on("GET /v1/members", ok(rows))
+    server.on("POST /v1/members/approve", ok(rows)).on("POST /v1/members/deny", ok(rows))
+    assert run(server, lambda client: client.members()) == rows["data"]
+    for call, body in (
+        (lambda client: client.approve_boards("rock"), {"boards": ["rock"]}),
+        (lambda client: client.approve_boards(waiting=True), {"all": True}),
+        (lambda client: client.deny_boards(["rock", "pi"]), {"boards": ["rock", "pi"]}),
+    ):
+        assert run(server, call) == rows
+        assert server.json() == body
+
+
+@both
 def test_weights_are_shown_as_they_are(server: FakeControl, run: Callable[..., Any]) -> None:
     info = {"weight_version": "step-9", "step": 9, "models": {}}
     server.on("GET /weight_info", ok(info))

@@ -1,30 +1,30 @@
-"""Join tokens, versions, and the boards that have joined."""
+"""Join tokens, versions, and approval."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from rkserve.api.admin.join import JoinBody
+from rkserve.api.admin.join import JoinAnswer, JoinBody, JoinWaiting, MemberState
 from rkserve.api.json.schemas import read_model
-from rkserve.core.errors import Forbidden, JoinRefused, RateLimited
+from rkserve.core.errors import Forbidden, JoinDenied, JoinRefused, RateLimited
 from rkserve.core.files import private_folder
+from rkserve.router.members import WAITING_S
 from rkserve.router.membership import (
     FOLDER,
     MOST_TOKENS,
     REFUSALS,
     ClusterTerms,
-    MemberBoard,
     Membership,
     new_token,
-    notes_on,
     write_terms,
 )
 
 A, B = "a" * 32, "b" * 32
+TOKEN = b"a join token"
 ASKED = {"host": "rock", "ray": "2.60.0", "python": "3.11"}
 
 
@@ -61,7 +61,7 @@ def body(**changes: str) -> JoinBody:
 def test_a_token_admits_until_it_expires(head: Path, clock: Clock) -> None:
     token = new_token(head, 60, clock.now_s).encode()
     membership = Membership(head, clock)
-    answer = membership.admit(membership.check(token), body())
+    answer = membership.admit(membership.check(token, body()), token, body())
     assert answer == {
         "ray_address": "192.0.2.1:6379",
         "ray_version": "2.60.0",
@@ -71,14 +71,14 @@ def test_a_token_admits_until_it_expires(head: Path, clock: Clock) -> None:
     }
     clock.now_s += 61
     with pytest.raises(Forbidden, match="unknown or has expired"):
-        membership.check(token)
+        membership.check(token, body())
 
 
 @pytest.mark.parametrize("token", [b"", b"wrong", "é".encode("latin-1"), b"x" * 10_000])
 def test_without_a_token_there_is_no_answer(head: Path, clock: Clock, token: bytes) -> None:
     new_token(head, 60, clock.now_s)
     with pytest.raises(Forbidden):
-        Membership(head, clock).check(token)
+        Membership(head, clock).check(token, body())
 
 
 def test_no_file_holds_a_join_token(head: Path, clock: Clock) -> None:
@@ -93,21 +93,21 @@ def test_refused_tokens_are_limited_and_valid_ones_wait_too(head: Path, clock: C
     membership = Membership(head, clock)
     for _ in range(REFUSALS):
         with pytest.raises(Forbidden):
-            membership.check(b"guess")
+            membership.check(b"guess", body())
     with pytest.raises(RateLimited) as caught:
-        membership.check(token)
+        membership.check(token, body())
     assert caught.value.retry_after_s == 60
     clock.now_s += 60
-    assert membership.check(token) == head
+    assert membership.check(token, body()) == head
 
 
 def test_old_tokens_go(head: Path, clock: Clock) -> None:
     tokens = [new_token(head, 60, clock.now_s).encode() for _ in range(MOST_TOKENS + 1)]
     membership = Membership(head, clock)
-    assert membership.check(tokens[-1]) == head
-    assert membership.check(tokens[1]) == head
+    assert membership.check(tokens[-1], body()) == head
+    assert membership.check(tokens[1], body()) == head
     with pytest.raises(Forbidden):
-        membership.check(tokens[0])
+        membership.check(tokens[0], body())
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_other_versions_are_one_sentence(
     head: Path, clock: Clock, changes: dict[str, str], sentence: str
 ) -> None:
     with pytest.raises(JoinRefused) as caught:
-        Membership(head, clock).admit(head, body(**changes))
+        Membership(head, clock).admit(head, TOKEN, body(**changes))
     assert sentence in caught.value.message
     assert not (head / "boards.json").exists()
 
@@ -136,54 +136,114 @@ def test_other_versions_are_one_sentence(
 def test_a_head_that_takes_no_boards_says_so(tmp_path: Path) -> None:
     for membership in (Membership.of({}), Membership.of({FOLDER: str(tmp_path)})):
         with pytest.raises(JoinRefused, match="was not started by `rkserve up`"):
-            membership.check(b"x")
+            membership.check(b"x", body())
 
 
 @pytest.mark.parametrize("file", ["cluster.json", "boards.json"])
 def test_damaged_files_are_named(head: Path, clock: Clock, file: str) -> None:
     (head / file).write_text("{")
     with pytest.raises(JoinRefused, match=rf"{file} is damaged"):
-        Membership(head, clock).admit(head, body())
-
-
-@pytest.mark.parametrize(
-    ("board", "other", "note"),
-    [
-        pytest.param(
-            MemberBoard("two", A, B), MemberBoard("one", A, A), "its card is a copy", id="a copy"
-        ),
-        pytest.param(
-            MemberBoard("two", A, A), MemberBoard("one", A, A), "joined as one; it is", id="renamed"
-        ),
-        pytest.param(
-            MemberBoard("two", A), MemberBoard("one", A), "joined as one; it is", id="no serial"
-        ),
-        pytest.param(
-            MemberBoard("one", B, A), MemberBoard("one", A, A), "another system", id="a new card"
-        ),
-        pytest.param(
-            MemberBoard("one", B, B), MemberBoard("one", A, A), "as one, too", id="one name for two"
-        ),
-        pytest.param(MemberBoard("one", A, A), MemberBoard("one", A, A), "", id="itself"),
-        pytest.param(MemberBoard("two", B, B), MemberBoard("one", A, A), "", id="another board"),
-        pytest.param(MemberBoard("one"), MemberBoard("two"), "", id="nothing known"),
-    ],
-)
-def test_boards_are_told_apart(board: MemberBoard, other: MemberBoard, note: str) -> None:
-    found = [*notes_on(board, [other])]
-    assert len(found) == bool(note)
-    assert note in "".join(found)
+        Membership(head, clock).admit(head, TOKEN, body())
 
 
 def test_a_board_that_joins_again_replaces_its_entry(head: Path, clock: Clock) -> None:
     membership = Membership(head, clock)
-    membership.admit(head, body(machine=A, serial=A))
+    membership.admit(head, TOKEN, body(machine=A, serial=A))
     clock.now_s += 5
-    answer = membership.admit(head, body(host="new", machine=A, serial=A))
+    answer = membership.admit(head, TOKEN, body(host="new", machine=A, serial=A))
     assert ["joined as rock" in note for note in answer["notes"]] == [True]
-    membership.admit(head, body(host="other", machine=B, serial=B))
-    found = json.loads((head / "boards.json").read_text())
-    assert found == [
-        asdict(MemberBoard("new", A, A, 1005.0)),
-        asdict(MemberBoard("other", B, B, 1005.0)),
+    membership.admit(head, TOKEN, body(host="other", machine=B, serial=B))
+    found = [(one["host"], one["since_s"]) for one in membership.listed()["data"]]
+    assert found == [("new", 1000.0), ("other", 1005.0)]
+
+
+@pytest.fixture
+def careful(head: Path) -> Path:
+    """A head whose boards need approval."""
+    terms = ClusterTerms(**json.loads((head / "cluster.json").read_text()))
+    write_terms(head, replace(terms, approval=True))
+    return head
+
+
+def test_a_board_waits_until_it_is_approved_and_needs_no_second_approval(
+    careful: Path, clock: Clock
+) -> None:
+    token = new_token(careful, 60, clock.now_s).encode()
+    asked = body(machine=A, serial=A)
+
+    def ask() -> JoinAnswer | JoinWaiting:
+        membership = Membership(careful, clock)  # another Router, or the head after a restart
+        return membership.admit(membership.check(token, asked), token, asked)
+
+    waiting = ask()
+    (entry,) = Membership(careful, clock).listed()["data"]
+    assert waiting == {
+        "state": "waiting",
+        "id": entry["id"],
+        "command": "rkserve approve rock",
+        "notes": [],
+    }
+    clock.now_s += 3600  # its token has expired, which no longer admits others
+    assert ask() == waiting
+    with pytest.raises(Forbidden):
+        Membership(careful, clock).check(token, body(machine=B, serial=A))
+    membership = Membership(careful, clock)
+    assert membership.listed()["approval"] is True
+    (done,) = membership.decide(["rock"], MemberState.JOINED, "local")["data"]
+    assert done["state"] == "joined"
+    answer = ask()
+    assert "ray_address" in answer
+    clock.now_s += 3600
+    with pytest.raises(Forbidden):
+        ask()
+    token = new_token(careful, 60, clock.now_s).encode()
+    assert "ray_address" in ask()
+
+
+def test_a_board_that_waits_for_a_day_is_forgotten(careful: Path, clock: Clock) -> None:
+    membership = Membership(careful, clock)
+    membership.admit(careful, TOKEN, body())
+    clock.now_s += WAITING_S + 1
+    assert membership.listed()["data"] == []
+    with pytest.raises(Forbidden):
+        membership.check(TOKEN, body())
+
+
+def test_a_denied_board_is_refused_until_it_is_approved(head: Path, clock: Clock) -> None:
+    membership = Membership(head, clock)
+    membership.admit(head, TOKEN, body(machine=A))
+    membership.decide(["rock"], MemberState.DENIED, "local")
+    with pytest.raises(JoinDenied, match=r"has denied rock\. `rkserve approve rock` on the head"):
+        membership.admit(head, TOKEN, body(machine=A))
+    membership.decide(["rock"], MemberState.JOINED, "local")
+    assert "ray_address" in membership.admit(head, TOKEN, body(machine=A))
+
+
+def test_a_copied_card_and_a_new_host_name_are_noted_while_a_board_waits(
+    careful: Path, clock: Clock
+) -> None:
+    membership = Membership(careful, clock)
+    membership.admit(careful, TOKEN, body(machine=A, serial=A))
+    waiting = membership.admit(careful, TOKEN, body(host="copy", machine=A, serial=B))
+    assert "its card is a copy" in waiting["notes"][0]
+    membership.decide([], MemberState.JOINED, "local", everything=True)
+    renamed = membership.admit(careful, TOKEN, body(host="new", machine=A, serial=A))
+    assert any("joined as rock; it is called <group>@new" in note for note in renamed["notes"])
+    listed = membership.listed()["data"]
+    assert [(one["host"], one["state"]) for one in listed] == [
+        ("copy", "joined"),
+        ("new", "joined"),
     ]
+    assert all("its card is a copy" in one["notes"][0] for one in listed)
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "[{}]", '[{"host": "a", "state": "x"}]', '[{"state": "joined"}]']
+)
+def test_a_damaged_list_of_boards_is_named(head: Path, clock: Clock, text: str) -> None:
+    (head / "boards.json").write_text(text)
+    membership = Membership(head, clock)
+    with pytest.raises(JoinRefused, match=r"boards\.json is damaged"):
+        membership.listed()
+    with pytest.raises(JoinRefused, match=r"boards\.json is damaged"):
+        membership.decide(["a"], MemberState.JOINED, "local")

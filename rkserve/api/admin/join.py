@@ -1,17 +1,28 @@
-"""POST /v1/join: a board asks the head for what its Ray needs."""
+"""POST /v1/join, by which a board asks for the settings of its Ray, and the approval of boards."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from enum import Enum
+from typing import Annotated, Literal
 
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from rkserve.api.json.schemas import RequestModel
+from rkserve.api.admin.query import Name
+from rkserve.api.json.schemas import RequestModel, Seconds, one_of
 
 Version = Annotated[str, Field(min_length=1, max_length=40, pattern=r"^[\w.+]+$")]
 Digest = Annotated[str, Field(pattern=r"^([0-9a-f]{32})?$")]
+MOST_NAMED = 256
 HostName = Annotated[str, Field(min_length=1, max_length=253, pattern=r"^[\w.-]+$")]
+
+
+class MemberState(str, Enum):
+    """The state of a board that has asked to join."""
+
+    JOINED = "joined"
+    WAITING = "waiting"
+    DENIED = "denied"
 
 
 class JoinBody(RequestModel):
@@ -35,3 +46,57 @@ class JoinAnswer(TypedDict):
     cluster_token: str
     environ: dict[str, str]
     notes: list[str]
+
+
+class JoinWaiting(TypedDict):
+    """The board waits for the operator's approval, and asks again.
+
+    ``command`` approves it on the head.
+    """
+
+    state: Literal["waiting"]
+    id: str
+    command: str
+    notes: list[str]
+
+
+class MemberEntry(TypedDict):
+    """A board that has asked to join: its host name, and the time of its state."""
+
+    id: str
+    host: str
+    state: Annotated[str, one_of(MemberState)]
+    since_s: Seconds
+    notes: list[str]
+
+
+class MembersAnswer(TypedDict):
+    """The boards that have asked to join; ``approval`` is true where new ones wait for it."""
+
+    object: Literal["list"]
+    approval: bool
+    data: list[MemberEntry]
+
+
+class ApprovedAnswer(TypedDict):
+    """The boards that were approved or denied."""
+
+    object: Literal["list"]
+    data: list[MemberEntry]
+
+
+class DenyBody(RequestModel):
+    """Boards to deny."""
+
+    boards: list[Name] = Field(
+        min_length=1, max_length=MOST_NAMED, description="Host names or ids."
+    )
+
+
+class ApproveBody(RequestModel):
+    """Boards to approve."""
+
+    boards: list[Name] | None = Field(
+        None, min_length=1, max_length=MOST_NAMED, description="Host names or ids."
+    )
+    all: bool = Field(False, description="All that wait.")

@@ -25,6 +25,7 @@
     |   |   +-- PreviousResponseNotFound  previous_response_not_found
     |   +-- ItemNotFound             404  item_not_found
     |   +-- BoardNotFound            404  board_not_found
+    |   |   +-- MemberNotFound       404  board_not_found
     |   +-- StateConflict            409  state_conflict
     |   +-- Forbidden                403  forbidden
     |   |   +-- OriginNotAllowed     403  origin_not_allowed
@@ -32,6 +33,7 @@
     |   +-- OperationNotFound        404  operation_not_found
     |   +-- OperationConflict        409  operation_conflict
     |   +-- JoinRefused              409  join_refused
+    |   +-- JoinDenied               403  join_denied
     |   +-- StaleEpoch               409  stale_epoch
     |   +-- StaleWeights             409  stale_weights
     |   +-- AdapterExists            400  adapter_exists

@@ -405,6 +405,13 @@ class JoinRefused(RequestError):
     code = "join_refused"
 
 
+class JoinDenied(RequestError):
+    """The operator has denied this board."""
+
+    http_status = 403
+    code = "join_denied"
+
+
 class StaleEpoch(RequestError):
     """The caller expected an older epoch than the current one, or sent an older version."""
 

@@ -323,6 +323,15 @@ class BoardNotFound(RequestError):
         self.board, self.param = board, param
 
 
+class MemberNotFound(BoardNotFound):
+    """No board of that name has asked to join."""
+
+    sentence = "No board '{board}' has asked to join. `rkserve boards` lists those that have."
+
+    def __init__(self, board: str, param: str = "boards") -> None:
+        super().__init__(board, param)
+
+
 class StateConflict(RequestError):
     """The generation's state does not allow the call; nothing was changed."""
 

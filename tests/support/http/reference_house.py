@@ -9,6 +9,7 @@ import functools
 import hashlib
 import random
 import tempfile
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -191,6 +192,8 @@ def membership(folder: Path) -> Membership:
     write_terms(home, ClusterTerms("192.0.2.1:6379", "2.60.0", "3.11", str(home / "token"), {}))
     digest = hashlib.sha256(b"JOIN_TOKEN").hexdigest()
     (home / "join_tokens.json").write_text(dumps([{"digest": digest, "expires_s": 1e12}]))
+    rock = {"host": "rock-5b", "state": "waiting", "since_s": time.time()}
+    (home / "boards.json").write_text(dumps([rock]))
     return Membership(home)
 
 
