@@ -34,7 +34,7 @@ DOCS = PROJECT / "docs"
 PAGES = sorted([PROJECT / "README.md", PROJECT / "CHANGELOG.md", *DOCS.rglob("*.md")])
 FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
 # Made by building, not part of the project.
-MADE = ("rkserve/native/sim/build/",)
+MADE = ("rkserve/native/sim/build/", "cluster/offline")  # by make sim, and for provisioning
 
 
 def page(name: str) -> str:
