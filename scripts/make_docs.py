@@ -175,6 +175,11 @@ def states() -> str:
             *_diagram(HANDLE_TRANSITIONS),
             "## One board (`rkserve/board/run/supervisor.py`)",
             "",
+            "Before `loading`, a board whose model is one of the catalogue is `fetching` until it "
+            "has a whole copy, or `failed` while its disk lacks the room. One that is ready but "
+            "waits for the desired state, or for files of it, is `joining`; one that no longer "
+            "answers is `lost`.",
+            "",
             *_diagram(BOARD_TRANSITIONS),
             "## One generation on a board (`rkserve/board/rules/generations.py`)",
             "",

@@ -79,7 +79,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "local": BASE | {"api", "board", "router.images", "deployments.board_factory"},
     "app": frozenset({"deployments.build"}),
     "probe": BASE | {"native", "api.common", "api.prompting", "board.engine.telemetry"},
-    "client": frozenset({"core"}),
+    "client": frozenset({"core", "models.index", "models.shelf"}),
     # Rules over frozen facts, which stay pure, and their collector; only a child loads a library.
     "doctor": BASE
     | {"native.library_file", "native.runtime", "native.binding"}

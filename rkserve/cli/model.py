@@ -1,4 +1,4 @@
-"""``rkserve model``: the local catalogue of models, without a cluster."""
+"""``rkserve model``: the catalogue of models of this machine, and its upload to a head."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from rkserve.cli import show
-from rkserve.cli.context import PIPED, Exit
+from rkserve.cli.context import PIPED, ClusterCommand, CommandContext, Exit, progress
 from rkserve.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ EXIT_CODES = (
     "something that the model needs is missing."
 )
 model = typer.Typer(
-    help=f"Add, list, show and remove the models of this machine. {EXIT_CODES}",
+    help=f"Add, list, show, remove and push the models of this machine. {EXIT_CODES}",
     no_args_is_help=True,
     add_completion=False,
 )
@@ -167,6 +167,33 @@ def rm(
     with _refusals():
         freed = remove(models.expanduser(), name, () if force else _uses(config))
     typer.echo(f"removed {name}: {freed / MEGA:.1f} MB")
+
+
+@model.command(cls=ClusterCommand)
+def push(
+    context: CommandContext,
+    *,
+    name: ModelId,
+    models: ModelsFolder = Path("models"),
+    replace: Annotated[
+        bool, typer.Option("--replace", help="Replace another model of that name on the head.")
+    ] = False,
+) -> None:
+    """Upload a model of this machine into the head's catalogue; the same command resumes it."""
+    from rkserve.models.shelf import model_path
+
+    with _refusals():
+        folder = model_path(models.expanduser(), name)
+    with progress(context) as update:
+        pushed = context.client.push_model(folder, replace=replace, on_progress=update)
+    context.show(
+        pushed.body,
+        lambda: (
+            f"pushed {pushed.name}: {pushed.size_bytes / MEGA:.1f} MB, of which "
+            f"{pushed.sent_bytes / MEGA:.1f} MB were missing there; version {pushed.version[:12]}. "
+            f"Boards of groups with model: catalog:{pushed.name} fetch it at their next start"
+        ),
+    )
 
 
 @model.command()

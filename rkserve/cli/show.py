@@ -289,7 +289,9 @@ def hardware(rows: Iterable[Row]) -> RenderableType:
         rows,
         {
             "board": lambda one: one["id"],
-            **_by_key("model", "state", "platform", "release", "node"),
+            **_by_key("model"),
+            "state": _state,
+            **_by_key("platform", "release", "node"),
             "hardware": lambda one: _figures(_without_notes(one.get("hardware"))),
             **_by_key("reason"),
         },
@@ -299,6 +301,15 @@ def hardware(rows: Iterable[Row]) -> RenderableType:
 def _without_notes(found: Any) -> Any:
     """Return a board's hardware without the sentences on it, which `boards show` has."""
     return {k: v for k, v in found.items() if k != "notes"} if isinstance(found, Mapping) else found
+
+
+def _state(board: Row) -> str:
+    """Return a board's state, with the progress of one that fetches its model."""
+    state, fetch = str(board.get("state", "")), board.get("fetch") or {}
+    if not fetch.get("total_bytes"):
+        return state
+    done = 100 * fetch["fetched_bytes"] / fetch["total_bytes"]
+    return f"{state} {done:.0f} %, {fetch['bytes_per_s'] / 1e6:.1f} MB/s"
 
 
 def _figures(found: Any, prefix: str = "") -> str:

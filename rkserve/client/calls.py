@@ -29,6 +29,7 @@ from rkserve.client.flows import (
     WaitEpochOptions,
     WaitOptions,
 )
+from rkserve.client.push_model import MODELS, PushedModel, push_model
 from rkserve.client.requests import (
     BUILD_S,
     FILE_S,
@@ -554,6 +555,31 @@ class WeightCalls(Calls):
         """
         params = {"version": version, "model": model, "parameters": parameters}
         return flows.push_weights(source, params, key, self._retry, on_progress)
+
+    @call
+    def push_model(
+        self,
+        folder: Path | str,
+        *,
+        replace: bool = False,
+        on_progress: OnProgress | None = None,
+    ) -> Flow[PushedModel]:
+        """Upload a model folder into the head's catalogue; boards with a group for it fetch it.
+
+        Pieces that the head has are not sent again: a repeated call resumes. With ``replace`` it
+        takes the place of another model of that name.
+
+        Raises:
+            SourceFailed: the folder is no model, or cannot be read.
+            Conflict: another model has the name, or it is being added.
+            CallError: with ``disk_full``, the head has no room for it.
+        """
+        return push_model(Path(folder), replace=replace, retry=self._retry, on_progress=on_progress)
+
+    @call
+    def catalog(self) -> Flow[list[dict[str, Any]]]:
+        """Return the models of the head's catalogue, with the boards that have or fetch them."""
+        return self._ask(MODELS, lambda body: list(body["models"]))
 
     @call
     def weight_info(self, model: str | None = None) -> Flow[dict[str, Any]]:

@@ -23,7 +23,7 @@ from rkserve.config.serve_config import CoordinatorConfig, RkserveConfig, resolv
 from rkserve.control.calls import DeclaredArtifact, OperationRequest, StoredArtifact
 from rkserve.control.operations import ControlOperation, OperationOutcome
 from rkserve.control.sleep import SleepPolicy
-from rkserve.coordinator.artifacts.model_catalog import ModelCatalog, UploadProgress
+from rkserve.coordinator.artifacts.model_catalog import ModelCatalog
 from rkserve.coordinator.artifacts.sources import DownloadPool
 from rkserve.coordinator.artifacts.store import ArtifactRules, ArtifactStore
 from rkserve.coordinator.coordinator import Coordinator, CoordinatorPorts
@@ -41,6 +41,7 @@ from rkserve.deployments.replica import ROUTER, log_with_serve
 from rkserve.deployments.router import RayRouters
 from rkserve.fleet.fleet import Fleet
 from rkserve.models.folder import ModelFolder, open_model_folder
+from rkserve.models.incoming import UploadProgress
 from rkserve.models.index import ModelIndex
 from rkserve.transport.client import ChannelClient
 
@@ -197,6 +198,10 @@ class CoordinatorReplica:
                     ModelHolder(f"Board-{address.group}", address.replica, address.board_id)
                 )
         return holders
+
+    async def catalog_models(self) -> list[tuple[str, str, int]]:
+        """Return the models of the catalogue; see ``ModelCatalog.models``."""
+        return await asyncio.to_thread(self._catalog.models)
 
     async def catalog_upload(self, index: ModelIndex, replace: bool) -> UploadProgress:
         """Begin or resume an upload; see ``ModelCatalog.upload_begin``."""

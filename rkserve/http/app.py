@@ -22,6 +22,7 @@ from rkserve.api.json.schemas import Example
 from rkserve.core.errors import MethodNotAllowed, NoBoard, RequestError, RkserveError, RouteNotFound
 from rkserve.http.auth import BrowserGuard, HostAllowList, host_names
 from rkserve.http.bodies import DIRECT
+from rkserve.http.catalog_routes import add_catalog
 from rkserve.http.cluster_routes import add_cluster, add_join
 from rkserve.http.dialect_routes import add_dialects, error_of
 from rkserve.http.generation_routes import add_control
@@ -88,6 +89,7 @@ def make_app(
     add_document(app)
     add_control(app, service, peers)
     add_cluster(app, service, max_adapter_bytes, max_model_bytes)
+    add_catalog(app, service)
     add_join(app, service, membership or Membership(None))
     add_trainers(app, service)
     allowed = service.config.allowed_origins

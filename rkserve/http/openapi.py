@@ -40,7 +40,7 @@ PUSHED_ADAPTER = (
 TAGS = (
     *("OpenAI", "Vectors and ranks", "Tokens", "Gradio", "RKLLM", "Anthropic", "Ollama"),
     *("Trainers", "Generations", "Caches", "Boards", "Cluster", "Operations", "Adapters"),
-    *("Weights", "Service", "Chat page"),
+    *("Weights", "Catalogue", "Service", "Chat page"),
 )
 
 
@@ -81,6 +81,7 @@ STATUSES = {
     502: "The runtime refused or ended this run.",
     503: "No board can serve it now; `retry-after` says when to come back.",
     504: "It was not done in time.",
+    507: "A disk has no room for it.",
 }
 # Statuses of errors, beside those of access and of bodies, which follow from the description.
 GENERATION = (404, 409, 422, 429, 500, 502, 503, 504)  # of calls that a board answers

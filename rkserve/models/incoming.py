@@ -13,6 +13,7 @@ import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from rkserve.core.errors import ArtifactRefused, DiskFull
@@ -23,6 +24,18 @@ from rkserve.models.shelf import PART, PIECES_OF, keep_index, known_index, publi
 log = logging.getLogger(__name__)
 
 RESERVE_BYTES = 64 << 20  # for logs and lock files of everything else on the machine
+
+
+@dataclass(frozen=True, slots=True)
+class UploadProgress:
+    """The state of an upload: what is there, and the numbers of the missing pieces by file."""
+
+    name: str
+    version: str
+    received_bytes: int
+    total_bytes: int
+    complete: bool
+    missing: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
 
 class IncomingModel:

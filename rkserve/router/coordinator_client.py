@@ -14,6 +14,8 @@ from rkserve.control.sleep import REQUEST, requested, wakeable
 from rkserve.core.desired_state import Artifact, Desired, DesiredCache
 from rkserve.core.errors import CoordinatorAway, ModelAsleep, RkserveError
 from rkserve.fleet.fleet import Fleet
+from rkserve.models.incoming import UploadProgress
+from rkserve.models.index import ModelIndex
 
 log = logging.getLogger(__name__)
 
@@ -27,6 +29,7 @@ METRICS_S = 2.0  # a scrape must not wait
 # Coordinator whose loss Ray does not notice; a canary may be observed for a day.
 CHANGE_S = 2 * 24 * 3600.0
 HEAR_OF_IT_S = 2.0
+PIECE_S = 60.0
 STORE_S = 3600.0  # gigabytes may be copied or fetched, and are hashed
 
 
@@ -225,6 +228,32 @@ class CoordinatorClient:
         """Return weights by ``<name>@<version>``. Raises ``ArtifactNotFound``."""
         found: StoredArtifact = await self._store("find_weights", model, artifact)
         return found
+
+    # -- the catalogue ------------------------------------------------------------------------
+
+    async def catalog_models(self) -> list[tuple[str, str, int]]:
+        """Return name, version and size of the models of the head's catalogue."""
+        found: list[tuple[str, str, int]] = await self._look("catalog_models")
+        return found
+
+    async def catalog_upload(self, index: ModelIndex, replace: bool) -> UploadProgress:
+        """Begin or resume the upload of a model. Raises ``RkserveError``."""
+        begun: UploadProgress = await self._store("catalog_upload", index, replace)
+        return begun
+
+    async def catalog_piece(
+        self, name: str, version: str, path: str, number: int, data: bytes
+    ) -> int:
+        """Write a piece of a model; return the bytes that are there. Raises ``RkserveError``."""
+        there: int = await self._link.call(
+            "catalog_piece", name, version, path, number, data, timeout_s=PIECE_S
+        )
+        return there
+
+    async def catalog_end(self, name: str, version: str) -> UploadProgress:
+        """Publish an uploaded model. Raises ``RkserveError``."""
+        ended: UploadProgress = await self._store("catalog_end", name, version)
+        return ended
 
     async def _look(self, method: str, *args: Any) -> Any:
         return await self._link.call(method, *args, timeout_s=LOOKUP_S)

@@ -14,6 +14,10 @@ from typer.testing import CliRunner, Result
 from rkserve.cli import app
 from rkserve.cli.context import Exit
 from rkserve.models.folder import open_model_folder
+from rkserve.models.index import PIECE_BYTES
+from rkserve.models.shelf import index_of
+from tests.support.cluster.fake_control import FakeControl, ok
+from tests.support.http.terminal import Terminal
 from tests.support.paths import PROJECT
 
 SIM_CHAT = PROJECT / "models" / "sim-chat"
@@ -156,3 +160,39 @@ def test_a_stand_in_is_made_for_the_simulator(tmp_path: Path) -> None:
     again = CliRunner().invoke(app, words)
     assert again.exit_code == Exit.FAILED
     assert "exists already" in again.stderr
+
+
+def test_a_push_uploads_what_the_head_lacks(models: Path) -> None:
+    folder = models / "chat"
+    shutil.copytree(SIM_CHAT, folder, ignore=shutil.ignore_patterns("adapters"))
+    index = index_of(folder, PIECE_BYTES)
+    begun = {"received_bytes": 0, "complete": False, "missing": {"model.rkllm": [0]}}
+    server = FakeControl()
+    server.on("POST /v1/catalog/models", ok(begun))
+    server.on("PUT /v1/catalog/models/chat/pieces", ok({"received_bytes": 5}))
+    server.on("POST /v1/catalog/models/chat/complete", ok({"complete": True}))
+    code, out, err = Terminal(server)("model", "push", "chat", "--models", str(models))
+    assert (code, err) == (0, "")
+    size = (folder / "model.rkllm").stat().st_size
+    assert out.startswith(
+        f"pushed chat: {index.total_bytes / 1e6:.1f} MB, of which {size / 1e6:.1f}"
+    )
+    assert "model: catalog:chat" in out
+    assert server.routes == [
+        "POST /v1/catalog/models",
+        "PUT /v1/catalog/models/chat/pieces",
+        "POST /v1/catalog/models/chat/complete",
+    ]
+    assert server.json(0) == {**index.model_dump(mode="json"), "replace": False}
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [("../chat", "is no name of a model"), ("absent", "is no model folder")],
+)
+def test_a_push_of_no_model_is_refused(name: str, sentence: str, models: Path) -> None:
+    server = FakeControl()
+    code, _, err = Terminal(server)("model", "push", name, "--models", str(models))
+    assert code == Exit.FAILED
+    assert sentence in err
+    assert server.routes == []

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+from io import StringIO
 from typing import Any
 
+from rich.console import Console
+
+from rkserve.cli import show
 from tests.support.cluster.fake_control import PARTLY, FakeControl, ok, stored
 from tests.support.http.terminal import Terminal
 
@@ -94,3 +98,13 @@ def test_status_shows_what_sleeps_and_which_weights_are_loaded(
     assert said in lines
     assert any("asleep keep, level 2 3 4 2 12.3 12 cdcdcdcdcdcd" in line for line in lines)
     assert any("ready - 3 4 2 12.3 12 of the model folder" in line for line in lines)
+
+
+def test_a_board_that_fetches_its_model_has_its_progress() -> None:
+    board = {"id": "sim-0", "model": "sim-chat", "state": "fetching", "reason": ""}
+    fetch = {"fetched_bytes": 400_000_000, "total_bytes": 2_000_000_000, "bytes_per_s": 4e7}
+    console = Console(width=200, record=True, file=StringIO())
+    console.print(show.hardware([{**board, "fetch": fetch}, {**board, "fetch": None}]))
+    text = console.export_text()
+    assert text.count("fetching") == 2
+    assert "fetching 20 %, 40.0 MB/s" in text

@@ -111,7 +111,8 @@ def model_entry(
 def model_state(desired: Desired, boards: Iterable[BoardReport]) -> str:
     """Return the state of a model in one word.
 
-    ``ready``: a board serves. ``loading``: no board serves yet. ``paused``: the boards are paused
+    ``ready``: a board serves. ``loading``: no board serves yet. ``fetching``: the boards still
+    fetch the model. ``paused``: the boards are paused
     with their model loaded. ``asleep``: it is unloaded. ``failed``: no board can serve. A model
     without a board's report is loading.
     """
@@ -119,12 +120,14 @@ def model_state(desired: Desired, boards: Iterable[BoardReport]) -> str:
     return next(state for state in _STATES if state in found)
 
 
-_STATES = ("ready", "loading", "paused", "asleep", "failed")
+_STATES = ("ready", "loading", "fetching", "paused", "asleep", "failed")
 _COMING = (BoardState.LOADING, BoardState.RECOVERING, BoardState.JOINING, BoardState.ASLEEP)
 
 
 def _state(desired: Desired, board: BoardReport) -> str:
     target = desired.target(board.board_id, board.model)
+    if board.state is BoardState.FETCHING:
+        return "fetching"
     if board.state is not BoardState.READY and board.state not in _COMING:
         return "failed"
     if target.level is not None and target.level > SleepLevel.PAUSED:

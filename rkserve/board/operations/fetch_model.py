@@ -85,6 +85,7 @@ class ModelFetch:
         self._rng = rng or random.Random()
         self._sources: list[PieceSource] = []
         self._looked_s = float("-inf")
+        self._looking = asyncio.Lock()
         self._avoided: set[str] = set()  # names of sources that failed
         self._marks: deque[tuple[float, int]] = deque()  # times and bytes, for the rate
         self.progress = FetchProgress()
@@ -209,9 +210,11 @@ class ModelFetch:
 
     async def _choose(self, version: str) -> PieceSource:
         """Return a source at random; those that failed only if there is no other."""
-        if time.monotonic() - self._looked_s > REFRESH_S:
-            self._looked_s = time.monotonic()
-            self._sources = list(await self._origin.sources(self.name, version))
+        # Pieces that are asked for at the same time share one call, and wait for it.
+        async with self._looking:
+            if time.monotonic() - self._looked_s > REFRESH_S:
+                self._sources = list(await self._origin.sources(self.name, version))
+                self._looked_s = time.monotonic()
         if not self._sources:
             raise BoardFailed("head", f"no machine has {self.name} whole")
         good = [one for one in self._sources if one.name not in self._avoided]

@@ -16,8 +16,9 @@ from rkserve.core.errors import (
     OperationConflict,
 )
 from rkserve.core.files import Stamp, free_bytes
-from rkserve.models.incoming import IncomingModel
-from rkserve.models.index import ModelIndex, piece_of
+from rkserve.models.folder import MODEL_ID
+from rkserve.models.incoming import IncomingModel, UploadProgress
+from rkserve.models.index import ModelIndex, files_of, piece_of
 from rkserve.models.shelf import (
     ModelBusy,
     index_of,
@@ -30,18 +31,6 @@ from rkserve.models.shelf import (
 log = logging.getLogger(__name__)
 
 UPLOAD_IDLE_S = 300.0  # an upload without pieces for so long gives way to another one
-
-
-@dataclass(frozen=True, slots=True)
-class UploadProgress:
-    """The state of an upload: what is there, and the numbers of the missing pieces by file."""
-
-    name: str
-    version: str
-    received_bytes: int
-    total_bytes: int
-    complete: bool
-    missing: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
 
 @dataclass
@@ -122,6 +111,16 @@ class ModelCatalog:
         """
         index = self.index(name)
         return piece_of(index, self._path(name), version, path, number)
+
+    def models(self) -> list[tuple[str, str, int]]:
+        """Return name, version and size of all models; files that were not read have no version."""
+        found = []
+        for path in sorted(self.folder.iterdir()) if self.folder.is_dir() else ():
+            if MODEL_ID.fullmatch(path.name) and path.is_dir():
+                known = known_index(path)
+                size = sum(one.stat().st_size for one in files_of(path).values())
+                found.append((path.name, "" if known is None else known.version, size))
+        return found
 
     def _path(self, name: str) -> Path:
         path = model_path(self.folder, name)

@@ -54,6 +54,7 @@ class Head:
     folder: Path
     machines: list[Machine]
     away: int = 0  # calls that fail
+    lookups: int = 0
 
     async def index(self, name: str) -> ModelIndex:
         """Return the index."""
@@ -66,6 +67,8 @@ class Head:
     async def sources(self, name: str, version: str) -> Sequence[PieceSource]:
         """Return the machines."""
         assert (name, len(version)) == ("chat", 64)
+        self.lookups += 1
+        await asyncio.sleep(0.01)  # a call over the network, while pieces are asked for
         return self.machines
 
 
@@ -95,11 +98,13 @@ async def run(fetch: ModelFetch) -> Path:
 
 async def test_a_model_is_fetched_a_few_pieces_at_a_time(source: Path, shelf: Path) -> None:
     machine = Machine("head", source)
-    fetch = fetch_of(Head(source, [machine]), shelf)
+    head = Head(source, [machine])
+    fetch = fetch_of(head, shelf)
     folder = await run(fetch)
     assert contents(folder) == contents(source)
     assert len(machine.sent) == len(set(machine.sent)) == 43
     assert 1 < machine.most_at_once <= 3
+    assert head.lookups == 1
     progress = fetch.progress
     assert (
         progress.fetched_bytes == progress.total_bytes == sum(map(len, contents(source).values()))

@@ -20,6 +20,8 @@ from rkserve.control.operations import (
 from rkserve.core.desired_state import AdapterVersion, AdapterVersions, Desired, DesiredCache
 from rkserve.core.errors import CoordinatorAway, OperationNotFound
 from rkserve.core.messages import AdapterRef
+from rkserve.models.incoming import UploadProgress
+from rkserve.models.index import ModelIndex
 from tests.support.values.control_values import recorded
 
 DIGEST = "d" * 64
@@ -126,6 +128,18 @@ class FakeHead:
 
     def _metrics(self) -> bytes:
         return b"rkserve_desired_epoch 3.0\n"
+
+    def _catalog_models(self) -> list[tuple[str, str, int]]:
+        return [("chat", DIGEST, 7)]
+
+    def _catalog_upload(self, index: ModelIndex, _replace: bool) -> UploadProgress:
+        return UploadProgress(index.name, index.version, 0, index.total_bytes, complete=False)
+
+    def _catalog_piece(self, _name: str, _version: str, _path: str, _at: int, data: bytes) -> int:
+        return len(data)
+
+    def _catalog_end(self, name: str, version: str) -> UploadProgress:
+        return UploadProgress(name, version, 7, 7, complete=True)
 
     def _upload_begin(self, _claim: DeclaredArtifact) -> str:
         return "upload-1"

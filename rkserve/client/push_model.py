@@ -1,0 +1,123 @@
+"""The flow that uploads a model folder to the head's catalogue, piece by piece, and resumes."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rkserve.client import flows
+from rkserve.client.errors import NotFound, Refused, SourceFailed
+from rkserve.client.flows import BlockingCall, Flow, OnProgress, Progress, RetryPolicy
+from rkserve.client.requests import FILE_S, Request, Upload, path_of
+
+if TYPE_CHECKING:
+    from rkserve.models.index import ModelIndex, Piece
+
+MODELS = "/v1/catalog/models"
+PIECE_READ_S = 120.0
+ATTEMPTS = 5  # in a row without a piece more
+
+
+@dataclass(frozen=True, slots=True)
+class PushedModel:
+    """A model of the head's catalogue. ``sent_bytes`` were missing there."""
+
+    name: str
+    version: str
+    size_bytes: int
+    sent_bytes: int
+    body: dict[str, Any] = field(default_factory=dict, hash=False, repr=False)
+
+
+def push_model(
+    folder: Path, *, replace: bool, retry: RetryPolicy, on_progress: OnProgress | None
+) -> Flow[PushedModel]:
+    """Upload the pieces that the head lacks, until it has published the model.
+
+    Raises:
+        SourceFailed: the folder is no model, or cannot be read.
+        Conflict: another model has the name.
+    """
+    index: ModelIndex = yield BlockingCall(lambda: _index_of(folder))
+    body = {**index.model_dump(mode="json"), "replace": replace}
+    begin = Request("POST", MODELS, body=body, read_s=FILE_S)
+    sent = failures = 0
+    while True:
+        before = sent
+        state: dict[str, Any] = yield from flows.ask(begin, retry, dict)
+        try:
+            for piece in _missing(index, state):
+                received = yield from _send(folder, index, piece, retry)
+                sent += piece.size_bytes
+                if on_progress is not None:
+                    on_progress(Progress("upload", received, index.total_bytes))
+            if not state["complete"]:
+                state = yield from flows.ask(_end(index), retry, dict)
+        except NotFound as exc:
+            # Another Coordinator does not know the upload; to begin it again resumes it.
+            failures = 0 if sent > before else failures + 1
+            if exc.code != "artifact_not_found" or failures >= ATTEMPTS:
+                raise
+            continue
+        if state["complete"]:
+            return PushedModel(index.name, index.version, index.total_bytes, sent, state)
+
+
+def _index_of(folder: Path) -> ModelIndex:
+    # Late: programs that push no model need none of it.
+    from rkserve.core.errors import ConfigError
+    from rkserve.models.index import PIECE_BYTES
+    from rkserve.models.shelf import index_of
+
+    try:
+        if not folder.is_dir():
+            raise SourceFailed(f"{folder} is no model folder")
+        return index_of(folder, PIECE_BYTES)
+    except (OSError, ConfigError) as exc:
+        raise SourceFailed(f"{folder} cannot be pushed: {exc}") from exc
+
+
+def _missing(index: ModelIndex, state: dict[str, Any]) -> Iterator[Piece]:
+    for path, numbers in state["missing"].items():
+        for number in numbers:
+            yield index.piece(path, number)
+
+
+def _send(folder: Path, index: ModelIndex, piece: Piece, retry: RetryPolicy) -> Flow[int]:
+    """Send a piece, again if it was damaged on its way; return the bytes that are there."""
+    data = yield BlockingCall(lambda: _read(folder, piece))
+    query = {"version": index.version, "path": piece.path, "number": str(piece.number)}
+    upload = Upload(data, len(data), hashlib.sha256(data).hexdigest())
+    path = path_of(MODELS, index.name, "pieces")
+    request = Request("PUT", path, query, upload=upload, read_s=PIECE_READ_S)
+    for left in reversed(range(ATTEMPTS)):
+        try:
+            received: int = yield from flows.ask(
+                request, retry, lambda body: body["received_bytes"]
+            )
+        except Refused as exc:
+            if exc.code != "piece_corrupted" or not left:
+                raise
+        else:
+            return received
+    raise AssertionError("the last attempt returns or raises")
+
+
+def _read(folder: Path, piece: Piece) -> bytes:
+    from rkserve.core.errors import PieceCorrupted
+    from rkserve.models.index import read_piece
+
+    try:
+        data = read_piece(folder, piece)
+        piece.check(data)
+    except (OSError, PieceCorrupted) as exc:
+        raise SourceFailed(f"{folder / piece.path} was changed during the upload") from exc
+    return data
+
+
+def _end(index: ModelIndex) -> Request:
+    path = path_of(MODELS, index.name, "complete")
+    return Request("POST", path, {"version": index.version}, read_s=FILE_S)
