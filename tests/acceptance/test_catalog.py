@@ -80,6 +80,28 @@ def test_a_board_fetches_its_model_resumes_after_its_end_and_shares_it(app: App)
     _expect_a_copy(app, "home-2")
 
 
+def test_a_board_on_the_head_serves_the_catalogue_in_its_place(ray_cluster: LocalCluster) -> None:
+    catalog = ray_cluster.folder / "catalog-near"
+    shutil.copytree(PROJECT / "models" / "sim-chat", catalog / "near-chat")
+    group = ray_cluster.simulated("near", 1) | {"model": "catalog:near-chat"}
+    state = ray_cluster.folder / "state-near"
+    ray_cluster.deploy(
+        "near",
+        {"boards": [group], "state_dir": str(state), "catalog": {"folder": str(catalog)}},
+    )
+    try:
+        app = App(ray_cluster, "near", "near", boards=1)
+        _expect_an_answer(app, "near-chat")
+        (report,) = app.reports()
+        assert (report.model, report.fetch, report.copy) == ("near-chat", None, "")
+        assert not (state / "models").exists()
+        with app.http_sync() as http:
+            (listed,) = http.get("/v1/catalog/models").json()["models"]
+        assert (listed["name"], listed["copies"]) == ("near-chat", [])
+    finally:
+        ray_cluster.delete("near")
+
+
 def _join(cluster: LocalCluster, address: str) -> None:
     cluster.add_board_node(address=address, RKSIM_TIME_SCALE="0.3", RKSIM_LOAD_MS="100")
 
@@ -117,12 +139,12 @@ def _expect_progress(app: App) -> None:
     assert board["fetch"]["source"] == "head"
 
 
-def _expect_an_answer(app: App) -> None:
+def _expect_an_answer(app: App, model: str = NAME) -> None:
     def answered() -> bool:
         with app.http_sync() as http:
-            response = http.post(CHAT, json=chat_body("Repeat after me: here", model=NAME))
-        if response.status_code == 503:
-            return False
+            response = http.post(CHAT, json=chat_body("Repeat after me: here", model=model))
+        if response.status_code in (404, 503):
+            return False  # neither the Router nor the board is there yet
         return bool(response.json()["choices"][0]["message"]["content"] == "here")
 
     wait_for("an answer", answered, START_S)

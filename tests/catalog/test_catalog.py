@@ -22,7 +22,8 @@ from rkserve.catalog.catalog import (
 )
 from rkserve.catalog.hub import Hub
 from rkserve.core.errors import ConfigError
-from rkserve.models.shelf import MANIFEST_FILE
+from rkserve.models.index import PIECE_BYTES
+from rkserve.models.shelf import MANIFEST_FILE, index_of
 from tests.support.paths import PROJECT
 
 SIM_CHAT = PROJECT / "models" / "sim-chat"
@@ -138,6 +139,19 @@ def test_a_model_that_is_used_is_not_removed(models: Path) -> None:
         remove(models, "added", [use])
     assert entry(models, "added").problem == ""
     remove(models, "by-hand", [use])
+
+
+def test_a_group_of_the_catalogue_uses_the_model_of_its_name(models: Path) -> None:
+    use = GroupUse("sim", Path("catalog:added"), CONFIG)
+    assert [one.id for one in entries(models, [use]) if one.used_by] == ["added"]
+    with pytest.raises(ConfigError, match="is served by sim"):
+        remove(models, "added", [use])
+
+
+def test_a_removed_model_leaves_no_index(models: Path) -> None:
+    index_of(models / "added", PIECE_BYTES)
+    remove(models, "added")
+    assert not [one for one in models.iterdir() if "added" in one.name]
 
 
 def test_a_link_is_removed_and_not_its_folder(models: Path) -> None:

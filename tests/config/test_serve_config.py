@@ -416,3 +416,31 @@ def test_the_ledger_is_where_a_user_s_programs_keep_their_data(
     if set_to is not None:
         monkeypatch.setenv("XDG_DATA_HOME", set_to)
     assert parse_config(args()).coordinator.data_dir == Path(expected)
+
+
+def test_a_group_names_a_folder_or_a_model_of_the_catalogue(tmp_path: Path) -> None:
+    (tmp_path / "chat").mkdir()
+    given = {**args(model="catalog:chat"), "catalog": {"folder": str(tmp_path)}}
+    config = parse_config(given)
+    (group,) = config.boards
+    assert group.catalog_model == "chat"
+    assert config.folder_of(group) == tmp_path / "chat"
+    (by_path,) = parse_config(args(model=str(tmp_path / "chat"))).boards
+    assert by_path.catalog_model is None
+    assert config.folder_of(by_path) == tmp_path / "chat"
+
+
+def test_a_model_that_the_catalogue_lacks_is_named_with_the_command(tmp_path: Path) -> None:
+    config = parse_config({**args(model="catalog:chat"), "catalog": {"folder": str(tmp_path)}})
+    with pytest.raises(ConfigError, match=f"has no model chat.*--name chat --into {tmp_path}"):
+        config.folder_of(config.boards[0])
+
+
+@pytest.mark.parametrize("model", ["catalog:", "catalog:../chat", "catalog:a/b", "catalog:.chat"])
+def test_a_name_behind_catalog_must_be_one_of_a_model(model: str) -> None:
+    assert "write the name of a model behind 'catalog:'" in wrong(args(model=model))
+
+
+def test_a_model_of_the_catalogue_needs_routers_on_the_head() -> None:
+    given = {**args(model="catalog:chat"), "router": {"nodes": "any"}}
+    assert "set router.nodes to head" in wrong(given)
