@@ -170,6 +170,13 @@ def rm(
 
 
 @model.command(cls=ClusterCommand)
+def copies(context: CommandContext) -> None:
+    """List the models of the head's catalogue, and the boards that have or fetch a copy."""
+    rows = context.client.catalog()
+    context.show(rows, lambda: show.copies(rows))
+
+
+@model.command(cls=ClusterCommand)
 def push(
     context: CommandContext,
     *,

@@ -303,9 +303,27 @@ def _without_notes(found: Any) -> Any:
     return {k: v for k, v in found.items() if k != "notes"} if isinstance(found, Mapping) else found
 
 
+def copies(rows: Iterable[Row]) -> RenderableType:
+    """Return the models of the head's catalogue, with the boards that have or fetch a copy."""
+    return _listed(
+        rows,
+        {
+            "model": lambda one: one["name"],
+            "version": lambda one: one["version"][:SHORT_DIGEST] or None,
+            "MB": lambda one: f"{one['bytes'] / 1e6:.1f}",
+            "boards": lambda one: ", ".join(
+                f"{copy['board']} {_progress(copy['state'], copy)}" for copy in one["copies"]
+            ),
+        },
+    )
+
+
 def _state(board: Row) -> str:
     """Return a board's state, with the progress of one that fetches its model."""
-    state, fetch = str(board.get("state", "")), board.get("fetch") or {}
+    return _progress(str(board.get("state", "")), board.get("fetch") or {})
+
+
+def _progress(state: str, fetch: Mapping[str, Any]) -> str:
     if not fetch.get("total_bytes"):
         return state
     done = 100 * fetch["fetched_bytes"] / fetch["total_bytes"]

@@ -108,3 +108,14 @@ def test_a_board_that_fetches_its_model_has_its_progress() -> None:
     text = console.export_text()
     assert text.count("fetching") == 2
     assert "fetching 20 %, 40.0 MB/s" in text
+
+
+def test_models_of_the_head_have_their_copies(server: FakeControl, rkserve: Terminal) -> None:
+    whole = {"board": "a", "state": "ready", "version": "v" * 64, "total_bytes": 0}
+    part = {"board": "b", "state": "fetching", "fetched_bytes": 5, "total_bytes": 10}
+    copies = [whole, {**part, "bytes_per_s": 2e6}]
+    entry = {"name": "chat", "version": "v" * 64, "bytes": 300_100_000, "copies": copies}
+    server.on("GET /v1/catalog/models", ok({"models": [entry]}))
+    code, out, err = rkserve("model", "copies")
+    assert (code, err) == (0, "")
+    assert all(word in out for word in ("chat", "300.1", "a ready, b fetching 50 %, 2.0 MB/s"))
