@@ -28,7 +28,7 @@ NO_LIST = (401, 403, 404, 409)
 REASONS = {
     "waiting": "rkserve approve {id}",
     "denied": "rkserve approve {id} takes that back",
-    "joined": "serves nothing: its Ray has ended, or no group has a place for it",
+    "joined": "serves nothing yet: its replica starts, its Ray ended, or no group has a place",
 }
 Named = Annotated[
     list[str] | None, typer.Argument(metavar="[NAME]...", help="Host names or ids of boards.")
@@ -131,6 +131,6 @@ def not_served(
         # A board whose host name another one has is called by its address as well.
         name = re.compile(rf"{re.escape(one['host'])}(-[0-9a-f.:]+)?")
         if one["state"] != "joined" or not any(name.fullmatch(node) for node in nodes):
-            reason = " ".join([REASONS[one["state"]].format(id=one["id"]), *one["notes"]])
+            reason = ". ".join([REASONS[one["state"]].format(id=one["id"]), *one["notes"]])
             row = {"id": one["host"], "state": one["state"], "node": one["host"]}
             yield {**row, "model": None, "reason": reason, "since_s": one["since_s"]}

@@ -140,8 +140,7 @@ class Members:
 
     def entries(self, now_s: float) -> list[MemberEntry]:
         """Return the boards as the operator sees them. Raises ``OSError``."""
-        known = self.read(now_s)
-        return [one.entry(known) for one in known]
+        return _entries(self.read(now_s))
 
     def ask(self, board: MemberBoard, *, approval: bool) -> MemberRequest:
         """Register a board that asks to join.
@@ -195,11 +194,17 @@ class Members:
             ]
             if changed != known:
                 self._write(changed)
-        return [one.entry(changed) for one in changed if one.key in meant]
+        ids = {one.id for one in changed if one.key in meant}
+        return [entry for entry in _entries(changed) if entry["id"] in ids]
 
     def _write(self, boards: Sequence[MemberBoard]) -> None:
         text = json.dumps([asdict(one) for one in boards[-MOST_BOARDS:]], indent=1)
         replace_private(self._file, f"{text}\n")
+
+
+def _entries(boards: Sequence[MemberBoard]) -> list[MemberEntry]:
+    """Return boards as the operator sees them, with notes by those that asked before."""
+    return [one.entry(boards[:at]) for at, one in enumerate(boards)]
 
 
 def named(name: str, known: Sequence[MemberBoard]) -> MemberBoard:

@@ -9,7 +9,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from rkserve.cli import app
+from rkserve.bringup.head import HeadOptions
+from rkserve.cli import app, bringup
 from rkserve.cli.bringup import cpu_list
 from rkserve.cli.context import Exit
 from rkserve.core.child_process import free_ports
@@ -48,6 +49,35 @@ def test_a_command_exits_with_its_reason(
     done = CliRunner().invoke(app, [name, "--state", str(tmp_path / "node"), *given])
     assert done.exit_code == code, done.output
     assert output in done.output
+
+
+@pytest.mark.parametrize(
+    ("words", "environ", "approval"),
+    [
+        pytest.param([], {}, False, id="a token is enough"),
+        pytest.param(["--approve"], {}, True, id="by the option"),
+        pytest.param([], {"RKSERVE_APPROVE": "1"}, True, id="by the environment"),
+        pytest.param([], {"RKSERVE_APPROVE": "0"}, False, id="turned off in the environment"),
+    ],
+)
+def test_approval_is_an_option_and_a_setting(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    words: list[str],
+    environ: dict[str, str],
+    approval: bool,
+) -> None:
+    given: list[HeadOptions] = []
+
+    def run_head(options: HeadOptions, _: object) -> int:
+        given.append(options)
+        return Exit.DONE
+
+    monkeypatch.setattr(bringup, "run_head", run_head)
+    command = ["up", "x.yaml", "--state", str(tmp_path / "node"), *words]
+    done = CliRunner().invoke(app, command, env={"RKSERVE_APPROVE": None, **environ})
+    assert done.exit_code == Exit.DONE, done.output
+    assert [one.approval for one in given] == [approval]
 
 
 def test_a_folder_that_others_may_write_is_refused(tmp_path: Path) -> None:

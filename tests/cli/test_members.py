@@ -54,9 +54,9 @@ def test_boards_are_served_joined_waiting_or_denied(server: FakeControl, rkserve
     assert set(lines) == {"rk@one", "two", "on", "four"}
     assert lines["rk@one"] == "rk@one sim-chat ready - - one npu.load 42.5 -"
     assert lines["two"].startswith("two - waiting")
-    assert lines["two"].endswith("rkserve approve 22222222 A copy.")
+    assert lines["two"].endswith("rkserve approve 22222222. A copy.")
     assert "joined" in lines["on"]
-    assert "serves nothing" in lines["on"]
+    assert "serves nothing yet" in lines["on"]
     assert "rkserve approve 44444444 takes that back" in lines["four"]
     found = json.loads(rkserve("boards", "--json")[1])
     assert [(one["id"], one["state"]) for one in found] == [
