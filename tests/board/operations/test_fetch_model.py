@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from rkserve.board.operations.fetch_model import FetchPace, ModelFetch, PieceSource
-from rkserve.core.errors import BoardGone, CoordinatorAway
+from rkserve.core.errors import ArtifactNotFound, BoardGone, CoordinatorAway
 from rkserve.models.incoming import RESERVE_BYTES
 from rkserve.models.index import ModelIndex, Piece, index_folder, read_piece
 from rkserve.models.shelf import staging
@@ -173,6 +173,23 @@ async def test_a_fetch_that_was_cut_off_is_resumed(source: Path, shelf: Path) ->
     folder = await run(fetch_of(Head(source, [second]), shelf))
     assert contents(folder) == contents(source)
     assert len(second.sent) < 43 - 15
+
+
+async def test_a_model_that_is_replaced_on_the_head_meanwhile_is_fetched_in_its_new_version(
+    source: Path, shelf: Path, tmp_path: Path
+) -> None:
+    other = folder_with(tmp_path / "other" / "chat", WEIGHTS[::-1])
+    head = Head(source, [])
+
+    def refuse(piece: Piece, data: bytes) -> bytes:
+        if piece.number == 20:  # as a head does that has another version by now
+            head.folder, head.machines = other, [Machine("head", other)]
+            raise ArtifactNotFound("chat is here in another version by now.", "version")
+        return data
+
+    head.machines = [Machine("head", source, refuse)]
+    folder = await run(fetch_of(head, shelf))
+    assert contents(folder) == contents(other)
 
 
 async def test_a_copy_that_is_there_is_not_fetched(source: Path, shelf: Path) -> None:
