@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, field_validator, model_validator
 
@@ -24,6 +24,18 @@ class Settings(BaseModel):
     """A block of settings: frozen, and an unknown key is an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    def __setstate__(self, state: dict[Any, Any]) -> None:
+        """Take a pickled value; that of an earlier release lacks settings, which get defaults.
+
+        Settings of a later release are left out: the head may be updated after its boards.
+        """
+        given = state.get("__dict__", {})
+        values = {
+            name: given[name] if name in given else one.get_default(call_default_factory=True)
+            for name, one in type(self).model_fields.items()
+        }
+        super().__setstate__({**state, "__dict__": values})
 
 
 SimulatedRelease = Literal["1.2.3", "1.3.0", "1.3.1"]  # releases that the simulator can imitate

@@ -24,6 +24,7 @@ from rkserve.core.desired_state import (
     SleepLevel,
 )
 from rkserve.core.messages import AdapterRef
+from rkserve.core.skew import crosses_versions
 from rkserve.models.files import Parameter
 
 WEIGHTS, KV_CACHE = "weights", "kv_cache"
@@ -329,6 +330,7 @@ AnyAction: TypeAlias = Annotated[
 ]
 
 
+@crosses_versions
 @dataclass(frozen=True, slots=True)
 class OperationRequest:
     """A call that changes the cluster.
@@ -368,6 +370,7 @@ class OperationRequest:
         return hashlib.sha256(content.encode()).hexdigest()
 
 
+@crosses_versions
 @dataclass(frozen=True, slots=True)
 class ArtifactMetadata:
     """The metadata of one content. An empty tuple, or None, means not stated.
@@ -388,6 +391,7 @@ class ArtifactMetadata:
         )
 
 
+@crosses_versions
 @dataclass(frozen=True, slots=True)
 class StoredArtifact:
     """An artifact that can be served: its content, and the declared tensors in it."""
@@ -396,6 +400,7 @@ class StoredArtifact:
     parameters: tuple[Parameter, ...] = ()
 
 
+@crosses_versions
 @dataclass(frozen=True, slots=True)
 class DeclaredArtifact:
     """A sender's declaration of a file before its upload; None is not declared.

@@ -30,6 +30,7 @@ from rkserve.control.calls import (
 from rkserve.control.state_changes import overlap
 from rkserve.core.desired_state import InFlight, Scope
 from rkserve.core.errors import OperationConflict, RkserveError
+from rkserve.core.skew import crosses_versions
 
 
 class OperationState(str, Enum):
@@ -98,6 +99,7 @@ class ResultStatus(str, Enum):
     FAILED = "failed"
 
 
+@crosses_versions
 @dataclass(frozen=True, slots=True)
 class BoardOutcome:
     """One board's answer. ``latency_ms`` is from the call to its answer.
@@ -118,6 +120,7 @@ class BoardOutcome:
         return self.status in (ResultStatus.OK, ResultStatus.GONE)
 
 
+@crosses_versions
 @dataclass(frozen=True, slots=True)
 class ControlError:
     """The reason for an operation's failure, as answered: HTTP status, code and message."""
@@ -132,6 +135,7 @@ class ControlError:
         return cls(error.http_status, error.code or "internal_error", error.message)
 
 
+@crosses_versions
 @dataclass(frozen=True, slots=True)
 class ControlOperation:
     """One operation. Times are in seconds since 1970, ``phases`` are (name, milliseconds).
@@ -209,6 +213,7 @@ class ControlOperation:
         return replace(self, state=state, phase=Phase.DONE, finished_s=now_s, error=error)
 
 
+@crosses_versions
 @dataclass(frozen=True, slots=True)
 class OperationOutcome:
     """The answer to an ``OperationRequest``. ``status`` is HTTP's: 200, 202, 207, or that of

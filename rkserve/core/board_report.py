@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from rkserve.core.messages import Kv
+from rkserve.core.skew import crosses_versions
 
 # What stands in for a file's sha256 while it is computed, and where it cannot be.
 HASHING = "hashing"
@@ -28,6 +29,7 @@ class GenerationState(str, Enum):
     ENDED = "ended"
 
 
+@crosses_versions
 @dataclass(frozen=True, slots=True)
 class Emitted:
     """The token count so far of each generation on a board, by request ID."""
@@ -36,6 +38,7 @@ class Emitted:
     tokens: tuple[tuple[str, int], ...]
 
 
+@crosses_versions
 @dataclass(frozen=True, slots=True)
 class GenerationInfo:
     """One generation on a board, now.
@@ -64,6 +67,7 @@ class GenerationInfo:
     paused_s: float = 0.0
 
 
+@crosses_versions
 @dataclass(frozen=True, slots=True)
 class RouterGenerations:
     """The choices of a generation that a Router holds and no board does, after a control call.
@@ -79,6 +83,7 @@ class RouterGenerations:
     known: bool = False
 
 
+@crosses_versions
 @dataclass(frozen=True, slots=True)
 class CacheEntry:
     """One prompt cache file of a board. ``name`` is None for a parked conversation; ``digest`` is
@@ -96,6 +101,7 @@ class CacheEntry:
     digest: str = ""
 
 
+@crosses_versions
 @dataclass(frozen=True, slots=True)
 class KvReport:
     """The contents of a board's KV cache, in positions over all entries of a batch.
@@ -131,6 +137,7 @@ class BoardState(str, Enum):
     LOST = "lost"  # set by a Router for a board that no longer answers
 
 
+@crosses_versions
 @dataclass(frozen=True, slots=True)
 class CpuClock:
     """A clock that ``cpus`` share, such as ``"4-7"``, with its highest value and its governor."""
@@ -141,6 +148,7 @@ class CpuClock:
     governor: str = ""
 
 
+@crosses_versions
 @dataclass(frozen=True, slots=True)
 class Hardware:
     """A reading of a board's hardware from its kernel; None or empty is unknown, with the reasons
@@ -167,6 +175,7 @@ class Hardware:
     notes: tuple[str, ...] = ()
 
 
+@crosses_versions
 @dataclass(frozen=True, slots=True)
 class VersionFigures:
     """A board's counters for one version of the weights, since the start of its replica.
@@ -183,6 +192,7 @@ class VersionFigures:
     decode_ms: float = 0.0
 
 
+@crosses_versions
 @dataclass(frozen=True, slots=True)
 class FetchProgress:
     """The progress of a board that fetches its model.

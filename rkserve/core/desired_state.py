@@ -13,6 +13,7 @@ from enum import Enum, IntEnum
 from typing import TypeAlias
 
 from rkserve.core.messages import FIRST_LABEL, AdapterRef
+from rkserve.core.skew import crosses_versions
 
 
 class PauseMode(str, Enum):
@@ -51,6 +52,7 @@ class SleepLevel(IntEnum):
     DROPPED = 2
 
 
+@crosses_versions
 @dataclass(frozen=True, slots=True)
 class Scope:
     """A part of the cluster; an empty tuple or None restricts nothing.
@@ -82,6 +84,7 @@ def _narrower(inner: tuple[str, ...], outer: tuple[str, ...]) -> bool:
     return not outer or (bool(inner) and set(inner) <= set(outer))
 
 
+@crosses_versions
 @dataclass(frozen=True, slots=True)
 class ActivePause:
     """A pause or a sleep of a part of the cluster.
@@ -102,6 +105,7 @@ class ActivePause:
     wakes: bool = False
 
 
+@crosses_versions
 @dataclass(frozen=True, slots=True)
 class AdapterVersion:
     """One version of an adapter, identified by its content; boards need it on their disks."""
@@ -125,6 +129,7 @@ class AdapterVersion:
         return f"adapter {self.ref.name}@{self.ref.version}"
 
 
+@crosses_versions
 @dataclass(frozen=True, slots=True)
 class AdapterVersions:
     """The versions of one adapter that a model serves.
@@ -179,6 +184,7 @@ def _lot(*parts: str) -> float:
     return int.from_bytes(hashlib.sha256(content.encode()).digest()[:7], "big") / (1 << 56)
 
 
+@crosses_versions
 @dataclass(frozen=True, slots=True)
 class BaseVersion:
     """One version of a base model, identified by its content: the file that boards load instead of
@@ -207,6 +213,7 @@ class BaseVersion:
 Artifact: TypeAlias = AdapterVersion | BaseVersion
 
 
+@crosses_versions
 @dataclass(frozen=True, slots=True)
 class BaseWeightsChange:
     """A change of base weights in progress: boards in ``switched`` load them, or with
@@ -225,6 +232,7 @@ class BaseWeightsChange:
         return self.everywhere or board_id in self.switched
 
 
+@crosses_versions
 @dataclass(frozen=True, slots=True)
 class Weights:
     """A model's base weights: their version name, their file (None: the one in the model folder),
@@ -248,6 +256,7 @@ class Weights:
         return self.base, self.label
 
 
+@crosses_versions
 @dataclass(frozen=True, slots=True)
 class Desired:
     """The desired state of the cluster from ``epoch`` on."""
@@ -302,6 +311,7 @@ class Desired:
         )
 
 
+@crosses_versions
 @dataclass(frozen=True, slots=True)
 class ServedWeights:
     """The weights that a model's boards serve at one moment, and whether some of the boards
@@ -321,6 +331,7 @@ class ServedWeights:
         return "sleep" if self.sleeps else "pause"
 
 
+@crosses_versions
 @dataclass(frozen=True, slots=True)
 class EffectivePause:
     """The pause of a board, or of one adapter on it; ``expires_s`` is the end of the last lease."""
@@ -330,6 +341,7 @@ class EffectivePause:
     expires_s: float | None = None
 
 
+@crosses_versions
 @dataclass(frozen=True, slots=True)
 class BoardTarget:
     """The desired state of one board. ``label`` is the version name of its base weights.
@@ -375,6 +387,7 @@ def _hold(pauses: list[ActivePause]) -> EffectivePause:
     )
 
 
+@crosses_versions
 @dataclass(frozen=True, slots=True)
 class Adoption:
     """A board's answer to a new desired state.
@@ -415,6 +428,7 @@ class Adoption:
 SYSTEM_PROMPT = "system-prompt"  # the name of the prompt cache of the configured system prompt
 
 
+@crosses_versions
 @dataclass(frozen=True, slots=True)
 class DesiredCache:
     """A named prompt cache that every board of a model must hold; none without ``ids``.
@@ -433,6 +447,7 @@ class DesiredCache:
     at_s: float = 0.0
 
 
+@crosses_versions
 @dataclass(frozen=True, slots=True)
 class Probe:
     """Measurements of a loaded adapter on one board: times in ms, tokens of a trial run."""

@@ -17,6 +17,7 @@ from rkserve.core.run_params import (
     Scored,
     Stepwise,
 )
+from rkserve.core.skew import crosses_versions
 
 
 class FinishReason(str, Enum):
@@ -30,6 +31,7 @@ class FinishReason(str, Enum):
 FIRST_LABEL = "default"  # of a base model's weights, until they are given a name
 
 
+@crosses_versions
 @dataclass(frozen=True, slots=True)
 class AdapterRef:
     """One version of a LoRA adapter, identified by its content.
@@ -62,6 +64,7 @@ class TokenOrigin(str, Enum):
     INJECTED = "injected"  # context that is not part of the answer
 
 
+@crosses_versions
 @dataclass(frozen=True, slots=True)
 class TranscriptToken:
     """One token after the prompt.
@@ -84,6 +87,7 @@ class TranscriptToken:
         return self.waiting and self.kind is TokenOrigin.GENERATED
 
 
+@crosses_versions
 @dataclass(frozen=True, slots=True)
 class Bound:
     """The weights that generated an answer so far: token index and version name of each change.
@@ -96,6 +100,7 @@ class Bound:
     line_epoch: int = 0
 
 
+@crosses_versions
 @dataclass(frozen=True, slots=True)
 class FailoverState:
     """The progress of a generation on earlier boards, from which another board continues.
@@ -124,6 +129,7 @@ class FailoverState:
         return sum(slot.kind is not TokenOrigin.INJECTED for slot in self.slots)
 
 
+@crosses_versions
 @dataclass(frozen=True, slots=True)
 class Thinking:
     """The marks around a model's reasoning at the beginning of an answer.
@@ -142,6 +148,7 @@ class Thinking:
     closing_ids: tuple[int, ...] = ()
 
 
+@crosses_versions
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
     """One generation: a transcript to continue and its options.
@@ -224,6 +231,7 @@ class GenerateRequest:
         return self.embeds is not None or self.encoder is not None
 
 
+@crosses_versions
 @dataclass(frozen=True, slots=True)
 class EmbedRequest(GenerateRequest):
     """A request for vectors of texts; sent, queued and bound like a generation.
@@ -237,6 +245,7 @@ class EmbedRequest(GenerateRequest):
     pooling: Pooling = Pooling.LAST
 
 
+@crosses_versions
 @dataclass(frozen=True, slots=True)
 class Usage:
     """Token counts of one generation. ``cached_tokens`` of the prompt were not prefilled again.
@@ -250,6 +259,7 @@ class Usage:
     reasoning_tokens: int = 0
 
 
+@crosses_versions
 @dataclass(frozen=True, slots=True)
 class Timings:
     """The board's measurements, in milliseconds; prefill and decode are the runtime's own figures.
@@ -278,6 +288,7 @@ class Timings:
     encode_ms: float = 0.0
 
 
+@crosses_versions
 @dataclass(frozen=True, slots=True)
 class Accepted:
     """First event of an answer: the board has started or queued the request.
@@ -300,6 +311,7 @@ class Accepted:
     waits: bool = False
 
 
+@crosses_versions
 @dataclass(frozen=True, slots=True)
 class QueueChange:
     """The request has left the board's queue and has the board; or, with ``waits``, it is in the
@@ -311,6 +323,7 @@ class QueueChange:
     waits: bool
 
 
+@crosses_versions
 @dataclass(frozen=True, slots=True)
 class Splice:
     """A replacement of tokens after the prompt: ``slots`` follow the first ``keep`` of the previous
@@ -324,6 +337,7 @@ class Splice:
     prompt_ids: tuple[int, ...] | None = None
 
 
+@crosses_versions
 @dataclass(frozen=True, slots=True)
 class Delta:
     """Final text, with the IDs generated since the last delta (text may be empty).
@@ -376,6 +390,7 @@ def merged(first: Delta, second: Delta) -> Delta | None:
     return Delta(first.text + second.text, ids, lengths=lengths, logprobs=logprobs)
 
 
+@crosses_versions
 @dataclass(frozen=True, slots=True)
 class Paused:
     """The generation has paused; nothing follows until it is resumed or ends.
@@ -389,6 +404,7 @@ class Paused:
     kv: Kv
 
 
+@crosses_versions
 @dataclass(frozen=True, slots=True)
 class VersionSpan:
     """The tokens ``[start, end)`` of an answer, generated with one version of the weights."""
@@ -398,6 +414,7 @@ class VersionSpan:
     end: int
 
 
+@crosses_versions
 @dataclass(frozen=True, slots=True)
 class Finished:
     """Last event of a successful answer. ``versions`` cover all of its tokens, in order.
@@ -412,6 +429,7 @@ class Finished:
     stopped_by: str | None = None
 
 
+@crosses_versions
 @dataclass(frozen=True, slots=True)
 class Embedded:
     """One vector per text of an ``EmbedRequest``, in their order: float32 raw bytes, pooled,
@@ -431,6 +449,7 @@ class Kv(str, Enum):
     RECOMPUTED = "recomputed"
 
 
+@crosses_versions
 @dataclass(frozen=True, slots=True)
 class Edit:
     """A change to a paused generation, applied in this order.

@@ -9,7 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
+from rkserve.core.skew import crosses_versions
 
+
+@crosses_versions
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """Sampling values of one generation, with ranges checked by the API.
@@ -29,6 +32,7 @@ class Sampling:
     mirostat_eta: float = 0.1
 
 
+@crosses_versions
 @dataclass(frozen=True, slots=True)
 class Scored:
     """A token's log-probability (natural logarithm).
@@ -52,6 +56,7 @@ class GuideKind(str, Enum):
     CALLS = "calls"  # of tools, as JSON: see ``sampling.calls``
 
 
+@crosses_versions
 @dataclass(frozen=True, slots=True)
 class Guide:
     """A grammar that the answer must follow."""
@@ -70,6 +75,7 @@ class Guided(str, Enum):
     OPTIMISTIC = "optimistic"
 
 
+@crosses_versions
 @dataclass(frozen=True, slots=True)
 class Stepwise:
     """Features of a generation that the runtime's own sampling does not have.
@@ -94,6 +100,7 @@ class Stepwise:
     least: int = 0
 
 
+@crosses_versions
 @dataclass(frozen=True, slots=True)
 class Picture:
     """An image in the format of the model's encoder: RGB, one byte per channel, row by row."""
@@ -103,6 +110,7 @@ class Picture:
     pixels: bytes = field(repr=False)
 
 
+@crosses_versions
 @dataclass(frozen=True, slots=True)
 class Embeds:
     """A prompt of embeddings: float32, row by row, one row of ``columns`` for each position."""
@@ -112,6 +120,7 @@ class Embeds:
     data: bytes = field(repr=False)
 
 
+@crosses_versions
 @dataclass(frozen=True, slots=True)
 class EncoderShape:
     """Dimensions of the cross-attention of an encoder-decoder model's decoder."""
@@ -126,6 +135,7 @@ class EncoderShape:
         return self.layers * self.kv_heads * self.head_dim
 
 
+@crosses_versions
 @dataclass(frozen=True, slots=True)
 class EncoderStates:
     """An encoder's output for cross-attention; raw bytes, float32, and int32 for ``positions``.

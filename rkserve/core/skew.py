@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -53,32 +54,38 @@ def crosses_versions(kind: type[T]) -> type[T]:
     would shift all later ones, or be an attribute without a value. A later version's field is left
     out here, and an absent one has its default; new fields therefore need one.
     """
-    names = tuple(one.name for one in dataclasses.fields(kind))  # type: ignore[arg-type] # dataclass
-    absent = {
-        one.name: _default
-        for one in dataclasses.fields(kind)  # type: ignore[arg-type] # as above
-        if (_default := _maker(one)) is not None
-    }
-
-    def getstate(self: Any) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in names}
-
-    def setstate(self: Any, state: dict[str, Any]) -> None:
-        for name in names:
-            if name in state:
-                value = state[name]
-            elif name in absent:
-                value = absent[name]()
-            else:
-                raise TypeError(f"a {kind.__name__} of another version has no '{name}'")
-            object.__setattr__(self, name, value)
-
-    for method in (getstate, setstate):
-        setattr(kind, f"__{method.__name__}__", method)
+    for method in (_getstate, _setstate):
+        setattr(kind, f"_{method.__name__}__", method)
     return kind
 
 
-def _maker(field: dataclasses.Field[Any]) -> Any:
+def _getstate(self: Any) -> dict[str, Any]:
+    return {name: getattr(self, name) for name in _fields(type(self))}
+
+
+def _setstate(self: Any, state: dict[str, Any]) -> None:
+    for name, make in _fields(type(self)).items():
+        if name in state:
+            value = state[name]
+        elif make is not None:
+            value = make()
+        else:
+            raise TypeError(f"a {type(self).__name__} of another version has no '{name}'")
+        object.__setattr__(self, name, value)
+
+
+_FIELDS: dict[type[Any], dict[str, Callable[[], Any] | None]] = {}
+
+
+def _fields(kind: type[Any]) -> dict[str, Callable[[], Any] | None]:
+    """Return a function that makes the default of each field, None for one without default."""
+    found = _FIELDS.get(kind)
+    if found is None:
+        found = _FIELDS[kind] = {one.name: _maker(one) for one in dataclasses.fields(kind)}
+    return found
+
+
+def _maker(field: dataclasses.Field[Any]) -> Callable[[], Any] | None:
     """Return a function that makes a field's default, None where it has none."""
     if field.default_factory is not dataclasses.MISSING:
         return field.default_factory

@@ -19,6 +19,7 @@ from rkserve.core.board_report import BoardReport, Emitted
 from rkserve.core.desired_state import Adoption, Desired
 from rkserve.core.errors import BoardFailed, RkserveError
 from rkserve.core.messages import Delta, EmbedRequest, Event, GenerateRequest, merged
+from rkserve.core.skew import crosses_versions
 from rkserve.transport import codec
 from rkserve.transport.codec import MalformedMessage
 from rkserve.transport.connection import (
@@ -35,6 +36,7 @@ ITEMS = 32  # per frame: that many whole answers fit into ``MAX_FRAME``
 MAX_UNPROVEN = 64  # connections that have not completed the handshake
 
 
+@crosses_versions
 @dataclass(frozen=True, slots=True)
 class ChannelAddress:
     """The address of a board's channel, secret to the Routers of its application."""
