@@ -78,12 +78,13 @@ def build(args: dict[str, Any]) -> serve.Application:
         max_ongoing_requests=config.router.max_concurrent,
         graceful_shutdown_wait_loop_s=0.5,
         graceful_shutdown_timeout_s=ROUTER_DRAIN_S,
-        ray_actor_options={"num_cpus": 0, "resources": _router_place(config.router.nodes)},
+        ray_actor_options={"num_cpus": 0, "resources": router_place(config.router.nodes)},
     )
     return router.bind(config, handles, coordinator)
 
 
-def _router_place(nodes: str) -> dict[str, float]:
+def router_place(nodes: str) -> dict[str, float]:
+    """Return the resources that place a Router on the nodes of the setting ``router.nodes``."""
     if nodes == "any":
         return {}
     return {HEAD if nodes == "head" else nodes: MARKER_SHARE}
