@@ -92,7 +92,8 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     # Ray is a program there; its processes are read as the benchmarks read theirs.
     "bringup": BASE
     | {"bench.processes", "deployments.haproxy", "deployments.preflight"}
-    | {"api.admin.join", "doctor", "router.members", "router.membership"},
+    | {"api.admin.heartbeat", "api.admin.join", "doctor"}
+    | {"router.fleet_update", "router.members", "router.membership"},
     "cli": BASE
     | {"bench", "bringup", "catalog", "client", "deployments", "doctor", "native", "probe"},
     "__main__": frozenset({"cli"}),

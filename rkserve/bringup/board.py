@@ -24,9 +24,11 @@ from http.client import HTTPException
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
+from rkserve import __version__
 from rkserve.api.admin.join import JoinAnswer, JoinWaiting
 from rkserve.bench.processes import PROC, snapshot
 from rkserve.bringup import serving
+from rkserve.bringup.board_update import HttpHead, MeasuredModel, UpdateFollower, member_key
 from rkserve.bringup.head import (
     FAILED,
     RAY_START,
@@ -38,6 +40,7 @@ from rkserve.bringup.head import (
 from rkserve.bringup.processes import NodeSupervisor, StateFolder
 from rkserve.bringup.serving import Note
 from rkserve.bringup.settings import BOARD, GCS_PORT, NodePorts, board_options, environment_of
+from rkserve.bringup.versions import VersionFolder
 from rkserve.core.errors import ConfigError
 from rkserve.core.files import replace_private, write_private
 from rkserve.doctor.collect import Checkup, collect, free_bytes, this_machine
@@ -59,6 +62,8 @@ REMINDER_S = 300.0
 NO_ROUTES = "/-/routes"
 # A raylet that ran for less counts as one that did not start.
 SETTLED_S, SHORT_RUNS = 30.0, 3
+ADDED = frozenset({"version"})  # keys that heads of 0.1 do not send
+SWITCH = -1  # no exit code: this process is replaced
 AGENTS = (
     "import ray.dashboard.utils as utils; utils.get_all_modules(utils.DashboardAgentModule); "
     "import ray.dashboard.agent, ray._private.runtime_env.agent.main, ray._private.log_monitor"
@@ -197,7 +202,7 @@ def ask_head(head: str, token: str, body: dict[str, str]) -> JoinAnswer:
         raise ConfigError(message) from exc
     if status == ACCEPTED and {"command", "notes"} <= found.keys():
         raise WaitsForApproval(cast("JoinWaiting", found), retry_s)
-    if missing := JoinAnswer.__annotations__.keys() - found.keys():
+    if missing := JoinAnswer.__annotations__.keys() - found.keys() - ADDED:
         raise ConfigError(
             f"{head} did not answer as rkserve: {', '.join(sorted(missing))} missing."
         )
@@ -285,21 +290,47 @@ def run_board(options: JoinOptions, note: Note) -> int:
             if not options.start:
                 note(f"Its answer is in {state.folder}: `rkserve join` without a URL uses it.")
                 return 0
+            follower = _follower(options, state, terms, note)
+            follower.greet()
+            environ = environment_of(BOARD, {**terms["environ"], **os.environ})
+            environ = {**haproxy_environ(environ, options.ray_port, folders, "0"), **environ}
             command = [*RAY_START, *board_options(ports, str(terms["ray_address"]), options.share)]
             if options.temp_dir is not None:
                 command.append(f"--temp-dir={options.temp_dir}")
-            environ = environment_of(BOARD, {**terms["environ"], **os.environ})
-            environ = {**haproxy_environ(environ, options.ray_port, folders, "0"), **environ}
-            with ExitStack() as stack:
-                stack.callback(note, "Leaving ...")
-                log = stack.enter_context(state.log("board-ray").open("wb"))
-                note("Reading Ray's agents into the page cache ...")
-                warm = node.start([sys.executable, "-c", AGENTS], environ, log, signal.SIGTERM)
-                warm.wait()
-                node.drop(warm)
-                return RunningBoard(node, state, options, note).run(command, environ, log)
+            board = RunningBoard(node, state, options, note, follower)
+            code = SWITCH if follower.begin() else board.start(command, environ)
     except KeyboardInterrupt:
         return 0
+    if code == SWITCH:  # the record of processes is gone: another version replaces this process
+        follower.restart(_words(options))
+    return code
+
+
+def _follower(
+    options: JoinOptions, state: StateFolder, terms: dict[str, Any], note: Note
+) -> UpdateFollower:
+    """Return this board's part in updates."""
+    own = None
+    if options.library is not None and options.model is not None:
+        own = MeasuredModel(options.library.absolute(), options.model.absolute())
+    head = HttpHead.of(str(terms.get("head", "")), serving.read_token() or "")
+    key = member_key(state.folder, identity())
+    return UpdateFollower(head, VersionFolder.of_this_process(), key, note, own)
+
+
+def _words(options: JoinOptions) -> list[str]:
+    """Return the command line by which another version goes on as this board."""
+    words = ["join", "--state", str(options.state), "--ray-port", str(options.ray_port)]
+    words += ["--rknpu", str(options.share), "--doctor" if options.doctor else "--no-doctor"]
+    if options.ray_cpus:
+        words += ["--ray-cpus", ",".join(map(str, options.ray_cpus))]
+    for name, path in (
+        ("--library", options.library),
+        ("--model", options.model),
+        ("--temp-dir", options.temp_dir),
+    ):
+        words += [] if path is None else [name, str(path.absolute())]
+    return words
 
 
 def _terms(options: JoinOptions, state: StateFolder, note: Note) -> dict[str, Any]:
@@ -320,13 +351,18 @@ def _terms(options: JoinOptions, state: StateFolder, note: Note) -> dict[str, An
         "host": re.sub(r"[^\w.-]", "-", socket.gethostname()) or "board",
         "ray": limits().ray or "none",
         "python": ".".join(platform.python_version_tuple()[:2]),
+        "version": __version__,
         **identity(),
     }
     answer = await_head(options.head, options.token, body, note)
     for sentence in answer["notes"]:
         note(f"rkserve: {sentence}")
     keep_token(answer["cluster_token"], replace=options.replace_token)
-    saved = {"ray_address": answer["ray_address"], "environ": answer["environ"]}
+    saved = {
+        "head": options.head,
+        "ray_address": answer["ray_address"],
+        "environ": answer["environ"],
+    }
     try:
         replace_private(file, json.dumps(saved, indent=1) + "\n")
     except OSError as exc:
@@ -342,9 +378,23 @@ class RunningBoard:
     state: StateFolder
     options: JoinOptions
     note: Note
+    follower: UpdateFollower
+
+    def start(self, command: list[str], environ: dict[str, str]) -> int:
+        """Read Ray's agents into the page cache, then ``run``."""
+        with ExitStack() as stack:
+            stack.callback(self.note, "Leaving ...")
+            log = stack.enter_context(self.state.log("board-ray").open("wb"))
+            self.note("Reading Ray's agents into the page cache ...")
+            warm = self.node.start([sys.executable, "-c", AGENTS], environ, log, signal.SIGTERM)
+            warm.wait()
+            self.node.drop(warm)
+            return self.run(command, environ, log)
 
     def run(self, command: list[str], environ: dict[str, str], log: BinaryIO) -> int:
-        """Start Ray, and again when it ends. Returns the exit code after it ended too often."""
+        """Start Ray, and again when it ends. Returns the exit code after it ended too often, or
+        ``SWITCH`` when another version is in use.
+        """
         short_runs = 0
         while short_runs < SHORT_RUNS:
             ray = start_ray(self.node, command, environ, log, self.note)
@@ -356,7 +406,11 @@ class RunningBoard:
                 move_to_cpus(ray.pid, self.options.ray_cpus)
             self.note(f"This board has joined: it offers rknpu {self.options.share:g}.")
             self.node.record(ready=True)
-            self._watch(ray)
+            if self._watch(ray):
+                self.note("Leaving the cluster for another version ...")
+                self.node.drop(ray)
+                self.follower.switch()
+                return SWITCH
             ran_s = time.monotonic() - started_s
             short_runs = short_runs + 1 if ran_s < SETTLED_S else 0
             self.note(f"rkserve: Ray ended with exit code {ray.returncode}; see {log.name}.")
@@ -364,14 +418,23 @@ class RunningBoard:
         self.note(f"rkserve: Ray ended {SHORT_RUNS} times within {SETTLED_S:.0f} s; giving up.")
         return FAILED
 
-    def _watch(self, ray: subprocess.Popen[bytes]) -> None:
+    def _watch(self, ray: subprocess.Popen[bytes]) -> bool:
+        """Wait until Ray ends; True if it has to end for another version."""
+        refused = ""
         while True:
             try:
                 ray.wait(RECORD_S)
             except subprocess.TimeoutExpired:
                 self.node.record()
             else:
-                return
+                return False
+            try:
+                if self.follower.step(self.node.pids()):
+                    return True
+            except ConfigError as exc:
+                if str(exc) != refused:
+                    refused = str(exc)
+                    self.note(f"rkserve: the head: {refused}")
 
 
 def move_to_cpus(pid: int, cpus: tuple[int, ...]) -> None:

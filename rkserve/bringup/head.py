@@ -29,6 +29,7 @@ from rkserve.bringup.settings import (
     head_options,
     sent_to_boards,
 )
+from rkserve.config.serve_config import resolve_folder
 from rkserve.core.child_process import free_ports
 from rkserve.core.errors import ConfigError
 from rkserve.core.files import replace_private
@@ -70,6 +71,7 @@ class HeadPlan:
     url: str
     port: int
     real: bool  # some group has real boards, which join later
+    measures: tuple[tuple[str, str], ...] = ()  # library and model folder of each such group
 
     @classmethod
     def of(cls, config: Path) -> HeadPlan:
@@ -86,9 +88,10 @@ class HeadPlan:
         ]
         if not found:
             raise ConfigError(f"{config} has no application with {preflight.APPLICATION}.")
-        real = any(group.simulated is None for one in found for group in one.boards)
+        groups = [group for one in found for group in one.boards if group.simulated is None]
+        measures = [(str(one.library), str(resolve_folder(one.model))) for one in groups]
         named = f"[{local}]" if ":" in local else local
-        return cls(f"http://{named}:{port}", int(port), real)
+        return cls(f"http://{named}:{port}", int(port), bool(groups), tuple(measures))
 
     def join_url(self, address: str) -> str:
         """Return the URL of the endpoint as boards see it."""
@@ -159,7 +162,7 @@ def run_head(options: HeadOptions, note: Note) -> int:
             environ = environment_of(HEAD, os.environ)
             if options.haproxy and haproxy.available():
                 environ = {**haproxy_environ(environ, options.ray_port, stack), **environ}
-            _write_terms(state.folder, ray_address, environ, approval=options.approval)
+            _write_terms(state.folder, ray_address, environ, plan, options)
             environ[FOLDER] = str(state.folder)
             about = {"url": plan.url, "join_url": plan.join_url(address)}
             node = stack.enter_context(NodeSupervisor(state, **about))
@@ -172,14 +175,20 @@ def run_head(options: HeadOptions, note: Note) -> int:
 
 
 def _write_terms(
-    folder: Path, ray_address: str, environ: dict[str, str], *, approval: bool
+    folder: Path, ray_address: str, environ: dict[str, str], plan: HeadPlan, options: HeadOptions
 ) -> None:
     """Write the values that boards need to join."""
     token = folder / "cluster_token"
     python = ".".join(map(str, sys.version_info[:2]))
     ray = importlib.metadata.version("ray")
     terms = ClusterTerms(
-        ray_address, ray, python, str(token), sent_to_boards(environ), approval=approval
+        ray_address,
+        ray,
+        python,
+        str(token),
+        sent_to_boards(environ),
+        approval=options.approval,
+        measures=plan.measures,
     )
     try:
         replace_private(token, f"{serving.read_token()}\n")

@@ -188,6 +188,10 @@ class NodeSupervisor:
         self._record = NodeRecord(**fields)
         self._state.write(self._record)
 
+    def pids(self) -> set[int]:
+        """Return the processes of the node as last recorded."""
+        return {one.pid for one in self._record.processes}
+
     def _below(self) -> list[ProcessIdentity]:
         return [*snapshot(PROC, [child.pid for child, _ in self._children])]
 

@@ -21,9 +21,9 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +47,8 @@ class Trial:
 
     ``update`` is the fleet's update that it belongs to, ``until_s`` the end of its time in seconds
     since 1970, ``starts`` the number of its starts. ``before_tokens_per_s`` is the speed of the
-    version before, None where it could not be measured.
+    version before, measured for ``seconds``, None where it could not be measured; the version has
+    to reach ``ratio`` of it. ``tokens_per_s`` is its own.
     """
 
     name: str
@@ -56,6 +57,9 @@ class Trial:
     until_s: float = 0.0
     starts: int = 0
     before_tokens_per_s: float | None = None
+    tokens_per_s: float | None = None
+    ratio: float = 0.95
+    seconds: float = 20.0
 
 
 @dataclass(frozen=True)
@@ -73,6 +77,13 @@ class VersionFolder:
     def __init__(self, prefix: Path, fault: Callable[[str], None] = _no_fault) -> None:
         self.prefix, self._fault = prefix, fault
 
+    @classmethod
+    def of_this_process(cls) -> VersionFolder | None:
+        """Return the folder from which this process runs, None if it runs from elsewhere."""
+        own = Path(sys.prefix).resolve()
+        found = cls(own.parent)
+        return found if found.link.is_symlink() and found.is_complete(own.name) else None
+
     # -- questions -----------------------------------------------------------------------------
 
     @property
@@ -83,6 +94,11 @@ class VersionFolder:
     def current(self) -> str | None:
         """Return the name of the version in use, None without one."""
         return self._target(LINK)
+
+    def current_version(self) -> str | None:
+        """Return the version of rkserve in use, None without one."""
+        name = self.current()
+        return None if name is None else name.partition("-")[0]
 
     def previous(self) -> str | None:
         """Return the name of the version before, None if none is installed."""
@@ -213,8 +229,16 @@ class VersionFolder:
             self.back("it did not serve in time")
             return None
         if counts:
-            trial = Trial(**{**asdict(trial), "starts": trial.starts + 1})
+            trial = replace(trial, starts=trial.starts + 1)
             self._write_record(TRIAL, trial)
+        return trial
+
+    def note_speed(self, tokens_per_s: float) -> Trial:
+        """Keep the measured speed of the version on trial, and return the trial."""
+        trial = self.trial()
+        assert trial is not None, "only a version on trial is measured"
+        trial = replace(trial, tokens_per_s=tokens_per_s)
+        self._write_record(TRIAL, trial)
         return trial
 
     def confirm(self) -> None:
@@ -243,10 +267,10 @@ class VersionFolder:
         self._remove(TRIAL)
         return before
 
-    def prune(self) -> list[str]:
-        """Remove all but the versions in use, before and on trial; return the removed ones."""
+    def prune(self, running: Iterable[str] = ()) -> list[str]:
+        """Remove all but the versions in use, before, on trial and ``running``; return those."""
         trial = self.trial()
-        kept = {self.current(), self._target(PREVIOUS), trial and trial.before}
+        kept = {self.current(), self._target(PREVIOUS), trial and trial.before, *running}
         removed = [name for name in self.installed() if name not in kept]
         for name in removed:
             # Without its marker first, so that a removal that is cut off leaves no version.

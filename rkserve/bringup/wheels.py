@@ -123,6 +123,8 @@ class WheelFolder:
                 _run([*pip, "--no-deps", str(self.wheel)], "pip")
             else:
                 _run([*pip, str(self.wheel)], "pip")
+        if self.lock is not None:
+            shutil.copy(self.lock, venv / LOCK_FILE)  # the next update compares it with its own
         found = check(venv)
         if found.rkserve != self.version:
             raise ConfigError(f"{self.wheel} contains rkserve {found.rkserve}.")

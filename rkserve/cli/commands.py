@@ -33,6 +33,7 @@ from rkserve.cli.models import commands as model_commands
 from rkserve.cli.models import models, weights
 from rkserve.cli.probe import EXIT_CODES as PROBE_EXIT_CODES
 from rkserve.cli.probe import probe
+from rkserve.cli.update import update
 from rkserve.client.answers import PARTIAL, SUCCEEDED
 from rkserve.core.errors import ConfigError
 from rkserve.deployments.haproxy import default_folder, prepare
@@ -133,7 +134,7 @@ app.command(cls=ClusterCommand)(doctor)
 app.command(cls=ClusterCommand)(approve)
 app.command(cls=ClusterCommand)(deny)
 app.command(epilog=PROBE_EXIT_CODES)(probe)
-for bring_up in (up, down, token, join, leave):
+for bring_up in (up, down, token, join, leave, update):
     app.command()(bring_up)
 app.add_typer(model_commands)
 

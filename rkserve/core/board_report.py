@@ -208,6 +208,7 @@ class FetchProgress:
     corrupted: int = 0
 
 
+@crosses_versions
 @dataclass(frozen=True, slots=True)
 class BoardReport:
     """A board's report; counters run since the start of its replica.
@@ -233,6 +234,7 @@ class BoardReport:
     has the name and the sha256 of each adapter as served to requests without a version. ``fetch``
     is set until a model of the catalogue is there and loaded; the board can only report meanwhile.
     ``copy`` is the version of its copy of such a model.
+    ``version`` is that of rkserve on the board.
     """
 
     board_id: str
@@ -290,3 +292,4 @@ class BoardReport:
     last_recovery: str = ""
     fetch: FetchProgress | None = None
     copy: str = ""
+    version: str = ""

@@ -15,6 +15,7 @@ from pathlib import Path
 import ray
 from ray import serve
 
+from rkserve import __version__
 from rkserve.board.board import Board
 from rkserve.board.operations.fetch_model import FetchPace, ModelFetch
 from rkserve.config.board_group import BoardGroupConfig
@@ -245,7 +246,9 @@ class BoardReplica:
         report = self._opened.report()
         hardware = await self._hardware.read(busy=report.running > 0)
         copy = "" if self._copy is None else self._copy[1].version
-        return replace(report, replica=self._replica, hardware=hardware, copy=copy)
+        return replace(
+            report, replica=self._replica, hardware=hardware, copy=copy, version=__version__
+        )
 
     async def _report_fetch(self) -> BoardReport:
         """Return the report of a board without a model."""
@@ -264,6 +267,7 @@ class BoardReplica:
             replica=self._replica,
             hardware=hardware,
             fetch=fetch.progress,
+            version=__version__,
         )
 
     async def model_piece(self, name: str, version: str, path: str, number: int) -> bytes:

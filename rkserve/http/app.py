@@ -23,7 +23,7 @@ from rkserve.core.errors import MethodNotAllowed, NoBoard, RequestError, Rkserve
 from rkserve.http.auth import BrowserGuard, HostAllowList, host_names
 from rkserve.http.bodies import DIRECT
 from rkserve.http.catalog_routes import add_catalog
-from rkserve.http.cluster_routes import add_cluster, add_join
+from rkserve.http.cluster_routes import add_cluster, add_join, add_updates
 from rkserve.http.dialect_routes import add_dialects, error_of
 from rkserve.http.generation_routes import add_control
 from rkserve.http.gradio_routes import GradioCalls, add_gradio
@@ -90,7 +90,9 @@ def make_app(
     add_control(app, service, peers)
     add_cluster(app, service, max_adapter_bytes, max_model_bytes)
     add_catalog(app, service)
-    add_join(app, service, membership or Membership(None))
+    joining = membership or Membership(None)
+    add_join(app, service, joining)
+    add_updates(app, service, joining)
     add_trainers(app, service)
     allowed = service.config.allowed_origins
     inner: ASGIApp = app

@@ -13,13 +13,23 @@ from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 
-from rkserve.api.admin import cluster_status, join, lora, operations, pause, sleep, weights
+from rkserve import __version__
+from rkserve.api.admin import (
+    cluster_status,
+    heartbeat,
+    join,
+    lora,
+    operations,
+    pause,
+    sleep,
+    weights,
+)
 from rkserve.api.admin.query import ControlRequest, ListQuery, ModelQuery, QueryOrBody, read_key
 from rkserve.api.json.fields import parse_object
 from rkserve.api.json.schemas import Example, RequestModel, read_model
-from rkserve.core.errors import RequestError
+from rkserve.core.errors import RequestError, RouteNotFound
 from rkserve.http.auth import bearer_of, check_client, check_operator
 from rkserve.http.bodies import announced, body_of, query_of, read_parts
 from rkserve.http.openapi import (
@@ -65,6 +75,18 @@ JOINING = Example(
     {"host": "rock-5b", "ray": "2.60.0", "python": "3.11"},
     headers={"authorization": "Bearer JOIN_TOKEN"},
     needs=f"{UP}, and its join token",
+)
+MEMBER = EndpointParameter(
+    "authorization",
+    "header",
+    {"type": "string"},
+    "`Bearer` and the secret of the cluster's boards.",
+    required=True,
+)
+BEATING = Example(
+    {"key": "0" * 32, "host": "rock-5b", "version": __version__},
+    headers={"authorization": "Bearer SECRET"},
+    needs="a head that `rkserve up` has started, and a board that has joined it",
 )
 Change = Callable[[ControlRequest], Awaitable[AdminAnswer]]
 
@@ -269,6 +291,64 @@ def _add_members(routes: ControlRoutes, membership: Membership) -> None:
         state = join.MemberState.DENIED
         decided = await asyncio.to_thread(membership.decide, names, state, asked.who)
         return JSONResponse(decided)
+
+
+def add_updates(app: FastAPI, service: Service, membership: Membership) -> None:
+    """Add the routes by which boards take part in updates."""
+
+    @Routes(app, "Cluster")(
+        "POST /v1/heartbeat",
+        OPEN,
+        returns(heartbeat.HeartbeatAnswer, "The head's version, and what an update wants."),
+        errors=(403, 409),
+        body=heartbeat.HeartbeatBody,
+        headers=(MEMBER,),
+        example=BEATING,
+        says="The call of `rkserve join` every few seconds.",
+    )
+    async def beaten(request: Request) -> Response:
+        """Take a board's version and the progress of its update."""
+        asked = read_model(heartbeat.HeartbeatBody, parse_object(await body_of(service, request)))
+        order, terms = await asyncio.to_thread(membership.beat, bearer_of(request), asked)
+        # Beside a host name that others have too, the node's name has its address.
+        names = asked.host, f"{asked.host}-"
+        found = service.fleet.reports()
+        replicas = [one for one in found if one.node == names[0] or one.node.startswith(names[1])]
+        answer = heartbeat.HeartbeatAnswer(
+            version=__version__,
+            replicas=[{"pid": one.pid, "state": one.state.value} for one in replicas],
+            order=order,
+            measures=[{"library": one, "model": other} for one, other in terms.measures],
+        )
+        return JSONResponse(answer)
+
+    @Routes(app, "Cluster")(
+        "GET /v1/update/files/{sha256}",
+        OPEN,
+        EndpointAnswer(operations.OK, "The file.", {OCTETS: bytes}),
+        errors=(403, 404, 409),
+        headers=(MEMBER,),
+        paths={"sha256": "The sha256 of the file."},
+        example=Example(
+            path={"sha256": "0" * 64},
+            headers={"authorization": "Bearer SECRET"},
+            needs="an update that goes on, and the sha256 of one of its files",
+        ),
+    )
+    async def wheel(request: Request, sha256: str) -> Response:
+        """Send a file of the update to a board."""
+        path = await asyncio.to_thread(membership.wheel, bearer_of(request), sha256)
+        try:
+            file = await asyncio.to_thread(path.open, "rb")
+        except OSError as exc:
+            raise RouteNotFound(f"{path.name} has left the folder of the update.") from exc
+
+        async def pieces() -> AsyncIterator[bytes]:
+            with file:
+                while piece := await asyncio.to_thread(file.read, PART_BYTES):
+                    yield piece
+
+        return StreamingResponse(pieces(), media_type=OCTETS)
 
 
 def _add_looks(routes: ControlRoutes, control: Operations) -> None:

@@ -15,10 +15,12 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from rkserve import __version__
+from rkserve.api.admin.heartbeat import HeartbeatBody, OrderEntry
 from rkserve.api.admin.join import (
     ApprovedAnswer,
     JoinAnswer,
@@ -27,8 +29,16 @@ from rkserve.api.admin.join import (
     MembersAnswer,
     MemberState,
 )
-from rkserve.core.errors import Forbidden, JoinDenied, JoinRefused, RateLimited
+from rkserve.core.errors import (
+    Forbidden,
+    JoinDenied,
+    JoinRefused,
+    RateLimited,
+    RouteNotFound,
+)
 from rkserve.core.files import replace_private
+from rkserve.core.skew import skew_problem
+from rkserve.router.fleet_update import MemberNews, member_secret, read_update, write_news
 from rkserve.router.members import MemberBoard, Members, locked, read_json
 
 log = logging.getLogger(__name__)
@@ -53,6 +63,14 @@ class ClusterTerms:
     token_file: str
     environ: Mapping[str, str]
     approval: bool = False
+    measures: Sequence[tuple[str, str]] = ()  # library and model folder of real boards
+
+
+def read_terms(folder: Path) -> ClusterTerms:
+    """Return the head's part. Raises ``OSError``, or ``TypeError`` if something is missing."""
+    found = read_json(folder / TERMS, {})
+    known = {one.name for one in fields(ClusterTerms)}  # a later `rkserve up` may have written more
+    return ClusterTerms(**{name: value for name, value in found.items() if name in known})
 
 
 def write_terms(folder: Path, terms: ClusterTerms) -> None:
@@ -136,7 +154,7 @@ class Membership:
             JoinDenied: the operator has denied it.
         """
         try:
-            terms = ClusterTerms(**read_json(folder / TERMS, {}))
+            terms = read_terms(folder)
             cluster_token = Path(terms.token_file).read_text(encoding="utf-8").strip()
             _check_versions(terms, asked)
             board = replace(_member(asked), since_s=self._clock(), token=_digest(token))
@@ -163,7 +181,51 @@ class Membership:
             cluster_token=cluster_token,
             environ=dict(terms.environ),
             notes=made.notes,
+            version=__version__,
         )
+
+    def beat(self, secret: bytes, asked: HeartbeatBody) -> tuple[OrderEntry | None, ClusterTerms]:
+        """Take a board's news; return what an update wants of it, and the head's part.
+
+        Raises:
+            JoinRefused: no ``rkserve up`` started this head, its files are damaged, or the versions
+                do not serve together.
+            Forbidden: the board is not of this cluster.
+        """
+        folder = self.member_folder(secret)
+        if problem := skew_problem(asked.version, __version__):
+            raise JoinRefused(problem)
+        try:
+            write_news(folder, MemberNews.of(asked, self._clock()))
+            update = read_update(folder)
+            order = None if update is None else update.order_for(asked.key)
+            return order, read_terms(folder)
+        except (OSError, TypeError) as exc:
+            raise JoinRefused(f"The head's state cannot be read or written: {exc}.") from exc
+
+    def member_folder(self, secret: bytes) -> Path:
+        """Return the head's folder to a board of this cluster. Raises as ``beat``."""
+        folder = self.folder()
+        try:
+            token = Path(read_terms(folder).token_file).read_text(encoding="utf-8").strip()
+        except (OSError, TypeError) as exc:
+            raise JoinRefused(f"The head's state cannot be read: {exc}.") from exc
+        if not hmac.compare_digest(member_secret(token).encode(), secret):
+            raise Forbidden("This board is of another cluster: join again with a new join token.")
+        return folder
+
+    def wheel(self, secret: bytes, sha256: str) -> Path:
+        """Return a file of the update that goes on. Raises as ``beat``, or ``RouteNotFound``."""
+        folder = self.member_folder(secret)
+        try:
+            update = read_update(folder)
+        except (OSError, TypeError) as exc:
+            raise JoinRefused(f"The head's state cannot be read: {exc}.") from exc
+        files = () if update is None or update.ended else update.files
+        for one in files:
+            if one.sha256 == sha256 and update is not None:
+                return Path(update.folder) / one.name
+        raise RouteNotFound(f"No update that goes on has a file with the sha256 {sha256}.")
 
     def listed(self) -> MembersAnswer:
         """Return the boards that have asked to join. Raises ``JoinRefused``."""
@@ -210,6 +272,8 @@ def _check_versions(terms: ClusterTerms, asked: JoinBody) -> None:
             f"Python is {asked.python} on {asked.host} and {terms.python} on the head; a node "
             f"joins only with the same. On the board: uv venv --python {terms.python}"
         )
+    if problem := skew_problem(asked.version, __version__):
+        raise JoinRefused(problem)
 
 
 def _tokens(folder: Path) -> list[dict[str, Any]]:

@@ -30,6 +30,7 @@ from rkserve.bringup.board import (
 from rkserve.bringup.processes import StateFolder
 from rkserve.core.child_process import free_ports
 from rkserve.core.errors import ConfigError
+from rkserve.router.fleet_update import member_secret
 from tests.bringup.test_head import RAY, all_free
 from tests.support.paths import PROJECT
 
@@ -300,9 +301,11 @@ def test_a_board_joins_after_a_failed_start_and_leaves(tmp_path: Path, url: str)
     assert f"rkserve: {ANSWER['notes'][0]}" in output
     assert output.endswith("This board has joined: it offers rknpu 1.\nLeaving ...\n")
     assert not [one for one in below if is_alive(PROC, one)]
-    ((path, authorization, body),) = Head.asked
+    (path, authorization, body), (beat, secret, news), *_ = Head.asked
     assert (path, authorization) == ("/v1/join", "Bearer the join token")
-    assert set(body) == {"host", "ray", "python", "machine", "serial"}
+    assert set(body) == {"host", "ray", "python", "machine", "serial", "version"}
+    assert (beat, secret) == ("/v1/heartbeat", f"Bearer {member_secret(ANSWER['cluster_token'])}")
+    assert news["version"] == body["version"]
     assert (tmp_path / ".ray" / "auth_token").read_text() == "the cluster's\n"
     log = (tmp_path / "state" / "board-ray.log").read_text()
     assert "--address=192.0.2.1:6379" in log
@@ -321,7 +324,7 @@ def test_a_board_joins_again_without_the_head_and_after_ray_ended(tmp_path: Path
     assert process.returncode == 1
     assert output.count("This board has joined") + output.count("Ray did not start") >= 3
     assert "giving up" in output
-    assert len(Head.asked) == 1
+    assert [path for path, *_ in Head.asked].count("/v1/join") == 1
 
 
 def test_a_board_may_only_ask_and_start_later(
@@ -335,7 +338,8 @@ def test_a_board_may_only_ask_and_start_later(
     options = JoinOptions(state, url, "t", doctor=False, ray_port=first, start=False)
     assert run_board(options, notes.append) == 0
     saved = json.loads((state / "joined.json").read_text())
-    assert saved == {"ray_address": ANSWER["ray_address"], "environ": ANSWER["environ"]}
+    given = {"ray_address": ANSWER["ray_address"], "environ": ANSWER["environ"]}
+    assert saved == {"head": url, **given}
     assert (tmp_path / "token").read_text() == "the cluster's\n"
     assert not (state / "board.json").exists()
     assert "`rkserve join` without a URL uses it" in notes[-1]

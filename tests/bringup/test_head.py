@@ -190,7 +190,12 @@ def test_ray_gets_three_attempts(tmp_path: Path) -> None:
 def test_a_configuration_says_whether_boards_join_later(tmp_path: Path) -> None:
     assert not HeadPlan.of(PROJECT / "serve_config.yaml").real
     real = PROJECT / "cluster" / "serve_config.rk3588.yaml"
-    assert HeadPlan.of(real) == HeadPlan("http://127.0.0.1:8000", 8000, real=True)
+    assert HeadPlan.of(real) == HeadPlan(
+        "http://127.0.0.1:8000",
+        8000,
+        real=True,
+        measures=(("/usr/lib/librkllmrt.so", "/opt/models/Qwen2.5-1.5B-Instruct"),),
+    )
     other = tmp_path / "serve_config.yaml"
     other.write_text("applications: [{import_path: other.app}]")
     with pytest.raises(ConfigError, match="has no application with rkserve"):

@@ -8,10 +8,19 @@ from pathlib import Path
 
 import pytest
 
+from rkserve import __version__
+from rkserve.api.admin.heartbeat import HeartbeatBody
 from rkserve.api.admin.join import JoinAnswer, JoinBody, JoinWaiting, MemberState
 from rkserve.api.json.schemas import read_model
-from rkserve.core.errors import Forbidden, JoinDenied, JoinRefused, RateLimited
+from rkserve.core.errors import Forbidden, JoinDenied, JoinRefused, RateLimited, RouteNotFound
 from rkserve.core.files import private_folder
+from rkserve.router.fleet_update import (
+    FleetUpdate,
+    WheelFile,
+    member_secret,
+    read_news,
+    write_update,
+)
 from rkserve.router.members import WAITING_S
 from rkserve.router.membership import (
     FOLDER,
@@ -20,6 +29,7 @@ from rkserve.router.membership import (
     ClusterTerms,
     Membership,
     new_token,
+    read_terms,
     write_terms,
 )
 
@@ -68,6 +78,7 @@ def test_a_token_admits_until_it_expires(head: Path, clock: Clock) -> None:
         "cluster_token": "the cluster's",
         "environ": {"RAY_AUTH_MODE": "x"},
         "notes": [],
+        "version": __version__,
     }
     clock.now_s += 61
     with pytest.raises(Forbidden, match="unknown or has expired"):
@@ -248,3 +259,66 @@ def test_a_damaged_list_of_boards_is_named(head: Path, clock: Clock, text: str) 
         membership.listed()
     with pytest.raises(JoinRefused, match=r"boards\.json is damaged"):
         membership.decide(["a"], MemberState.JOINED, "local")
+
+
+# -- heartbeats -----------------------------------------------------------------------------------
+
+SECRET = member_secret("the cluster's").encode()
+
+
+def beat(**changes: object) -> HeartbeatBody:
+    given = {"key": A, "host": "rock", "version": __version__, **changes}
+    return read_model(HeartbeatBody, given)
+
+
+def test_a_heartbeat_brings_news_and_gets_the_order(head: Path, clock: Clock) -> None:
+    membership = Membership(head, clock)
+    order, terms = membership.beat(SECRET, beat(stage="installing", colour="blue"))
+    assert (order, [*terms.measures]) == (None, [])
+    (news,) = read_news(head)
+    assert (news.host, news.stage, news.at_s) == ("rock", "installing", 1000.0)
+    write_update(head, FleetUpdate("u1", "0.2.0", go=(A,)))
+    order, _ = membership.beat(SECRET, beat())
+    assert order is not None
+    assert (order["update"], order["go"]) == ("u1", True)
+
+
+@pytest.mark.parametrize("secret", [b"", b"the cluster's", b"x" * 64])
+def test_a_heartbeat_of_another_cluster_is_refused(head: Path, secret: bytes) -> None:
+    with pytest.raises(Forbidden, match="of another cluster"):
+        Membership(head).beat(secret, beat())
+    assert read_news(head) == []
+
+
+def test_a_board_two_minor_versions_away_is_refused(head: Path, clock: Clock) -> None:
+    membership = Membership(head, clock)
+    with pytest.raises(JoinRefused, match="at most one minor version apart"):
+        membership.beat(SECRET, beat(version="0.9.0"))
+    token = new_token(head, 60, clock.now_s).encode()
+    far = body(version="0.9.0")
+    folder = membership.check(token, far)
+    with pytest.raises(JoinRefused, match="at most one minor version apart"):
+        membership.admit(folder, token, far)
+    membership.beat(SECRET, beat(version="0.2.0"))
+
+
+def test_only_files_of_the_update_that_goes_on_are_sent(head: Path, tmp_path: Path) -> None:
+    membership = Membership(head)
+    files = (WheelFile("wheels/a.whl", "0" * 64, 1),)
+    write_update(head, FleetUpdate("u1", "0.2.0", str(tmp_path), files))
+    assert membership.wheel(SECRET, "0" * 64) == tmp_path / "wheels" / "a.whl"
+    with pytest.raises(RouteNotFound):
+        membership.wheel(SECRET, "1" * 64)
+    with pytest.raises(Forbidden):
+        membership.wheel(b"no secret", "0" * 64)
+    write_update(head, FleetUpdate("u1", "0.2.0", str(tmp_path), files, ended=True))
+    with pytest.raises(RouteNotFound):
+        membership.wheel(SECRET, "0" * 64)
+
+
+def test_the_heads_part_of_another_version_is_read(head: Path) -> None:
+    path = head / "cluster.json"
+    found = json.loads(path.read_text())
+    del found["measures"]
+    path.write_text(json.dumps({**found, "colour": "blue"}))
+    assert read_terms(head).measures == ()

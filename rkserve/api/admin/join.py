@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import Enum
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 from typing_extensions import TypedDict
 
 from rkserve.api.admin.query import Name
@@ -26,19 +26,26 @@ class MemberState(str, Enum):
 
 
 class JoinBody(RequestModel):
-    """The board that asks, with a join token in the Authorization header."""
+    """The board that asks, with a join token in the Authorization header.
+
+    Keys of a later version are left out.
+    """
+
+    model_config = ConfigDict(extra="ignore")
 
     host: HostName = Field(description="The board's host name.")
     ray: Version = Field(description="The version of Ray on the board.")
     python: Version = Field(description="The minor version of Python on the board, such as 3.11.")
     machine: Digest = Field("", description="A digest of the board's machine-id.")
     serial: Digest = Field("", description="A digest of the serial number of the board's SoC.")
+    version: str = Field("", max_length=40, description="The version of rkserve on the board.")
 
 
 class JoinAnswer(TypedDict):
     """The values that the board's Ray starts with.
 
-    ``notes`` are sentences about a copied card or another host name.
+    ``notes`` are sentences about a copied card or another host name. ``version`` is that of rkserve
+    on the head.
     """
 
     ray_address: str
@@ -46,6 +53,7 @@ class JoinAnswer(TypedDict):
     cluster_token: str
     environ: dict[str, str]
     notes: list[str]
+    version: str
 
 
 class JoinWaiting(TypedDict):

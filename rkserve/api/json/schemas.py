@@ -120,7 +120,8 @@ class RequestModel(BaseModel):
 
 def read_model(model: type[M], values: JsonObject) -> M:
     """Read the keys of a body. Raises ``RequestError`` with the path of the parameter at fault."""
-    Fields(values).only(model.keys())
+    if model.model_config.get("extra") != "ignore":  # of another version
+        Fields(values).only(model.keys())
     given = {name: value for name, value in values.items() if value is not None}
     try:
         return model.model_validate(given)

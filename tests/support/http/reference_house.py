@@ -38,6 +38,7 @@ from rkserve.http.gradio_routes import GradioCalls, PendingCall
 from rkserve.http.openapi import ApiDescription
 from rkserve.router.coordinator_client import CoordinatorClient
 from rkserve.router.dispatch.dispatch import open_dispatch, open_fleet
+from rkserve.router.fleet_update import FleetUpdate, WheelFile, write_update
 from rkserve.router.membership import ClusterTerms, Membership, write_terms
 from rkserve.router.response_store import ResponseStore
 from rkserve.router.service import Service
@@ -184,6 +185,17 @@ _RESPONSE: dict[str, Any] = {
 }
 
 
+class MembershipOfExamples(Membership):
+    """A membership to which the secret in the examples stands for that of the cluster's boards."""
+
+    def member_folder(self, secret: bytes) -> Path:
+        """Return the head's folder."""
+        if secret != b"SECRET":
+            return super().member_folder(secret)
+        assert self._folder is not None
+        return self._folder
+
+
 def membership(folder: Path) -> Membership:
     """A head whose join token is that of the example, for as long as the tests run."""
     home = folder / "head"
@@ -194,7 +206,10 @@ def membership(folder: Path) -> Membership:
     (home / "join_tokens.json").write_text(dumps([{"digest": digest, "expires_s": 1e12}]))
     rock = {"host": "rock-5b", "state": "waiting", "since_s": time.time()}
     (home / "boards.json").write_text(dumps([rock]))
-    return Membership(home)
+    wheel = WheelFile("rkserve-0.2.0-py3-none-any.whl", "0" * 64, 7)
+    (home / wheel.name).write_bytes(b"a wheel")
+    write_update(home, FleetUpdate("u1", "0.2.0", str(home), (wheel,)))
+    return MembershipOfExamples(home)
 
 
 @dataclass
