@@ -252,8 +252,9 @@ def haproxy_environ(
     if environ.get(haproxy.FLAG, default) != "1":
         return {}
     if ray_port == GCS_PORT or "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC" in environ:
-        made = haproxy.own_environ({haproxy.FLAG: "1", **environ})
-        return {**made, **haproxy.ports_where_taken(environ, free_ports())}
+        on = {haproxy.FLAG: "1"}
+        made = haproxy.own_environ({**on, **environ})
+        return {**on, **made, **haproxy.ports_where_taken(environ, free_ports())}
     # Short, for the paths of its sockets.
     folder = Path(stack.enter_context(TemporaryDirectory(prefix="rkserve-", dir="/tmp")))
     return haproxy.environ(folder, free_ports())

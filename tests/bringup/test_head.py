@@ -227,6 +227,8 @@ def test_a_head_with_the_usual_ports_has_ports_of_its_own_where_those_are_taken(
         made = haproxy_environ({other: "9101"}, GCS_PORT, stack)
         assert made["RAY_SERVE_HAPROXY_CONFIG_FILE_LOC"] == f"{home}/front/haproxy.cfg"
         assert int(made[name]) != taken
+        assert made[haproxy.FLAG] == "1"
+        assert haproxy_environ({haproxy.FLAG: "0"}, GCS_PORT, stack) == {}
         assert other not in made
 
 
