@@ -62,6 +62,7 @@ class Machine:
                 "RKSERVE_STATE": str(self.root / "state"),
                 "RKSERVE_ETC": str(self.root / "etc"),
                 "RKSERVE_UNITS": str(self.root / "units"),
+                "RKSERVE_RULES": str(self.root / "rules"),
                 "RKSERVE_LIBRARY": str(self.root / "lib" / "librkllmrt.so"),
                 "RKSERVE_MODELS": str(self.root / "models"),
                 "RKSERVE_NEEDED_KB": "1000",
@@ -163,6 +164,7 @@ def test_a_version_that_does_not_run_is_not_complete(machine: Machine) -> None:
         pytest.param(
             ["join", "http://head:8000"], {}, "RKSERVE_JOIN_TOKEN is empty", id="no token"
         ),
+        pytest.param(["first-boot"], {}, "first-boot.env is missing", id="no values"),
         pytest.param(
             ["fetch", "http://127.0.0.1:9", "OFFLINE"], {}, "cannot be downloaded", id="no server"
         ),
@@ -176,6 +178,26 @@ def test_a_step_that_is_impossible_ends_with_one_sentence(
     assert done.returncode == 1
     assert sentence in done.stderr.splitlines()[-1]
     assert done.stderr.splitlines()[-1].startswith("rkserve-node: ")
+
+
+def test_a_first_boot_names_the_value_that_is_missing(machine: Machine) -> None:
+    values = machine.root / "etc" / "first-boot.env"
+    values.parent.mkdir()
+    values.write_text("RKSERVE_OFFLINE_URL=http://127.0.0.1:9\nRKSERVE_HEAD_URL=\n")
+    done = machine.run("first-boot")
+    assert done.returncode == 1
+    assert done.stderr == f"rkserve-node: {values} has no RKSERVE_HEAD_URL.\n"
+
+
+def test_rules_of_udev_are_copied_with_the_units(machine: Machine) -> None:
+    systemd = machine.offline / "systemd"
+    systemd.mkdir()
+    (systemd / "rkserve-board.service").write_text("[Unit]\n")
+    (systemd / "rkserve.env").write_text("A=1\n")
+    (systemd / "60-rkserve.rules").write_text("# rules\n")
+    rules = machine.root / "rules"
+    assert "60-rkserve.rules" in machine.done("units", str(machine.offline))
+    assert (rules / "60-rkserve.rules").read_text() == "# rules\n"
 
 
 def test_wheels_for_another_python_are_refused_by_name(machine: Machine) -> None:
