@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -21,9 +22,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from packaging.markers import Marker
+
 ROOT = Path(__file__).resolve().parents[1]
 # The Python of each Debian release; all of the lock's wheels exist for them on aarch64.
-PYTHON_OF = {"bookworm": "3.11", "trixie": "3.13"}
+PYTHON_OF = {"bookworm": "3.11.2", "trixie": "3.13.5"}
 PACKAGES = "python3,python3-venv,python3-dev,gcc,libc6-dev,libgomp1,make,procps,ca-certificates"
 # From the oldest glibc that the lock needs (llguidance) to the first one that wheels name.
 GLIBC = ("2_17", "2_24", "2_26", "2_27", "2_28", "2_31")
@@ -140,7 +143,9 @@ def enable_emulation() -> None:
 def download(wheels: Path, python: str) -> float:
     """Fetch the lock's wheels for aarch64, and build rkserve's own; return their size in MiB."""
     wheels.mkdir(parents=True, exist_ok=True)
-    short = python.replace(".", "")
+    short = "".join(python.split(".")[:2])
+    lock = wheels.with_name("aarch64.lock")
+    lock.write_text(locked(ROOT / "requirements-dev.lock", python))
     platforms = [f"manylinux_{glibc}_aarch64" for glibc in GLIBC] + ["manylinux2014_aarch64"]
     pip = [sys.executable, "-m", "pip", "-q", "--disable-pip-version-check"]
     run(
@@ -149,11 +154,32 @@ def download(wheels: Path, python: str) -> float:
             "--python-version", python, "--implementation", "cp",
             *(word for abi in (f"cp{short}", "abi3", "none") for word in ("--abi", abi)),
             *(word for one in platforms for word in ("--platform", one)),
-            "-r", str(ROOT / "requirements-dev.lock"), "-d", str(wheels),
+            "-r", str(lock), "-d", str(wheels),
         ]
     )  # fmt: skip
     run([*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", str(wheels), str(ROOT)])
     return mib(wheels)
+
+
+def locked(lock: Path, python: str) -> str:
+    """Return the lock's packages for that Python on aarch64, without markers.
+
+    pip evaluates markers for the Python that runs it, also where it downloads for another one.
+    """
+    target = {
+        "python_full_version": python,
+        "python_version": ".".join(python.split(".")[:2]),
+        "platform_machine": "aarch64",
+        "sys_platform": "linux",
+    }
+    found, keeps = [], True
+    for line in lock.read_text().splitlines():
+        pinned = re.match(r"(\S+==\S+)(?: ; (.*?))? \\$", line)
+        if pinned is not None:
+            keeps = pinned[2] is None or Marker(pinned[2]).evaluate(target)
+        if keeps:
+            found.append(line if pinned is None else f"{pinned[1]} \\")
+    return "\n".join(found) + "\n"
 
 
 def mib(folder: Path) -> float:
@@ -196,7 +222,7 @@ def check_simulator(root: EmulatedRoot) -> None:
         sys.exit("The simulated library was not built.")
 
 
-def test_files(chosen: Sequence[str]) -> Iterator[str]:
+def files_of(chosen: Sequence[str]) -> Iterator[str]:
     """Yield the test files below folders, or those named."""
     for name in chosen:
         path = ROOT / name
@@ -310,7 +336,7 @@ def main() -> int:
     root.run("rkserve", "--version")
     install(root, "requirements-dev.lock")
     check_simulator(root)
-    for name in test_files(given.tests):
+    for name in files_of(given.tests):
         report.files.append(run_file(root, name, given.file_limit))
         print(render(report).splitlines()[-3 - len(report.files[-1].failures)], flush=True)
     if given.up:
