@@ -11,7 +11,7 @@ import hashlib
 import hmac
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -133,8 +133,8 @@ class Members:
         """Return all boards but those that have waited for too long. Raises ``OSError``."""
         try:
             listed = read_json(self._file, [])
-            found = [MemberBoard(**{**one, "state": MemberState(one["state"])}) for one in listed]
-        except (KeyError, TypeError, ValueError) as exc:
+            found = [_board(one) for one in listed]
+        except (AttributeError, TypeError, ValueError) as exc:
             raise OSError(f"{self._file} is damaged: {exc}") from exc
         return [one for one in found if one.state != WAITING or now_s < one.since_s + WAITING_S]
 
@@ -200,6 +200,14 @@ class Members:
     def _write(self, boards: Sequence[MemberBoard]) -> None:
         text = json.dumps([asdict(one) for one in boards[-MOST_BOARDS:]], indent=1)
         replace_private(self._file, f"{text}\n")
+
+
+def _board(values: Mapping[str, Any]) -> MemberBoard:
+    """Return a board of the file. Boards that joined before there were approvals have no state."""
+    given = {"state": JOINED, **values}
+    if "joined_s" in given:
+        given["since_s"] = given.pop("joined_s")
+    return MemberBoard(**{**given, "state": MemberState(given["state"])})
 
 
 def _entries(boards: Sequence[MemberBoard]) -> list[MemberEntry]:

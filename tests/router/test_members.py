@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -142,3 +143,18 @@ def test_so_many_boards_may_wait_and_no_more(
 
 def test_a_board_alone_with_its_host_name_is_called_by_it() -> None:
     assert shortest_name(ONE, [ONE, MemberBoard("pi", B)]) == "rock"
+
+
+def test_boards_that_joined_before_there_were_approvals_have_joined(boards: Members) -> None:
+    earlier = {"host": "rock", "machine": A, "serial": A, "joined_s": 1.0}
+    private_folder(boards._folder)
+    (boards._folder / "boards.json").write_text(json.dumps([earlier]))
+    assert boards.read(5.0) == [ONE]
+
+
+@pytest.mark.parametrize("text", ["[1]", '[{"host": "rock", "state": "odd"}]', '[{"x": 1}]', "{"])
+def test_a_damaged_file_is_named(boards: Members, text: str) -> None:
+    private_folder(boards._folder)
+    (boards._folder / "boards.json").write_text(text)
+    with pytest.raises(OSError, match=r"boards\.json is damaged"):
+        boards.read(5.0)
