@@ -123,7 +123,7 @@ def check_tools() -> None:
     if missing:
         sys.exit(
             f"{', '.join(missing)} not found: apt-get install mmdebstrap qemu-user-static "
-            "binfmt-support"
+            "binfmt-support arch-test"
         )
     if os.geteuid():
         sys.exit("The root file system is made with root's rights: run this with sudo.")
