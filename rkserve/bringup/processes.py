@@ -149,13 +149,18 @@ class NodeSupervisor:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for ignored in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(ignored, signal.SIG_IGN)  # a second Ctrl-C must not leave half behind
-        everything = set(self._record.processes) | set(self._below())
-        for child, number in reversed(self._children):
-            end_child(child, number)
-        end_processes(everything)
-        self._state.file.unlink(missing_ok=True)
+        # A second Ctrl-C must not leave half behind. What is ignored would be so in later children.
+        ends = (signal.SIGINT, signal.SIGTERM)
+        before = {number: signal.signal(number, signal.SIG_IGN) for number in ends}
+        try:
+            everything = set(self._record.processes) | set(self._below())
+            for child, number in reversed(self._children):
+                end_child(child, number)
+            end_processes(everything)
+            self._state.file.unlink(missing_ok=True)
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
     def start(
         self, command: Sequence[str], environ: Mapping[str, str], log: IO[bytes], ends_by: int

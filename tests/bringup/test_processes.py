@@ -41,15 +41,6 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
         process.kill()
 
 
-@pytest.fixture
-def signals() -> Iterator[None]:
-    """The handlers of this process, which a supervisor changes at its end."""
-    before = {one: signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
-
-
 def identity(process: subprocess.Popen[bytes]) -> ProcessIdentity:
     found = identity_of(PROC, process.pid)
     assert found is not None
@@ -83,7 +74,8 @@ def test_a_recorded_process_is_ended(sleeper: subprocess.Popen[bytes], tmp_path:
     assert not state.file.exists()
 
 
-def test_a_supervisor_leaves_nothing_behind(tmp_path: Path, signals: None) -> None:
+def test_a_supervisor_leaves_nothing_behind(tmp_path: Path) -> None:
+    handlers = [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)]
     state = StateFolder(tmp_path / "node", "head")
     with NodeSupervisor(state, url="http://head:8000") as node:
         with state.log("ray").open("wb") as log:
@@ -101,9 +93,11 @@ def test_a_supervisor_leaves_nothing_behind(tmp_path: Path, signals: None) -> No
         assert len(record.processes) == 2
     assert not [one for one in record.processes if is_alive(PROC, one)]
     assert state.read() is None
+    # Later children would inherit a signal that is ignored.
+    assert handlers == [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)]
 
 
-def test_a_start_that_failed_is_dropped_alone(tmp_path: Path, signals: None) -> None:
+def test_a_start_that_failed_is_dropped_alone(tmp_path: Path) -> None:
     state = StateFolder(tmp_path / "node", "board")
     with NodeSupervisor(state) as node, state.log("ray").open("wb") as log:
         first = node.start([sys.executable, "-c", FAMILY], os.environ, log, signal.SIGTERM)
