@@ -21,6 +21,8 @@ PRIOR_PREFILL_MS = 4.0
 PRIOR_DECODE_MS = 75.0
 PREFILL_MEMORY = 8192  # tokens after which half of what was measured is forgotten
 DECODE_MEMORY = 1024
+# A board that is slower than its kind by more is stuck: its time says nothing of the others.
+STUCK = 8.0
 UNUSED_S = 120.0  # after this time without work, a board's own measurements are forgotten
 STEP = math.log(1.25)  # boards that differ by less are equally fast
 SLACK = 0.65  # of a step: a board near a border stays where it is
@@ -41,6 +43,10 @@ class TokenTime:
         kept: float = 0.5 ** (tokens / self.memory)
         self.tokens = self.tokens * kept + tokens
         self.ms = self.ms * kept + ms
+
+    def is_far_above(self, tokens: float, ms: float) -> bool:
+        """True if that work took more than ``STUCK`` times the average."""
+        return self.each is not None and ms > STUCK * self.each * tokens > 0
 
     @property
     def each(self) -> float | None:
@@ -94,9 +100,13 @@ class Speed:
         )
         if self._seen != before or report.running or self._worked_s == -math.inf:
             self._worked_s = now_s
-        for pair in self._pairs:
-            pair.prefill.add(self._seen[0] - before[0], self._seen[1] - before[1])
-            pair.decode.add(self._seen[2] - before[2], self._seen[3] - before[3])
+        own, kind, everybody = self._pairs
+        prefilled = (self._seen[0] - before[0], self._seen[1] - before[1])
+        decoded = (self._seen[2] - before[2], self._seen[3] - before[3])
+        stuck = kind.prefill.is_far_above(*prefilled) or kind.decode.is_far_above(*decoded)
+        for pair in (own,) if stuck else (own, kind, everybody):
+            pair.prefill.add(*prefilled)
+            pair.decode.add(*decoded)
         self._settle()
 
     def _settle(self) -> None:

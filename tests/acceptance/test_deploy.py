@@ -9,8 +9,10 @@ import signal
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 
 import httpx
@@ -196,6 +198,13 @@ def _timed(http: httpx.Client, number: int) -> tuple[float, str]:
     return time.monotonic() - began_s, response.headers["x-rkserve-board"]
 
 
+def _answering(http: httpx.Client) -> set[str]:
+    """Return the boards that answer a burst of new prompts."""
+    first = time.monotonic_ns() % 10**9
+    with ThreadPoolExecutor(24) as pool:
+        return {board for _, board in pool.map(partial(_timed, http), range(first, first + 24))}
+
+
 def test_a_frozen_replica_takes_no_other_board_with_it(trio: App) -> None:
     well = trio.settled()
     cold = well[1].board_id
@@ -220,7 +229,8 @@ def test_a_frozen_replica_takes_no_other_board_with_it(trio: App) -> None:
         thawed_s = time.monotonic()
         wait_for("the board is ready again", lambda: _listed(http)[cold] == "ready", START_S)
         back_s = time.monotonic() - thawed_s
-        wait_for("the board answers again", lambda: _timed(http, 0)[1] == cold, AGAIN_S)
+        # Other boards have these prompts in their caches, and one request at a time goes there.
+        wait_for("the board answers again", lambda: cold in _answering(http), AGAIN_S)
     print(  # noqa: T201
         f"slowest answer after the freeze {slowest_s:.1f} s, known after {known_s:.1f} s, "
         f"ready {back_s:.1f} s after the thaw"

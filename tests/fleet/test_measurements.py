@@ -43,6 +43,18 @@ def test_a_board_without_work_for_a_while_counts_as_fast_as_its_kind_again() -> 
     assert slow.speed.decode_ms == pytest.approx(100)
 
 
+def test_a_stuck_board_does_not_slow_the_average_of_its_kind() -> None:
+    known = boards()
+    join(known, "b", platform="RK3588", **speed(6, 100))
+    stuck = join(known, "a", platform="RK3588", **speed(6, 8000))
+    assert stuck.speed.decode_ms == pytest.approx(8000)
+    new = join(known, "c", platform="RK3588")
+    assert (new.speed.prefill_ms, new.speed.decode_ms) == pytest.approx((6, 100))
+    join(known, "d", platform="RK3588", **speed(6, 700))  # hot, but at work
+    join(known, "c", platform="RK3588")
+    assert 100 < new.speed.decode_ms < 700
+
+
 # -- rates ----------------------------------------------------------------------------------------
 
 
