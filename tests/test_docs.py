@@ -231,7 +231,9 @@ SHELL = sorted(
         )
     }
 )
-TARGETS = set(re.findall(r"^([a-z-]+):", (PROJECT / "Makefile").read_text(encoding="utf-8"), re.M))
+TARGETS = set(
+    re.findall(r"^([a-z0-9-]+):", (PROJECT / "Makefile").read_text(encoding="utf-8"), re.M)
+)
 
 
 @pytest.mark.parametrize(("file", "command"), SHELL)

@@ -111,7 +111,12 @@ def entries(models: Path, uses: Sequence[GroupUse] = ()) -> tuple[CatalogEntry, 
         raise ConfigError(f"{models} cannot be listed: {exc.strerror or exc}") from exc
     ids = [name for name in names if MODEL_ID.fullmatch(name)]
     begun = [name[1:-7] for name in names if name.startswith(".") and name.endswith(".adding")]
-    only_begun = [name for name in begun if MODEL_ID.fullmatch(name) and name not in ids]
+    # An addition without a partial file has just begun, or has just ended.
+    only_begun = [
+        name
+        for name in begun
+        if MODEL_ID.fullmatch(name) and name not in ids and partial_bytes(models / name)
+    ]
     return tuple(entry(models, name, uses) for name in sorted((*ids, *only_begun)))
 
 

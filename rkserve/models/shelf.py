@@ -12,7 +12,7 @@ import logging
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -47,12 +47,23 @@ def staging_of(path: Path) -> Path:
 
 def partial_bytes(path: Path) -> int:
     """Return the size of the files that are being added to a model."""
-    return sum(one.stat().st_size for one in staging_of(path).rglob(f"*{PART}"))
+    return _size(staging_of(path), PART)
 
 
 def staged_bytes(path: Path) -> int:
     """Return the size of all files of an addition that has not ended."""
-    return sum(one.lstat().st_size for one in staging_of(path).rglob("*") if one.is_file())
+    return _size(staging_of(path), "")
+
+
+def _size(folder: Path, suffix: str) -> int:
+    """Return the size of the files with that suffix; another process may remove them meanwhile."""
+    size = 0
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            if name.endswith(suffix):
+                with suppress(FileNotFoundError):
+                    size += os.lstat(os.path.join(parent, name)).st_size  # noqa: PTH118 - of walk
+    return size
 
 
 @contextmanager

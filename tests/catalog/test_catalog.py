@@ -182,3 +182,9 @@ def test_names_of_no_model_are_refused(models: Path, name: str) -> None:
 def test_a_folder_that_cannot_be_listed_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="nowhere cannot be listed"):
         entries(tmp_path / "nowhere")
+
+
+def test_an_addition_that_has_just_begun_or_ended_is_no_model(models: Path) -> None:
+    before = [one.id for one in entries(models)]
+    (models / ".fresh.adding").mkdir()
+    assert [one.id for one in entries(models)] == before

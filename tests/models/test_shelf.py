@@ -17,6 +17,7 @@ from rkserve.models.shelf import (
     model_path,
     partial_bytes,
     publish,
+    staged_bytes,
     staging,
     staging_of,
 )
@@ -106,3 +107,14 @@ def test_a_discarded_model_leaves_nothing(tmp_path: Path) -> None:
     index_of(folder, PIECE)
     discard(folder)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_files_that_are_removed_while_they_are_counted_take_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    staged = staging_of(tmp_path / "chat")
+    staged.mkdir()
+    (staged / "one.part").write_bytes(b"123")
+    listed: list[tuple[str, list[str], list[str]]] = [(str(staged), [], ["one.part", "gone.part"])]
+    monkeypatch.setattr("rkserve.models.shelf.os.walk", lambda _: listed)
+    assert staged_bytes(tmp_path / "chat") == partial_bytes(tmp_path / "chat") == 3
