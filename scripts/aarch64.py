@@ -66,7 +66,7 @@ class Report:
 class EmulatedRoot:
     """A root file system whose programs qemu-user runs.
 
-    Each command gets mount and process namespaces of its own, so that nothing of it is left when
+    Each command gets mount and process namespaces of its own, so that no process is left when
     it ends.
     """
 

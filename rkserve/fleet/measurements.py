@@ -21,7 +21,7 @@ PRIOR_PREFILL_MS = 4.0
 PRIOR_DECODE_MS = 75.0
 PREFILL_MEMORY = 8192  # tokens after which half of what was measured is forgotten
 DECODE_MEMORY = 1024
-# A board that is slower than its kind by more is stuck: its time says nothing of the others.
+# A board that is slower than its kind by more is stuck, and its time is left out of their average.
 STUCK = 8.0
 UNUSED_S = 120.0  # after this time without work, a board's own measurements are forgotten
 STEP = math.log(1.25)  # boards that differ by less are equally fast

@@ -66,7 +66,7 @@ def test_an_error_exits_with_1_and_json_is_the_report(
         pytest.param(["--root", "{root}", "--head", "http://head:8000"], id="head of a tree"),
         pytest.param(["--root", "{root}", "--measure"], id="no model to measure"),
         pytest.param(["--head", "head:8000"], id="no URL"),
-        pytest.param(["--user", "nobody-here"], id="no such user"),
+        pytest.param(["--user", "absent-user"], id="no such user"),
         pytest.param(["--root", "{root}", "--fleet"], id="a tree and a cluster"),
     ],
 )

@@ -20,7 +20,7 @@ WEIGHTS = b"w" * 2500
 
 
 def begun(**missing: list[int]) -> httpx.Response:
-    """What the head answers to an index."""
+    """The head's answer to an index."""
     named = {f"{name}.rkllm": numbers for name, numbers in missing.items()}
     return ok({"complete": False, "received_bytes": 0, "missing": named})
 

@@ -266,7 +266,7 @@ RAY = UserIdentity(name="ray", uid=1000, gids=())
             DiskSpace(folder="/var/lib/rkserve", use="state", exists=False, uid=0),
             "state-missing",
             "sudo install -d -m 700 -o ray /var/lib/rkserve",
-            id="nobody made it",
+            id="no known maker",
         ),
         pytest.param(
             DiskSpace(folder="/var/lib/rkserve", use="state", uid=33),

@@ -69,7 +69,7 @@ def test_another_model_is_estimated_by_its_size(name: str) -> None:
 
 
 def test_no_published_model_counts_as_slow_by_its_own_estimate() -> None:
-    """With its memory in the place of its file's size, which nobody published."""
+    """With its memory in the place of its file's size, which is not published."""
     slow = [
         row
         for row in speeds()

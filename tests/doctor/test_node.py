@@ -46,10 +46,10 @@ def test_another_machines_tree_has_no_caller(tree: Tree) -> None:
 
 
 def test_an_unknown_user_is_an_error(tree: Tree) -> None:
-    with pytest.raises(ValueError, match="no user 'nobody-here'"):
-        node.user(Tree(Path("/")), "nobody-here")
-    assert node.user(tree, "nobody-here") is None
-    assert [one.reason for one in tree.unread] == ["it has no user 'nobody-here'"]
+    with pytest.raises(ValueError, match="no user 'absent-user'"):
+        node.user(Tree(Path("/")), "absent-user")
+    assert node.user(tree, "absent-user") is None
+    assert [one.reason for one in tree.unread] == ["it has no user 'absent-user'"]
 
 
 def test_this_machines_user_is_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,7 +45,7 @@ ASLEEP = BoardState.ASLEEP
 @pytest.mark.parametrize(
     ("desired", "boards", "told"),
     [
-        pytest.param(Desired(), ["a", "b"], (False, False), id="nobody"),
+        pytest.param(Desired(), ["a", "b"], (False, False), id="neither"),
         pytest.param(slept(SleepLevel.UNLOADED, "a"), ["a", "b"], (True, False), id="one"),
         pytest.param(slept(SleepLevel.PAUSED), ["a", "b"], (True, True), id="all, lightly"),
         pytest.param(slept(SleepLevel.UNLOADED), [], (True, True), id="no board is there"),
