@@ -51,7 +51,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         ("--machine-seed", random.SystemRandom().randrange(2**32), "what the random ones begin at"),
         ("--soak-seconds", 4, "how long 16 clients disturb one board"),
         ("--schemas-every", 4, "which of a thousand schemas are tried: 1 is all of them"),
-        ("--odd-every", 4, "which of 42,000 odd requests are made: 1 is all of them"),
+        ("--odd-every", 8, "which of 42,000 odd requests are made: 1 is all of them"),
         ("--latency-pauses", 4, "pauses of each kind whose latency is measured"),
     ):
         group.addoption(option, type=int, default=default, help=f"{text} (%(default)s)")

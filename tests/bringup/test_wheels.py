@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from rkserve.bringup.versions import VersionFolder
+from rkserve.bringup.versions import MARKER, VersionFolder
 from rkserve.bringup.wheels import WheelFolder, check
 from rkserve.core.errors import ConfigError
 from tests.support.sim.wheel_folder import make_wheel
@@ -22,13 +24,23 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_version_is_installed_from_a_folder_beside_the_one_that_runs(
-    tmp_path: Path, wheels: Path
-) -> None:
+@pytest.fixture(scope="module")
+def versions(tmp_path_factory: pytest.TempPathFactory, wheels: Path) -> VersionFolder:
+    """A folder with one version, which is in use."""
     folder = WheelFolder(wheels)
-    versions = VersionFolder(tmp_path)
-    name = versions.install(folder.version, folder.content(), folder.build)
-    versions.use(name)
+    versions = VersionFolder(tmp_path_factory.mktemp("versions"))
+    versions.use(versions.install(folder.version, folder.content(), folder.build))
+    return versions
+
+
+def site_of(versions: VersionFolder) -> Path:
+    (site,) = versions.link.glob("lib/python*/site-packages")
+    return site
+
+
+def test_a_version_is_installed_from_a_folder_beside_the_one_that_runs(
+    versions: VersionFolder,
+) -> None:
     shown = subprocess.run(
         [versions.link / "bin" / "rkserve", "--version"],
         capture_output=True,
@@ -37,21 +49,19 @@ def test_a_version_is_installed_from_a_folder_beside_the_one_that_runs(
         timeout=300,
     ).stdout
     assert shown == "rkserve 0.2.7\n"
-    found = check(tmp_path / name)
+    environment = versions.link.resolve()
+    found = check(environment)
     assert (found.rkserve, found.ray[:5]) == ("0.2.7", "2.60.")
     # Nothing of it is in this project's folder, and its commands are its own.
-    (site,) = (tmp_path / name).glob("lib/python*/site-packages")
+    site = site_of(versions)
     assert not [*site.glob("__editable__*")]
     assert (site / "rkserve" / "app.py").is_file()
-    ray = (tmp_path / name / "bin" / "ray").read_text(encoding="utf-8")
-    assert ray.startswith(f"#!{tmp_path / name}/bin/python")
+    ray = (environment / "bin" / "ray").read_text(encoding="utf-8")
+    assert ray.startswith(f"#!{environment}/bin/python")
 
 
-def test_packages_that_have_not_changed_take_no_space(tmp_path: Path, wheels: Path) -> None:
-    folder = WheelFolder(wheels)
-    (tmp_path / "one").mkdir()
-    folder.build(tmp_path / "one" / "venv")
-    (site,) = tmp_path.glob("one/venv/lib/python*/site-packages")
+def test_packages_that_have_not_changed_take_no_space(versions: VersionFolder) -> None:
+    site = site_of(versions)
     wrapper = site / "ray" / "serve" / "api.py"
     assert (
         wrapper.stat().st_nlink > 1 or wrapper.stat().st_dev != Path(pytest.__file__).stat().st_dev
@@ -60,17 +70,21 @@ def test_packages_that_have_not_changed_take_no_space(tmp_path: Path, wheels: Pa
     assert (site / "rkserve" / "app.py").stat().st_nlink == 1
 
 
-def test_a_version_that_cannot_be_imported_is_not_complete(tmp_path: Path, wheels: Path) -> None:
+def test_a_version_that_cannot_be_imported_is_not_complete(
+    tmp_path: Path, versions: VersionFolder
+) -> None:
     def build(venv: Path) -> None:
-        WheelFolder(wheels).build(venv)
+        shutil.copytree(versions.link.resolve(), venv, symlinks=True, copy_function=os.link)
+        (venv / MARKER).unlink()
         (app,) = venv.glob("lib/python*/site-packages/rkserve/app.py")
+        app.unlink()  # a link to the whole version's
         app.write_text("import a_package_that_is_missing\n", encoding="utf-8")
         check(venv)
 
-    versions = VersionFolder(tmp_path)
+    broken = VersionFolder(tmp_path)
     with pytest.raises(ConfigError, match=r"the check of a new version failed(.|\n)*No module"):
-        versions.install("0.2.7", "new", build)
-    assert versions.installed() == []
+        broken.install("0.2.7", "new", build)
+    assert broken.installed() == []
 
 
 def test_a_folder_is_read_by_its_names(tmp_path: Path) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import ensurepip
 import functools
 import hashlib
 import http.server
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -33,6 +35,9 @@ class Machine:
         self.prefix = root / "opt"
         self.offline.mkdir()
         (self.offline / "requirements.lock").write_text("")
+        # As in a real offline folder; without it each installation unpacks Python's own first.
+        (bundled,) = (Path(ensurepip.__file__).parent / "_bundled").glob("pip-*.whl")
+        self.pip = Path(shutil.copy(bundled, self.offline))
         self.put_wheel("1.0")
 
     def put_wheel(self, version: str, exits: int = 0) -> None:
@@ -101,6 +106,11 @@ def test_a_version_is_installed_once_and_taken_into_use(machine: Machine) -> Non
     assert machine.done("list") == "1.0 in use\n"
     assert (machine.prefix / "venv" / "bin" / "rkserve").exists()
     assert sorted(p.name for p in machine.prefix.iterdir()) == ["1.0", "venv"]
+
+
+def test_an_offline_folder_without_pip_is_installed_with_python_s_own(machine: Machine) -> None:
+    machine.pip.unlink()
+    assert machine.done("install", str(machine.offline)) == "changed: 1.0 is installed\n"
 
 
 def test_the_version_before_comes_back_and_older_ones_go(machine: Machine) -> None:
@@ -253,13 +263,12 @@ def test_a_machine_downloads_its_own_wheels_only_and_each_file_once(machine: Mac
     (machine.root / "outside").write_text("x")
     into = machine.root / "local" / "copy"
     with served(machine.offline) as url:
-        assert machine.done("fetch", url, str(into)).count("changed: ") == 3
+        assert machine.done("fetch", url, str(into)).count("changed: ") == 4
         assert machine.done("fetch", url, str(into)) == ""
         (into / "requirements.lock").write_text("damaged")
         assert machine.done("fetch", url, str(into)).count("changed: ") == 1
-    assert sorted(p.name for p in into.rglob("*") if p.is_file()) == [
-        *("SHA256SUMS", "requirements.lock", "rkserve-1.0-py3-none-any.whl", f"wheels-{tag}.tar")
-    ]
+    names = {"SHA256SUMS", "requirements.lock", "rkserve-1.0-py3-none-any.whl", machine.pip.name}
+    assert {p.name for p in into.rglob("*") if p.is_file()} == {*names, f"wheels-{tag}.tar"}
     assert not (into.parent / "outside").exists()
 
 
@@ -273,9 +282,11 @@ def served(folder: Path) -> Iterator[str]:
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-        thread.join()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 def test_a_board_that_has_joined_needs_neither_token_nor_head(machine: Machine) -> None:
