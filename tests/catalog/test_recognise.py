@@ -97,7 +97,7 @@ def test_files_that_are_no_model_are_refused(tmp_path: Path) -> None:
     [
         pytest.param("1.1.4", (), id="before 1.2"),
         pytest.param("1.2.0", tuple(RELEASES), id="older than all releases"),
-        pytest.param("1.3.0", ("1.3.0", "1.3.1"), id="1.3"),
+        pytest.param("1.3.0", tuple(RELEASES)[tuple(RELEASES).index("1.3.0") :], id="1.3"),
         pytest.param("1.9.0", (), id="newer than all releases"),
         pytest.param(None, tuple(RELEASES), id="unknown"),
     ],
