@@ -66,7 +66,8 @@ def start(names: Sequence[str], stack: ExitStack) -> list[Run]:
             stdout=output,
             stderr=subprocess.STDOUT,
             env=environ,
-            start_new_session=True,
+            # Not in a session of its own, which the kernel would give a share of its own.
+            preexec_fn=os.setpgrp,  # noqa: PLW1509 - this process has one thread
         )
         runs.append(Run(name, process, output, time.monotonic()))
     return runs
