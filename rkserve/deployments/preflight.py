@@ -7,18 +7,26 @@ with these checks before ``serve run`` and ``serve deploy``.
 A reader of Ray's token can run code on every node, and Ray creates its file readable for all. So
 the command creates it first, for its owner only, where Ray would, and warns about one that others
 may read.
+
+At its end Serve asks each replica to stop, and gives it the drain time of its deployment. A replica
+that waits for a node, such as in the place of a board that has left, cannot be asked, so that each
+end would take that time. The command ends such replicas while Serve shuts down.
 """
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import errno
 import os
 import secrets
 import shlex
+import signal
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +48,8 @@ HOST, PORT = "0.0.0.0", 8000
 FAILED = 1
 OTHERS = 0o077  # permissions of the group and of everybody
 TOKEN_BYTES = 32  # as many as Ray takes
+NAMESPACE = "serve"  # of Serve's actors
+WAITING_POLL_S = 0.5
 
 
 def check_args(args: Any) -> RkserveConfig:
@@ -208,7 +218,51 @@ def main() -> None:
         except RkserveError as exc:
             print(f"rkserve: {exc}", file=sys.stderr)  # noqa: T201 -- a command's last words
             sys.exit(FAILED)
+        if name == "run" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, _interrupt)
     cli()
+
+
+def _interrupt(number: int, frame: Any) -> None:
+    """Begin the end of ``serve run``."""
+    threading.Thread(target=_end_waiting_replicas, daemon=True).start()
+    signal.default_int_handler(number, frame)
+
+
+def _end_waiting_replicas() -> None:
+    """End replicas that wait for a node, until this process has ended.
+
+    One that is ended before Serve's controller has begun to shut down is replaced, and ended again.
+    """
+    import ray
+    from ray.exceptions import RayError
+    from ray.util.state import list_actors
+    from ray.util.state.exception import RayStateApiException
+
+    if not ray.is_initialized():
+        return  # no replica has been started yet
+    address = ray.get_runtime_context().gcs_address
+    filters = [("state", "=", "PENDING_CREATION"), ("ray_namespace", "=", NAMESPACE)]
+
+    def kill(name: str) -> None:
+        ray.kill(ray.get_actor(name, namespace=NAMESPACE))
+
+    while ray.is_initialized():
+        try:
+            end_waiting(list_actors(address, filters), kill)
+        except (RayError, RayStateApiException, OSError) as exc:
+            # Serve ends them after their drain time all the same.
+            sys.stderr.write(f"rkserve: Replicas that wait for a node were not ended: {exc}\n")
+            return
+        time.sleep(WAITING_POLL_S)
+
+
+def end_waiting(pending: Iterable[Any], kill: Callable[[str], None]) -> None:
+    """End, by their actors' names, the pending actors that no process has been started for."""
+    for one in pending:
+        if not one.pid:
+            with contextlib.suppress(ValueError):  # it has ended, or has just got a node
+                kill(one.name)
 
 
 def _check_given(name: str, file: Path, address: str | None) -> None:

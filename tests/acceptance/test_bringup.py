@@ -145,7 +145,6 @@ def serve_config(folder: Path, port: int) -> Path:
             "name": "rk",
             "model": f"models/{EMBED}",
             "library": str(ensure_built("1.3.0")),
-            "drain_timeout_s": 5,  # Serve waits as long for a replica that has no node yet
         },
     ]
     args = {"boards": groups, "state_dir": str(folder / "s")}

@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Iterator
 from importlib.metadata import entry_points
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from rkserve.app import build
 from rkserve.core.child_process import free_port
 from rkserve.core.errors import ConfigError
 from rkserve.deployments.haproxy import BINARY, FLAG, available, check_environ, own_environ
-from rkserve.deployments.preflight import check_file, check_token
+from rkserve.deployments.preflight import check_file, check_token, end_waiting
 from tests.support.paths import PROJECT
 
 pytestmark = pytest.mark.slow
@@ -256,3 +257,19 @@ def test_an_application_behind_rays_own_haproxy_is_refused(
     monkeypatch.delenv(BINARY, raising=False)
     with pytest.raises(ConfigError, match="rkserve front"):
         build(config()["applications"][0]["args"])
+
+
+def test_an_end_takes_replicas_that_no_process_was_started_for() -> None:
+    pending = [
+        SimpleNamespace(name=name, pid=pid)
+        for name, pid in (("waits", 0), ("starts", 4711), ("has ended", 0), ("waits, too", None))
+    ]
+    ended: list[str] = []
+
+    def kill(name: str) -> None:
+        if name == "has ended":
+            raise ValueError(f"Failed to look up actor with name '{name}'.")
+        ended.append(name)
+
+    end_waiting(pending, kill)
+    assert ended == ["waits", "waits, too"]
