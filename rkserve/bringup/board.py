@@ -33,6 +33,7 @@ from rkserve.bringup.head import (
     FAILED,
     RAY_START,
     RECORD_S,
+    check_localhost,
     check_ports,
     haproxy_environ,
     start_ray,
@@ -280,6 +281,7 @@ def run_board(options: JoinOptions, note: Note) -> int:
     state.refuse_second(LEAVE)
     ports = NodePorts(options.ray_port)
     check_ports(range(ports.first + 1, ports.last))
+    check_localhost()
     if options.doctor:
         check_board(options)
     serving.interrupt_on_signals()

@@ -34,6 +34,9 @@ from rkserve.core.child_process import free_ports
 from rkserve.core.errors import ConfigError
 from rkserve.core.files import replace_private
 from rkserve.deployments import haproxy, preflight
+from rkserve.doctor.facts import BoardFacts
+from rkserve.doctor.node import limits
+from rkserve.doctor.rules import localhost
 from rkserve.router.members import Members
 from rkserve.router.membership import FOLDER, TERMS, ClusterTerms, new_token, write_terms
 
@@ -135,6 +138,12 @@ def check_ports(ports: Iterable[int]) -> None:
                 ) from exc
 
 
+def check_localhost() -> None:
+    """Raise ``ConfigError`` where ``localhost`` is no loopback address, without which Ray hangs."""
+    for one in localhost(BoardFacts(process=limits())):
+        raise ConfigError(f"{one.sentence} Run: {one.command}")
+
+
 def run_head(options: HeadOptions, note: Note) -> int:
     """Start the head, and keep it until Ctrl-C, SIGTERM or a failure. Returns the exit code.
 
@@ -145,6 +154,7 @@ def run_head(options: HeadOptions, note: Note) -> int:
     state = StateFolder(options.state, HEAD)
     state.refuse_second(DOWN)
     preflight.check_file(options.config, starts=True)
+    check_localhost()
     plan = HeadPlan.of(options.config)
     address = options.address or own_address()
     check_ports((*range(ports.first, ports.last + 1), options.dashboard_port))

@@ -167,7 +167,7 @@ class ProcessLimits(FrozenModel):
     """The environment of this process: what a node's Ray would start with.
 
     ``python_wanted`` are the oldest version of Python that rkserve runs on, and the first one that
-    is too new.
+    is too new. ``localhost_problem`` is the reason why that name has no loopback address.
     """
 
     machine: str
@@ -178,6 +178,7 @@ class ProcessLimits(FrozenModel):
     open_files: int | None = None
     ray: str | None = None
     ray_wanted: str | None = None
+    localhost_problem: str = ""
 
 
 class RayletEnvironment(FrozenModel):

@@ -6,6 +6,7 @@ import ctypes
 import email.utils
 import http.client
 import importlib.metadata
+import ipaddress
 import json
 import os
 import platform
@@ -111,7 +112,20 @@ def limits() -> ProcessLimits:
         open_files=None if hard == resource.RLIM_INFINITY else hard,
         ray=_installed("ray"),
         ray_wanted=_wanted_ray(),
+        localhost_problem=localhost_problem(),
     )
+
+
+def localhost_problem() -> str:
+    """Return the reason why ``localhost`` is no loopback address here, empty where it is one."""
+    try:
+        listed = socket.getaddrinfo("localhost", None, type=socket.SOCK_STREAM)
+    except OSError as exc:
+        return exc.strerror or str(exc)
+    found = {str(one[4][0]) for one in listed}
+    if any(ipaddress.ip_address(one).is_loopback for one in found):
+        return ""
+    return f"its address is {', '.join(sorted(found))}"
 
 
 def _installed(package: str) -> str | None:

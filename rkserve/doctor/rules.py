@@ -57,6 +57,18 @@ def process(facts: BoardFacts) -> Iterator[Finding]:
         )
 
 
+def localhost(facts: BoardFacts) -> Iterator[Finding]:
+    """A machine on which Ray's processes do not find each other by ``localhost``."""
+    if facts.process is not None and (problem := facts.process.localhost_problem):
+        yield error(
+            "localhost-unknown",
+            f"The name localhost has no loopback address here ({problem}): each start of Ray takes "
+            "minutes, and fails without naming the cause.",
+            "echo '127.0.0.1 localhost' | sudo tee -a /etc/hosts",
+            f"getaddrinfo of localhost: {problem}",
+        )
+
+
 def processors(facts: BoardFacts) -> Iterator[Finding]:
     """Fewer CPUs than NPU cores, with which RKLLM refuses to load."""
     known = soc_of(facts.hardware.soc) if facts.hardware else None
@@ -270,6 +282,7 @@ RULES: tuple[Rule, ...] = (
     file_rules.model,
     processors,
     process,
+    localhost,
     ray,
     raylet,
     file_rules.disks,

@@ -17,7 +17,15 @@ import pytest
 import yaml
 
 from rkserve.bench.processes import PROC, is_alive
-from rkserve.bringup.head import HeadPlan, check_ports, haproxy_environ, own_address
+from rkserve.bringup.board import JoinOptions, run_board
+from rkserve.bringup.head import (
+    HeadOptions,
+    HeadPlan,
+    check_ports,
+    haproxy_environ,
+    own_address,
+    run_head,
+)
 from rkserve.bringup.processes import StateFolder
 from rkserve.bringup.settings import GCS_PORT
 from rkserve.core.child_process import free_port, free_ports
@@ -240,6 +248,22 @@ def test_a_machine_without_a_network_needs_an_address(monkeypatch: pytest.Monkey
     monkeypatch.setattr(socket, "gethostbyname", lambda _: "127.0.1.1")
     with pytest.raises(ConfigError, match=r"127\.0\.1\.1, which boards cannot reach"):
         own_address()
+
+
+def test_a_machine_without_localhost_is_refused_before_ray_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unknown(*_: Any, **__: Any) -> None:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    options = HeadOptions(config(tmp_path), tmp_path / "state")
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    with pytest.raises(ConfigError, match=r"localhost has no loopback.*Run: echo '127\.0\.0\.1"):
+        run_head(options, print)
+    with pytest.raises(ConfigError, match=r"localhost has no loopback.*Run: echo '127\.0\.0\.1"):
+        run_board(
+            JoinOptions(tmp_path / "state", ray_port=next(filter(all_free, free_ports()))), print
+        )
 
 
 def test_a_named_token_that_is_missing_stops_the_start(tmp_path: Path) -> None:

@@ -69,6 +69,29 @@ def test_this_process_has_limits() -> None:
     assert found.ray_wanted == "2.60.*"
 
 
+@pytest.mark.parametrize(
+    ("addresses", "problem"),
+    [
+        pytest.param(["127.0.0.1"], "", id="IPv4"),
+        pytest.param(["::1"], "", id="IPv6"),
+        pytest.param(["10.0.0.9", "127.0.0.1"], "", id="one of several"),
+        pytest.param(["10.0.0.9", "10.0.0.8"], "its address is 10.0.0.8, 10.0.0.9", id="elsewhere"),
+        pytest.param([], "Name or service not known", id="unknown"),
+    ],
+)
+def test_localhost_is_a_loopback_address_or_a_problem(
+    monkeypatch: pytest.MonkeyPatch, addresses: list[str], problem: str
+) -> None:
+    def resolve(name: str, *_: object, **__: object) -> list[object]:
+        assert name == "localhost"
+        if not addresses:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (one, 0)) for one in addresses]
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    assert node.localhost_problem() == problem
+
+
 def test_only_a_raylet_counts(tree: Tree) -> None:
     for pid, comm in {"12": "python", "34": "raylet"}.items():
         (tree.root / "proc" / pid).mkdir(parents=True)

@@ -88,6 +88,14 @@ FAULTS = {
         "glibc is 2.28; the wheels need 2.31 or later (Debian 11, Ubuntu 20.04).",
         "# install a newer image on the board",
     ),
+    "no localhost": Fault(
+        "localhost-unknown",
+        lambda b: changed(b, localhost_problem="Name or service not known"),
+        ERROR,
+        "The name localhost has no loopback address here (Name or service not known): each start "
+        "of Ray takes minutes, and fails without naming the cause.",
+        "echo '127.0.0.1 localhost' | sudo tee -a /etc/hosts",
+    ),
     "no Ray": Fault(
         "ray-missing",
         lambda b: changed(b, ray=None),
