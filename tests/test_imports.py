@@ -129,6 +129,7 @@ OWNERS: dict[str, frozenset[str]] = {
     "prometheus_client": frozenset({"core", "http", "coordinator", "deployments"}),
     "httpx": frozenset({"catalog.hub", "client", "coordinator.artifacts"}),
     "typer": frozenset({"cli"}),
+    "zeroconf": frozenset({"bringup.discovery"}),
     "rich": frozenset({"cli"}),
     "yaml": frozenset({"catalog", "deployments", "models"}),
 }

@@ -51,6 +51,7 @@ from rkserve.doctor.rules import findings_of
 from rkserve.doctor.tree import Tree
 
 LEAVE = "rkserve leave"
+JOINED = "joined.json"  # the answer of the last join, in the state folder
 ASK_S = 30.0
 # The statuses of a head that is busy or starting, and those of a proxy in front of one.
 TRY_LATER, NOT_FOUND, ACCEPTED = (429, 502, 503, 504), 404, 202
@@ -337,7 +338,7 @@ def _words(options: JoinOptions) -> list[str]:
 
 def _terms(options: JoinOptions, state: StateFolder, note: Note) -> dict[str, Any]:
     """Return the head's answer, or that of the last join."""
-    file = state.folder / "joined.json"
+    file = state.folder / JOINED
     if options.head is None:
         try:
             saved: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))

@@ -18,6 +18,7 @@ from typing import Any, BinaryIO
 
 from rkserve.api.admin.join import MemberEntry, MemberState
 from rkserve.bringup import serving
+from rkserve.bringup.discovery import Announcement
 from rkserve.bringup.processes import NodeSupervisor, StateFolder
 from rkserve.bringup.serving import Note, ServeLog
 from rkserve.bringup.settings import (
@@ -54,7 +55,7 @@ class HeadOptions:
     """The options of ``rkserve up``.
 
     ``address`` is the one at which boards reach this machine; ``temp_dir`` is Ray's folder;
-    with ``approval`` new boards wait for ``rkserve approve``.
+    with ``approval`` new boards wait for ``rkserve approve``; ``mdns`` announces the head.
     """
 
     config: Path
@@ -65,6 +66,7 @@ class HeadOptions:
     temp_dir: Path | None = None
     haproxy: bool = True
     approval: bool = False
+    mdns: bool = True
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,7 @@ class HeadPlan:
     port: int
     real: bool  # some group has real boards, which join later
     measures: tuple[tuple[str, str], ...] = ()  # library and model folder of each such group
+    host: str = preflight.HOST
 
     @classmethod
     def of(cls, config: Path) -> HeadPlan:
@@ -82,7 +85,7 @@ class HeadPlan:
         content = preflight.read(config)
         options = content.get("http_options") or {}
         host, port = str(options.get("host", preflight.HOST)), options.get("port", preflight.PORT)
-        local = "127.0.0.1" if host in ("0.0.0.0", "::") else host
+        host_here = "127.0.0.1" if host in ("0.0.0.0", "::") else host
         listed = content.get("applications")
         found = [
             preflight.check_args(one.get("args") or {})
@@ -93,8 +96,9 @@ class HeadPlan:
             raise ConfigError(f"{config} has no application with {preflight.APPLICATION}.")
         groups = [group for one in found for group in one.boards if group.simulated is None]
         measures = [(str(one.library), str(resolve_folder(one.model))) for one in groups]
-        named = f"[{local}]" if ":" in local else local
-        return cls(f"http://{named}:{port}", int(port), bool(groups), tuple(measures))
+        named = f"[{host_here}]" if ":" in host_here else host_here
+        url = f"http://{named}:{port}"
+        return cls(url, int(port), bool(groups), tuple(measures), host)
 
     def join_url(self, address: str) -> str:
         """Return the URL of the endpoint as boards see it."""
@@ -176,9 +180,12 @@ def run_head(options: HeadOptions, note: Note) -> int:
             environ[FOLDER] = str(state.folder)
             about = {"url": plan.url, "join_url": plan.join_url(address)}
             node = stack.enter_context(NodeSupervisor(state, **about))
+            announcement = Announcement.of(address, plan.host, plan.port, note)
+            if announcement is not None:
+                stack.enter_context(announcement)
             stack.callback(note, "Stopping ...")
             logs = [stack.enter_context(state.log(name).open("wb")) for name in ("ray", "serve")]
-            head = RunningHead(node, state, plan, note)
+            head = RunningHead(node, state, plan, note, announcement if options.mdns else None)
             return head.run(command, environ, ray_address, str(options.config), logs)
     except KeyboardInterrupt:
         return 0
@@ -278,6 +285,7 @@ class RunningHead:
     state: StateFolder
     plan: HeadPlan
     note: Note
+    announcement: Announcement | None = None
     children: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     started_s: float = field(default_factory=time.monotonic)
     shown: str = ""
@@ -301,6 +309,8 @@ class RunningHead:
         self.children = {"Ray": ray, "serve": started}
         if self._until("The Router is", self._answers, serving.START_TIMEOUT_S):
             self.note(f"The Router answers at {self.plan.url} after {self._passed()}.")
+            if self.announcement is not None:
+                self.announcement.begin()
             if self.plan.real:
                 self.note(
                     f"Within the next hour, on each board: {join_command(self.state, HOUR_S)}"

@@ -14,7 +14,8 @@ from typing import Annotated
 
 import typer
 
-from rkserve.bringup.board import LEAVE, JoinOptions, run_board
+from rkserve.bringup.board import JOINED, LEAVE, JoinOptions, run_board
+from rkserve.bringup.discovery import suggest_heads
 from rkserve.bringup.head import DOWN, HeadOptions, join_command, run_head
 from rkserve.bringup.processes import StateFolder, end_child
 from rkserve.bringup.settings import BOARD, DASHBOARD_PORT, GCS_PORT, HEAD
@@ -74,6 +75,14 @@ def up(
             help="New boards wait for `rkserve approve`; without it a join token is enough.",
         ),
     ] = False,
+    mdns: Annotated[
+        bool,
+        typer.Option(
+            "--mdns/--no-mdns",
+            envvar="RKSERVE_MDNS",
+            help="Announce the head's address in its network, for `rkserve join` without a URL.",
+        ),
+    ] = True,
 ) -> None:
     """Start the head: Ray, HAProxy and the application, until Ctrl-C.
 
@@ -81,7 +90,8 @@ def up(
     """
     folder = _folder(state)
     options = HeadOptions(
-        config.absolute(), folder, address, ray_port, dashboard_port, temp_dir, haproxy, approve
+        *(config.absolute(), folder, address, ray_port, dashboard_port, temp_dir),
+        *(haproxy, approve, mdns),
     )
     if detach:
         _detached(folder, HEAD, DOWN)
@@ -113,7 +123,11 @@ def token(
 def join(
     head: Annotated[
         str | None,
-        typer.Argument(metavar="[URL]", help="The head, http://head:8000. Default: as last time."),
+        typer.Argument(
+            metavar="[URL]",
+            help="The head, http://head:8000. Default: as last time; before the first time, heads "
+            "that answer by mDNS are listed.",
+        ),
     ] = None,
     *,
     token: Annotated[
@@ -173,6 +187,8 @@ def join(
         temp_dir,
         start,
     )
+    if head is None and not (folder / JOINED).exists():
+        _run(lambda: suggest_heads(typed_options()))
     if detach:
         _detached(folder, BOARD, LEAVE)
     else:
@@ -198,6 +214,18 @@ def cpu_list(text: str | None) -> tuple[int, ...]:
     if missing or not found:
         raise typer.BadParameter(f"--ray-cpus: {text} names CPUs that this process may not use")
     return tuple(sorted(found))
+
+
+def typed_options() -> list[str]:
+    """Return the words after the command as they were typed, without the token."""
+    words = iter(sys.argv[sys.argv.index("join") + 1 :] if "join" in sys.argv else ())
+    found = []
+    for word in words:
+        if word == "--token":
+            next(words, None)
+        elif not word.startswith("--token="):
+            found.append(word)
+    return found
 
 
 def note(text: str) -> None:

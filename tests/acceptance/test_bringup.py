@@ -170,7 +170,7 @@ def home() -> Iterator[Home]:
         config = serve_config(folder, port)
         ports = ("--ray-port", str(head.first_port), "--dashboard-port", str(head.first_port + 9))
         try:
-            words = ("--approve", "--detach", "--temp-dir", str(folder / "r"))
+            words = ("--approve", "--no-mdns", "--detach", "--temp-dir", str(folder / "r"))
             output = head.run("up", str(config), *ports, *words)
             yield Home(head, board, f"http://127.0.0.1:{port}", output)
         finally:

@@ -75,7 +75,7 @@ head.RAY_START = (sys.executable, str(folder / "ray.py"))
 serving.SERVE = (sys.executable, str(folder / "serve.py"))
 options = head.HeadOptions(
     folder / "serve_config.yaml", folder / "state", "192.0.2.1", int(sys.argv[2]), int(sys.argv[3]),
-    haproxy=False,
+    haproxy=False, mdns=False,
 )
 sys.exit(head.run_head(options, lambda text: print(text, flush=True)))
 """

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
+from rkserve.bringup.board import JOINED
+from rkserve.bringup.discovery import FoundHead, suggest_heads
 from rkserve.bringup.head import HeadOptions
 from rkserve.cli import app, bringup
 from rkserve.cli.bringup import cpu_list
@@ -22,9 +25,6 @@ from tests.bringup.test_head import all_free
     [
         pytest.param(["leave"], Exit.DONE, "Nothing runs here that", id="nothing to leave"),
         pytest.param(["token"], Exit.FAILED, "`rkserve up` first", id="a token of no head"),
-        pytest.param(
-            ["join", "--no-doctor"], Exit.FAILED, "has not joined yet", id="no head to join"
-        ),
         pytest.param(
             ["join", "http://127.0.0.1:9", "--no-doctor"],
             Exit.FAILED,
@@ -51,6 +51,68 @@ def test_a_command_exits_with_its_reason(
     assert output in done.output
 
 
+def heads_run(monkeypatch: pytest.MonkeyPatch) -> list[HeadOptions]:
+    """Collect the options of heads, in the place of starting them."""
+    given: list[HeadOptions] = []
+
+    def run_head(options: HeadOptions, _: object) -> int:
+        given.append(options)
+        return Exit.DONE
+
+    monkeypatch.setattr(bringup, "run_head", run_head)
+    return given
+
+
+def test_a_first_join_without_a_url_only_names_heads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head = FoundHead("head", "http://192.0.2.1:8000", "0.1.0")
+    monkeypatch.setattr(
+        bringup, "suggest_heads", lambda words: suggest_heads(words, lambda: [head])
+    )
+    words = ["join", "--state", str(tmp_path / "node"), "--token", "secret", "--detach"]
+    monkeypatch.setattr(sys, "argv", ["rkserve", *words, "--token=secret"])
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == Exit.FAILED
+    command = f"rkserve join {head.url} --token TOKEN --state {tmp_path / 'node'} --detach"
+    assert f"  head (rkserve 0.1.0): {command}\n" in done.output
+    assert "secret" not in done.output
+    assert [*tmp_path.rglob("*")] == []
+
+
+def test_a_join_after_the_first_looks_for_no_head(tmp_path: Path) -> None:
+    state = tmp_path / "node"
+    state.mkdir(mode=0o700)
+    (state / JOINED).write_text("{")
+    port = str(next(p for p in free_ports() if all_free(p)))
+    words = ["join", "--no-doctor", "--state", str(state), "--ray-port", port]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == Exit.FAILED
+    assert "This board has not joined yet (Expecting" in done.output
+
+
+@pytest.mark.parametrize(
+    ("words", "environ", "announced"),
+    [
+        pytest.param([], {}, True, id="announced"),
+        pytest.param(["--no-mdns"], {}, False, id="not by the option"),
+        pytest.param([], {"RKSERVE_MDNS": "0"}, False, id="not by the environment"),
+    ],
+)
+def test_the_announcement_can_be_turned_off(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    words: list[str],
+    environ: dict[str, str],
+    announced: bool,
+) -> None:
+    given = heads_run(monkeypatch)
+    command = ["up", "x.yaml", "--state", str(tmp_path / "node"), *words]
+    done = CliRunner().invoke(app, command, env={"RKSERVE_MDNS": None, **environ})
+    assert done.exit_code == Exit.DONE, done.output
+    assert [one.mdns for one in given] == [announced]
+
+
 @pytest.mark.parametrize(
     ("words", "environ", "approval"),
     [
@@ -67,13 +129,7 @@ def test_approval_is_an_option_and_a_setting(
     environ: dict[str, str],
     approval: bool,
 ) -> None:
-    given: list[HeadOptions] = []
-
-    def run_head(options: HeadOptions, _: object) -> int:
-        given.append(options)
-        return Exit.DONE
-
-    monkeypatch.setattr(bringup, "run_head", run_head)
+    given = heads_run(monkeypatch)
     command = ["up", "x.yaml", "--state", str(tmp_path / "node"), *words]
     done = CliRunner().invoke(app, command, env={"RKSERVE_APPROVE": None, **environ})
     assert done.exit_code == Exit.DONE, done.output
