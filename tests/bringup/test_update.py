@@ -8,15 +8,22 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from rkserve.api.admin.heartbeat import HeartbeatAnswer, HeartbeatBody, ReplicaEntry
 from rkserve.bench.processes import PROC, identity_of
+from rkserve.bringup import board_update
 from rkserve.bringup import update as module
+from rkserve.bringup.board_update import MeasuredModel, UpdateFollower
 from rkserve.bringup.processes import NodeRecord, StateFolder
 from rkserve.bringup.update import FleetUpdater, UpdateOptions
 from rkserve.bringup.versions import VersionFolder
 from rkserve.bringup.wheels import BuiltVersion, WheelFolder
+from rkserve.cli import app
+from rkserve.cli.context import Exit
 from rkserve.core.errors import ConfigError
 from rkserve.router.fleet_update import MemberNews, read_update, write_news
 from rkserve.router.membership import ClusterTerms, write_terms
@@ -270,3 +277,112 @@ def test_versions_from_which_processes_run_are_kept(tmp_path: Path) -> None:
         process.kill()
         process.wait()
     assert updater._running(fleet.versions) == set()
+
+
+PID = 4711
+
+
+class Follower:
+    """A board with what follows updates on it; its Ray and the start of a version are left out."""
+
+    def __init__(self, fleet: Fleet, name: str, patch: pytest.MonkeyPatch) -> None:
+        self.fleet, self.name, self._patch = fleet, name, patch
+        self.versions = VersionFolder(fleet.versions.prefix.with_name(f"opt of {name}"))
+        self.versions.prefix.mkdir()
+        self.versions.use(self.versions.install(OLD, "old", Path.mkdir))
+        self.started: list[str] = []
+        self._follower = self._start()
+
+    def _start(self) -> UpdateFollower:
+        """Start the version in use, and the one before where that is taken back at once."""
+        while True:
+            self.started.append(self._be_this_process())
+            own = MeasuredModel(Path("librkllmrt.so"), Path("chat"))
+            made = UpdateFollower(self, self.versions, self.name * 32, lambda _: None, own)
+            if not made.begin():
+                return made
+
+    def _be_this_process(self) -> str:
+        name = self.versions.current() or ""
+        self._patch.setattr(sys, "prefix", str(self.versions.prefix / name))
+        self._patch.setattr(board_update, "__version__", name)
+        return name
+
+    def look(self) -> None:
+        """Take one step."""
+        self._be_this_process()
+        ray_ends = self._follower.step({PID})
+        if self._follower._installation is not None:
+            self._follower._installation.join()
+        if ray_ends:
+            self._follower.switch()
+            self._follower = self._start()
+
+    def beat(self, news: dict[str, Any]) -> HeartbeatAnswer | None:
+        """Answer as the head's Router, which sees this board's replica as ready."""
+        body = HeartbeatBody(**{**news, "host": self.name})
+        write_news(self.fleet.state.folder, MemberNews.of(body, self.fleet.now_s))
+        update = read_update(self.fleet.state.folder)
+        order = None if update is None else update.order_for(body.key)
+        replicas: list[ReplicaEntry] = [{"pid": PID, "state": "ready"}]
+        return HeartbeatAnswer(version=OLD, replicas=replicas, order=order, measures=[])
+
+    def fetch(self, sha256: str, target: Path) -> None:
+        """Send a file of the update."""
+        update = read_update(self.fleet.state.folder)
+        assert update is not None
+        (name,) = [one.name for one in update.files if one.sha256 == sha256]
+        target.write_bytes((Path(update.folder) / name).read_bytes())
+
+
+@pytest.mark.parametrize(
+    ("speed", "code"),
+    [
+        pytest.param(9.6, Exit.DONE, id="fast enough"),
+        pytest.param(9.4, Exit.FAILED, id="too slow"),
+    ],
+)
+def test_the_canary_takes_a_slower_version_back_and_the_command_fails(  # noqa: PLR0917 - fixtures
+    tmp_path: Path,
+    wheels: Path,
+    redeployed: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    speed: float,
+    code: Exit,
+) -> None:
+    fleet = Fleet(tmp_path, "")
+    speeds = {OLD: 10.0, NEW: speed}
+
+    def measured(_model: MeasuredModel, _seconds: float) -> float:
+        return speeds[Path(sys.prefix).name]
+
+    def pause(_seconds: float) -> None:
+        fleet.now_s += 2
+        for board in boards:
+            board.look()
+
+    def updater(state: StateFolder, _own: object, note: Callable[[str], None]) -> FleetUpdater:
+        return FleetUpdater(state, fleet.versions, note, lambda: fleet.now_s, pause)
+
+    monkeypatch.setattr(MeasuredModel, "tokens_per_s", measured)
+    monkeypatch.setattr("rkserve.cli.update.FleetUpdater", updater)
+    boards = [Follower(fleet, name, monkeypatch) for name in "abc"]
+    for board in boards:
+        board.look()
+    words = ["update", str(wheels), "--state", str(fleet.state.folder), "--canary", "b"]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == code, done.output
+    a, b, c = (board.started for board in boards)
+    if code is Exit.DONE:
+        assert a == b == c == [OLD, NEW]
+        assert fleet.versions.current() == redeployed[0] == NEW
+        return
+    assert (a, b, c) == ([OLD], [OLD, NEW, OLD], [OLD])
+    assert [board.versions.current() for board in boards] == [OLD] * 3
+    assert (fleet.versions.current(), redeployed) == (OLD, [])
+    slow = "it decodes 9.4 tokens/s, and 0.1.0 10.0, of which 0.95 is the least"
+    assert f"b: failed, and serves 0.1.0: {slow}\n" in done.output
+    assert f"rkserve: the update stops: b: {slow}" in done.output
+    update = read_update(fleet.state.folder)
+    assert update is not None
+    assert (update.ended, update.go) == (True, ("b" * 32,))
