@@ -1,8 +1,8 @@
 """Commands that call a cluster: shared options, client, output, errors, exit codes and progress.
 
-Progress is that of uploads (bytes) and operations (boards), on a terminal. The states of boards are
-read from the cluster, because an operation lists boards only when they are done. If the cluster
-does not answer, its rows are left out.
+Progress is that of uploads and fetches (bytes) and operations (boards), on a terminal. The states
+of boards are read from the cluster, because an operation lists boards only when they are done. If
+the cluster does not answer, its rows are left out.
 """
 
 from __future__ import annotations
@@ -334,7 +334,7 @@ class OperationProgress:
         if report.operation is not None and not report.operation.over and done >= total:
             # The operation lists no board yet, or those of the previous phase.
             done, total = sum(row.done for row in rows.values()), len(rows)
-        step = report.operation.id if report.operation else report.step
+        step = report.operation.id if report.operation else f"{report.step} {report.phase}"
         self._show(step, describe(report), done, total, count(report.step, done, total))
         if len(rows) <= MOST_ROWS:
             for name, row in rows.items():
@@ -406,6 +406,6 @@ def describe(report: ClientProgress) -> str:
 
 def count(step: str, done: int, total: int) -> str:
     """Return the count of a step as text."""
-    if step == "upload":
+    if step in ("upload", "fetch"):
         return f"{done / 2**20:.1f} of {total / 2**20:.1f} MiB"
     return f"{done} of {total} boards" if total else ""

@@ -17,6 +17,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 
 from rkserve.cli import show
 from rkserve.cli.context import PIPED, ClusterCommand, CommandContext, Exit, progress
+from rkserve.client.push_model import unsettled
 from rkserve.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -29,6 +30,12 @@ EXIT_CODES = (
     "Exit codes: 0 done; 1 refused or failed, and nothing was changed; 2 wrong usage; 3 added, and "
     "something that the model needs is missing."
 )
+PUSH_CODES = (
+    "Exit codes: 0 done; 1 refused or failed; 2 wrong usage; 3 pushed, and some boards have no "
+    "copy; 4 rkserve cannot be reached."
+)
+NO_BOARDS = "  no board is there that could fetch it"
+STAGED = "it replaces an earlier version when a board with this model starts next"
 model = typer.Typer(
     help=f"Add, list, show, remove and push the models of this machine. {EXIT_CODES}",
     no_args_is_help=True,
@@ -176,7 +183,7 @@ def copies(context: CommandContext) -> None:
     context.show(rows, lambda: show.copies(rows))
 
 
-@model.command(cls=ClusterCommand)
+@model.command(cls=ClusterCommand, epilog=PUSH_CODES)
 def push(
     context: CommandContext,
     *,
@@ -184,6 +191,13 @@ def push(
     models: ModelsFolder = Path("models"),
     replace: Annotated[
         bool, typer.Option("--replace", help="Replace another model of that name on the head.")
+    ] = False,
+    to_boards: Annotated[
+        bool,
+        typer.Option(
+            "--to-boards",
+            help="Then have all boards whose SoC fits fetch it, before it is deployed.",
+        ),
     ] = False,
 ) -> None:
     """Upload a model of this machine into the head's catalogue; the same command resumes it."""
@@ -193,14 +207,32 @@ def push(
         folder = model_path(models.expanduser(), name)
     with progress(context) as update:
         pushed = context.client.push_model(folder, replace=replace, on_progress=update)
-    context.show(
-        pushed.body,
-        lambda: (
-            f"pushed {pushed.name}: {pushed.size_bytes / MEGA:.1f} MB, of which "
-            f"{pushed.sent_bytes / MEGA:.1f} MB were missing there; version {pushed.version[:12]}. "
-            f"Boards of groups with model: catalog:{pushed.name} fetch it at their next start"
-        ),
+        rows = []
+        if to_boards:
+            rows = context.client.prefetch_model(pushed.name, on_progress=update)
+    sentence = (
+        f"pushed {pushed.name}: {pushed.size_bytes / MEGA:.1f} MB, of which "
+        f"{pushed.sent_bytes / MEGA:.1f} MB were missing there; version {pushed.version[:12]}."
     )
+    if not to_boards:
+        later = f"Boards of groups with model: catalog:{pushed.name} fetch it at their next start"
+        context.show(pushed.body, lambda: f"{sentence} {later}")
+        return
+    left = unsettled(rows)
+    context.show(
+        {**pushed.body, "boards": rows},
+        lambda: "\n".join((sentence, *map(_copy_line, rows)) if rows else (sentence, NO_BOARDS)),
+    )
+    if left:
+        raise typer.Exit(Exit.PARTLY)
+
+
+def _copy_line(row: Mapping[str, Any]) -> str:
+    """Return a node's result as a line."""
+    size = f" {row['fetched_bytes'] / MEGA:.1f} of {row['total_bytes'] / MEGA:.1f} MB"
+    done = size if row["state"] in ("fetching", "failed") and row["total_bytes"] else ""
+    reason = STAGED if row["state"] == "staged" else row["reason"]
+    return f"  {row['board']}: {row['state']}{done}{f' ({reason})' if reason else ''}"
 
 
 @model.command()

@@ -29,7 +29,7 @@ from rkserve.client.flows import (
     WaitEpochOptions,
     WaitOptions,
 )
-from rkserve.client.push_model import MODELS, PushedModel, push_model
+from rkserve.client.push_model import MODELS, PushedModel, prefetch_model, push_model
 from rkserve.client.requests import (
     BUILD_S,
     FILE_S,
@@ -575,6 +575,21 @@ class WeightCalls(Calls):
             CallError: with ``disk_full``, the head has no room for it.
         """
         return push_model(Path(folder), replace=replace, retry=self._retry, on_progress=on_progress)
+
+    @call
+    def prefetch_model(
+        self, name: str, *, on_progress: OnProgress | None = None
+    ) -> Flow[list[dict[str, Any]]]:
+        """Have boards fetch a model of the catalogue before it is deployed, once for each node.
+
+        Returns one row for each node when all have ended, or made no progress for five minutes; its
+        ``state`` is ``present``, ``staged`` (whole; it replaces an earlier version when a board
+        with this model starts next), ``unfit`` (for another SoC), ``failed`` or ``fetching``.
+
+        Raises:
+            NotFound: the catalogue has no such model.
+        """
+        return prefetch_model(name, retry=self._retry, on_progress=on_progress)
 
     @call
     def catalog(self) -> Flow[list[dict[str, Any]]]:

@@ -65,6 +65,7 @@ class Progress:
     """Progress of an upload (``step`` is ``upload``, in bytes) or an operation (in boards).
 
     For an operation ``step`` is its kind, ``phase`` its current phase and ``operation`` its state.
+    For the fetch of a model ``step`` is ``fetch``, in bytes, and ``phase`` the board.
     """
 
     step: str

@@ -1,16 +1,18 @@
-"""The flow that uploads a model folder to the head's catalogue, piece by piece, and resumes."""
+"""The flows that upload a model folder to the head's catalogue piece by piece, and that have boards
+fetch it from there. Both resume.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rkserve.client import flows
 from rkserve.client.errors import NotFound, Refused, SourceFailed
-from rkserve.client.flows import BlockingCall, Flow, OnProgress, Progress, RetryPolicy
+from rkserve.client.flows import BlockingCall, Delay, Flow, OnProgress, Progress, RetryPolicy
 from rkserve.client.requests import FILE_S, Request, Upload, path_of
 
 if TYPE_CHECKING:
@@ -19,6 +21,9 @@ if TYPE_CHECKING:
 MODELS = "/v1/catalog/models"
 PIECE_READ_S = 120.0
 ATTEMPTS = 5  # in a row without a piece more
+LOOK_S = 1.0  # between looks at the boards
+STALL_S = 300.0  # a board without progress for so long is not waited for
+FETCHING, SETTLED = "fetching", ("present", "staged", "unfit")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +69,40 @@ def push_model(
             continue
         if state["complete"]:
             return PushedModel(index.name, index.version, index.total_bytes, sent, state)
+
+
+def prefetch_model(
+    name: str, *, retry: RetryPolicy, on_progress: OnProgress | None
+) -> Flow[list[dict[str, Any]]]:
+    """Have a board of each node fetch a model, and wait while any of them makes progress.
+
+    Raises:
+        NotFound: the catalogue has no such model.
+    """
+    path = path_of(MODELS, name, "prefetch")
+    moved: dict[str, tuple[int, float]] = {}  # by board: its bytes, and when they became as many
+    again = True  # boards that failed for an earlier call
+    while True:
+        call = Request("POST", path, body={"again": again})
+        rows: list[dict[str, Any]] = yield from flows.ask(call, retry, lambda body: body["boards"])
+        again, now_s = False, retry.clock()
+        waits = False
+        for row in rows:
+            board, there = row["board"], row["fetched_bytes"]
+            if on_progress is not None:
+                on_progress(Progress("fetch", there, row["total_bytes"], board))
+            if row["state"] == FETCHING:
+                if moved.get(board, (-1, 0.0))[0] != there:
+                    moved[board] = there, now_s
+                waits |= now_s - moved[board][1] < STALL_S
+        if not waits:
+            return rows
+        yield Delay(LOOK_S)
+
+
+def unsettled(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the boards that a fetch failed on, or that have made no progress for long."""
+    return [row for row in rows if row["state"] not in SETTLED]
 
 
 def _index_of(folder: Path) -> ModelIndex:

@@ -208,6 +208,26 @@ class FetchProgress:
     corrupted: int = 0
 
 
+class CopyState(str, Enum):
+    """The state of a node's copy of a model of the catalogue."""
+
+    FETCHING = "fetching"
+    PRESENT = "present"
+    STAGED = "staged"  # whole, beside an earlier version, which it replaces at the next start
+    FAILED = "failed"  # it is not fetched any more until that is asked for again
+
+
+@crosses_versions
+@dataclass(frozen=True, slots=True)
+class ModelCopy:
+    """A node's copy of a model of the catalogue; ``reason`` explains what it waits for."""
+
+    state: CopyState
+    version: str = ""
+    reason: str = ""
+    fetch: FetchProgress = FetchProgress()
+
+
 @crosses_versions
 @dataclass(frozen=True, slots=True)
 class BoardReport:

@@ -17,16 +17,18 @@ from ray import serve
 
 from rkserve import __version__
 from rkserve.board.board import Board
-from rkserve.board.operations.fetch_model import FetchPace, ModelFetch
+from rkserve.board.operations.fetch_model import FetchPace, ModelFetch, NodeCopies
 from rkserve.config.board_group import BoardGroupConfig
 from rkserve.config.router import ChannelConfig
 from rkserve.core.board_report import (
     BoardReport,
     BoardState,
     CacheEntry,
+    CopyState,
     Emitted,
     GenerationInfo,
     KvReport,
+    ModelCopy,
 )
 from rkserve.core.desired_state import Adoption, Artifact, Desired, Probe
 from rkserve.core.errors import (
@@ -152,6 +154,8 @@ class BoardReplica:
         self._copy: tuple[Path, ModelIndex] | None = None  # of a model of the catalogue
         self._fetch: ModelFetch | None = None
         self._fetching: asyncio.Task[None] | None = None
+        # On the head the catalogue itself is served.
+        self._copies = None if node.is_head else NodeCopies(state_dir / MODELS, RayModelOrigin)
         self._failures = failures
         if catalog is not None:
             await self._find_copy(catalog, state_dir / MODELS, is_head=node.is_head)
@@ -281,6 +285,14 @@ class BoardReplica:
         folder, index = self._copy
         return await asyncio.to_thread(piece_of, index, folder, version, path, number)
 
+    async def prefetch_model(
+        self, name: str, max_bytes_per_s: float | None, again: bool
+    ) -> ModelCopy:
+        """Fetch a model of the catalogue for this node; see ``NodeCopies.look``."""
+        if self._copies is None:
+            return ModelCopy(CopyState.PRESENT, reason="the head serves its catalogue")
+        return self._copies.look(name, max_bytes_per_s, again=again)
+
     async def forgive(self) -> None:
         """Do not count the last loss of the engine; see ``Board.forgive``."""
         self._board.forgive()
@@ -376,6 +388,9 @@ class BoardReplica:
         if fetching is not None:
             fetching.cancel()
             await asyncio.gather(fetching, return_exceptions=True)
+        copies: NodeCopies | None = getattr(self, "_copies", None)
+        if copies is not None:
+            await copies.close()
         if hasattr(self, "_outlet"):
             await self._outlet.drain(self._drain_s)
             await self._outlet.close()

@@ -86,6 +86,7 @@ class CoordinatorReplica:
         await asyncio.to_thread(self._store.open)
         self._fleet = fleet
         self._catalog = ModelCatalog(_catalog_folder(config), config.catalog.piece_bytes)
+        self._max_bytes_per_s = config.catalog.max_bytes_per_s
         policies = _policies(config, models)
         self._coordinator = Coordinator(
             settings,
@@ -202,6 +203,10 @@ class CoordinatorReplica:
     async def catalog_models(self) -> list[tuple[str, str, int]]:
         """Return the models of the catalogue; see ``ModelCatalog.models``."""
         return await asyncio.to_thread(self._catalog.models)
+
+    async def catalog_target(self, name: str) -> tuple[str, float | None]:
+        """Return the SoC that a model is for, empty if unknown, and the limit of its fetches."""
+        return await asyncio.to_thread(self._catalog.platform, name), self._max_bytes_per_s
 
     async def catalog_upload(self, index: ModelIndex, replace: bool) -> UploadProgress:
         """Begin or resume an upload; see ``ModelCatalog.upload_begin``."""

@@ -79,10 +79,10 @@ class BoardTable:
         """Return the current throughput of each board."""
         return {board: rates.now() for (_, board), rates in self._rates.items()}
 
-    def addresses(self, model: str | None = None) -> list[BoardAddress]:
+    def addresses(self, model: str | None = None, *, fetching: bool = False) -> list[BoardAddress]:
         """Return the boards that have a replica, including those that just fell silent.
 
-        Those that fetch their model can only report.
+        Those that fetch their model can only report, and fetch; they count with ``fetching``.
         """
         return [
             BoardAddress(
@@ -93,7 +93,9 @@ class BoardTable:
                 report.state is BoardState.LOST,
             )
             for (group, _), report in sorted(self._reports.items())
-            if report.replica and report.fetch is None and (model is None or report.model == model)
+            if report.replica
+            and (fetching or report.fetch is None)
+            and (model is None or report.model == model)
         ]
 
     def report_of(self, address: BoardAddress) -> BoardReport | None:

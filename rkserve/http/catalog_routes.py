@@ -35,6 +35,7 @@ PIECE = Example(
     file="piece.bin",
     needs=PUSH,
 )
+PREFETCH = Example({"again": True}, path={"name": "chat"}, needs=PUSH)
 ENDED = Example(path={"name": "chat"}, query={"version": VERSION}, needs=PUSH)
 
 
@@ -100,3 +101,20 @@ def add_catalog(app: FastAPI, service: Service) -> None:
         """Verify the upload of a model, and put it into the catalogue."""
         check_operator(request, service.keys)
         return JSONResponse(await models.end(ControlRequest(query_of(request)), name))
+
+    @route(
+        f"POST {MODELS}/{{name}}/prefetch",
+        OPERATOR,
+        returns(catalog.PrefetchAnswer, "How far each node is."),
+        errors=(404, 503),
+        paths=NAME,
+        body=catalog.PrefetchBody,
+        example=PREFETCH,
+        says="It answers at once, and the boards go on; the same call shows their progress.",
+    )
+    async def prefetch(request: Request, name: str) -> Response:
+        """Have the nodes fetch a model of the catalogue before it is deployed."""
+        check_operator(request, service.keys)
+        body = await body_of(service, request)
+        asked = ControlRequest(query_of(request), body)
+        return JSONResponse(await models.prefetch(asked, name))

@@ -14,6 +14,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -193,13 +194,22 @@ def stamps_of(path: Path) -> dict[str, Stamp]:
     return {name: stamp(file) for name, file in files_of(path).items()}
 
 
-def _compare(path: Path, index: ModelIndex) -> None:
-    """Compare the weights with the sha256 of the model's addition. Raises ``ConfigError``."""
+def stated_of(path: Path) -> dict[str, Any]:
+    """Return a model's manifest; empty if it was not added by ``rkserve model add``."""
     try:
         stated = json.loads((path / MANIFEST_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return stated if isinstance(stated, dict) else {}
+
+
+def _compare(path: Path, index: ModelIndex) -> None:
+    """Compare the weights with the sha256 of the model's addition. Raises ``ConfigError``."""
+    stated = stated_of(path)
+    try:
         weights, sha256, size = stated["weights"], stated["sha256"], stated["bytes"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return  # it was not added by `rkserve model add`
+    except KeyError:
+        return
     file = index.by_path.get(weights) if isinstance(weights, str) else None
     if file is not None and file.bytes == size and file.sha256 != sha256:
         raise ConfigError(

@@ -236,6 +236,11 @@ class CoordinatorClient:
         found: list[tuple[str, str, int]] = await self._look("catalog_models")
         return found
 
+    async def catalog_target(self, name: str) -> tuple[str, float | None]:
+        """Return the SoC that a model is for, empty if unknown, and the limit of its fetches."""
+        found: tuple[str, float | None] = await self._look("catalog_target", name)
+        return found
+
     async def catalog_upload(self, index: ModelIndex, replace: bool) -> UploadProgress:
         """Begin or resume the upload of a model. Raises ``RkserveError``."""
         begun: UploadProgress = await self._store("catalog_upload", index, replace)

@@ -71,6 +71,7 @@ def test_a_board_fetches_its_model_resumes_after_its_end_and_shares_it(app: App)
     (ready,) = app.reports()
     assert (ready.model, ready.fetch, len(ready.copy)) == (NAME, None, 64)
     _expect_a_copy(app, home)
+    _expect_a_copy_before_a_deployment(app, home, ready.board_id)
 
     _join(app.cluster, "127.0.0.2")
     second = wait_for("a second board that reports", lambda: _other(app, ready.board_id), START_S)
@@ -158,6 +159,24 @@ def _expect_a_copy(app: App, home: str) -> None:
     assert files == {one.relative_to(copy) for one in copy.rglob("*") if one.is_file()}
     assert all((copy / one).read_bytes() == (head / one).read_bytes() for one in files)
     assert not (copy.parent / f".{NAME}.adding").exists()
+
+
+def _expect_a_copy_before_a_deployment(app: App, home: str, board_id: str) -> None:
+    """A board fetches a model of no group while it serves another one."""
+    source = PROJECT / "models" / "sim-embed"
+    shutil.copytree(source, app.cluster.folder / "catalog" / "later")
+    with app.http_sync() as http:
+
+        def copy() -> Any:
+            (row,) = http.post("/v1/catalog/models/later/prefetch", json={}).json()["boards"]
+            return row if row["state"] != "fetching" else None
+
+        row = wait_for("a copy of the other model", copy, START_S)
+    assert (row["board"], row["state"], row["reason"]) == (board_id, "present", "")
+    files = {one.name: one.read_bytes() for one in source.iterdir()}
+    assert row["fetched_bytes"] == row["total_bytes"] == sum(map(len, files.values()))
+    fetched = app.cluster.folder / home / "state" / "models" / "later"
+    assert {one.name: one.read_bytes() for one in fetched.iterdir()} == files
 
 
 def _other(app: App, board_id: str) -> BoardReport | None:

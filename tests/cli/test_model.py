@@ -187,6 +187,45 @@ def test_a_push_uploads_what_the_head_lacks(models: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("states", "code", "lines"),
+    [
+        pytest.param(["present", "unfit"], Exit.DONE, ["a: present", "b: unfit (why)"], id="all"),
+        pytest.param(
+            ["staged", "failed"],
+            Exit.PARTLY,
+            [
+                "a: staged (it replaces an earlier version when a board with this model starts "
+                "next)",
+                "b: failed 5.0 of 10.0 MB (why)",
+            ],
+            id="not all",
+        ),
+        pytest.param([], Exit.DONE, ["no board is there that could fetch it"], id="no boards"),
+    ],
+)
+def test_boards_fetch_a_pushed_model_before_it_is_deployed(
+    models: Path, states: list[str], code: Exit, lines: list[str]
+) -> None:
+    shutil.copytree(SIM_CHAT, models / "chat", ignore=shutil.ignore_patterns("adapters"))
+    figures = {"fetched_bytes": 5_000_000, "total_bytes": 10_000_000}
+    rows = [
+        {"board": board, "state": state, "reason": "" if board == "a" else "why", **figures}
+        for board, state in zip("ab", states, strict=False)
+    ]
+    server = FakeControl().on("POST /v1/catalog/models", ok({"complete": True, "missing": {}}))
+    server.on("POST /v1/catalog/models/chat/prefetch", ok({"name": "chat", "boards": rows}))
+    words = ("model", "push", "chat", "--models", str(models), "--to-boards")
+    done, out, err = Terminal(server)(*words)
+    assert (done, err) == (code, "")
+    first, *told = out.splitlines()
+    assert first.startswith("pushed chat: ")
+    assert [line.strip() for line in told] == lines
+    done, out, _ = Terminal(server)(*words, "--json")
+    assert done == code
+    assert json.loads(out) == {"complete": True, "missing": {}, "boards": rows}
+
+
+@pytest.mark.parametrize(
     ("name", "sentence"),
     [("../chat", "is no name of a model"), ("absent", "is no model folder")],
 )

@@ -79,3 +79,45 @@ def test_a_file_that_changes_during_the_upload_ends_it(folder: Path) -> None:
     server = FakeControl().on(BEGIN, change)
     with pytest.raises(SourceFailed, match="was changed during the upload"):
         client_of(server).push_model(folder)
+
+
+# -- before a model is deployed --------------------------------------------------------------------
+
+PREFETCH = "POST /v1/catalog/models/chat/prefetch"
+
+
+def nodes(**boards: tuple[str, int]) -> httpx.Response:
+    """How far each board is: its state, and its bytes of 100."""
+    rows = [
+        {"board": board, "state": state, "fetched_bytes": done, "total_bytes": 100}
+        for board, (state, done) in boards.items()
+    ]
+    return ok({"name": "chat", "boards": rows})
+
+
+def test_boards_are_looked_at_until_all_have_ended() -> None:
+    server = FakeControl().on(
+        PREFETCH,
+        nodes(a=("fetching", 0), b=("fetching", 10)),
+        nodes(a=("fetching", 50), b=("failed", 10)),
+        nodes(a=("present", 100), b=("failed", 10)),
+    )
+    shown: list[tuple[str, float]] = []
+    rows = client_of(server).prefetch_model(
+        "chat", on_progress=lambda one: shown.append((one.phase, one.done))
+    )
+    assert [row["state"] for row in rows] == ["present", "failed"]
+    assert [server.json(at) for at in range(3)] == [{"again": at == 0} for at in range(3)]
+    assert shown[-2:] == [("a", 100), ("b", 10)]
+    assert server.slept == [1.0, 1.0]
+
+
+def test_a_board_without_progress_is_not_waited_for_without_end() -> None:
+    server = FakeControl().on(PREFETCH, nodes(a=("fetching", 5), b=("present", 100)))
+    rows = client_of(server).prefetch_model("chat")
+    assert [row["state"] for row in rows] == ["fetching", "present"]
+    assert sum(server.slept) == 300
+
+
+def test_no_boards_are_no_wait() -> None:
+    assert client_of(FakeControl().on(PREFETCH, nodes())).prefetch_model("chat") == []

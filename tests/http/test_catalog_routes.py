@@ -13,8 +13,15 @@ from rkserve.client import AsyncClient
 from rkserve.client.errors import CallError, Conflict, SourceFailed
 from rkserve.config.router import RouterConfig
 from rkserve.coordinator.artifacts.model_catalog import ModelCatalog
-from rkserve.core.board_report import BoardState, FetchProgress
-from rkserve.core.errors import ArtifactNotFound
+from rkserve.core.board_report import (
+    BoardReport,
+    BoardState,
+    CopyState,
+    FetchProgress,
+    Hardware,
+    ModelCopy,
+)
+from rkserve.core.errors import ArtifactNotFound, BoardFailed, BoardStartFailed
 from rkserve.models.index import index_folder
 from tests.models.test_incoming import WEIGHTS, contents
 from tests.models.test_index import PIECE, folder_with
@@ -46,6 +53,7 @@ def house_of(catalog: ModelCatalog, boards: FakeBoards | None = None, **config: 
             "catalog_upload": lambda index, replace: catalog.upload_begin(index, replace=replace),
             "catalog_piece": catalog.upload_piece,
             "catalog_end": catalog.upload_end,
+            "catalog_target": lambda name: (catalog.platform(name), 5e6),
         }
     )
     boards = boards or FakeBoards.answering("a")
@@ -170,6 +178,7 @@ async def test_a_folder_without_a_model_is_not_pushed(
         ("POST", MODELS),
         ("PUT", f"{MODELS}/chat/pieces"),
         ("POST", f"{MODELS}/chat/complete"),
+        ("POST", f"{MODELS}/chat/prefetch"),
     ],
 )
 async def test_an_upload_needs_the_admin_key(method: str, path: str, catalog: ModelCatalog) -> None:
@@ -210,3 +219,85 @@ async def test_a_board_that_fetches_does_not_hold_up_those_that_serve(
     assert (await house("POST", CHAT, json=chat_body("Hello"))).status_code == 200
     # A board that fetches can only report: calls to all boards leave it out.
     assert [one.board_id for one in house.service.fleet.addresses()] == ["a"]
+
+
+# -- before a model is deployed --------------------------------------------------------------------
+
+
+def on(board: str, node: str, soc: str = "RK3588", **changes: Any) -> BoardReport:
+    return report(board, node=node, hardware=Hardware(soc=soc), **changes)
+
+
+async def test_one_board_of_each_node_fetches_a_model_and_each_result_is_told(
+    source: Path, catalog: ModelCatalog
+) -> None:
+    (source / "manifest.json").write_text('{"platform": "RK3588"}')
+    fetching = FetchProgress(1, 9)
+    boards = FakeBoards(
+        [
+            on("b@one", "one"),
+            on("a@one", "one"),
+            on("a@two", "two", "RK3588S", state=BoardState.FETCHING, fetch=fetching),
+            on("a@three", "three", "RK3576"),
+            on("a@four", "four", ""),
+        ],
+        failure=BoardStartFailed("a@five", "no such library"),
+    )
+    boards.says = {
+        ("replica of a@one", "prefetch_model"): ModelCopy(CopyState.PRESENT, "v" * 64),
+        ("replica of a@two", "prefetch_model"): ModelCopy(
+            CopyState.FETCHING, reason="verifies the model", fetch=FetchProgress(4, 8, 2.5, "head")
+        ),
+        ("replica of a@four", "prefetch_model"): BoardFailed("replica of a@four", "it is frozen"),
+    }
+    house = house_of(catalog, boards)
+    await house.service.fleet.refresh_failures()
+    async with client_of(house) as client:
+        await client.push_model(source)
+    answer = await house("POST", f"{MODELS}/chat/prefetch", json={"again": True})
+    assert answer.status_code == 200
+    rows = {row["board"]: row for row in answer.json()["boards"]}
+    told = {board: (row["state"], row["reason"]) for board, row in rows.items()}
+    assert told == {
+        "a@one": ("present", ""),
+        "a@two": ("fetching", "verifies the model"),
+        "a@three": ("unfit", "the model is for RK3588, and this is RK3576"),
+        "a@four": ("failed", "it is frozen"),
+        "a@five": ("failed", "the board cannot start: no such library"),
+    }
+    assert rows["a@one"]["version"] == "v" * 64
+    assert [rows["a@two"][key] for key in ("fetched_bytes", "total_bytes", "bytes_per_s")] == [
+        *(4, 8, 2.5)
+    ]
+    asked = {(replica, args) for replica, method, args in boards.asked if "fetch" in method}
+    assert asked == {
+        (f"replica of {name}", ("chat", 5e6, True)) for name in ("a@one", "a@two", "a@four")
+    }
+
+
+async def test_a_board_that_answers_fetches_for_one_of_its_node_that_does_not(
+    source: Path, catalog: ModelCatalog
+) -> None:
+    boards = FakeBoards([on("a@one", "one"), on("b@one", "one"), on("a@two", "two")])
+    boards.says = {("", "prefetch_model"): ModelCopy(CopyState.PRESENT)}
+    house = house_of(catalog, boards)
+    async with client_of(house) as client:
+        await client.push_model(source)
+        await house.service.fleet.refresh()
+        boards.reported = [on("b@one", "one")]
+        await house.service.fleet.refresh()
+        rows = await client.prefetch_model("chat")
+    told = {row["board"]: (row["state"], row["reason"]) for row in rows}
+    assert told["b@one"] == ("present", "")
+    assert told["a@two"][0] == "failed"
+    assert "does not answer" in told["a@two"][1]
+    assert len(told) == 2
+
+
+async def test_a_model_that_the_catalogue_lacks_is_fetched_by_no_board(
+    catalog: ModelCatalog,
+) -> None:
+    house = house_of(catalog)
+    answer = await house("POST", f"{MODELS}/chat/prefetch", json={})
+    assert answer.status_code == 404
+    assert "has no model 'chat'" in answer.json()["error"]["message"]

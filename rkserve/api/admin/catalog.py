@@ -9,7 +9,7 @@ from typing_extensions import TypedDict
 
 from rkserve.api.admin.query import Name
 from rkserve.api.json.schemas import Count, RequestModel
-from rkserve.core.board_report import BoardReport, BoardState
+from rkserve.core.board_report import BoardReport, BoardState, ModelCopy
 from rkserve.core.errors import RequestError
 from rkserve.models.incoming import UploadProgress
 from rkserve.models.index import PIECE_MAX_BYTES, PIECE_MIN_BYTES, ModelIndex
@@ -96,6 +96,41 @@ class CatalogModelEntry(TypedDict):
     copies: list[CopyEntry]
 
 
+class PrefetchBody(RequestModel):
+    """A fetch of a model by the boards, before it is deployed."""
+
+    again: bool = Field(
+        False,
+        description="Whether boards whose fetch has ended compare their copy with the head's once "
+        "more, or try again.",
+    )
+
+
+class NodeCopy(TypedDict):
+    """The copy of a node, which one of its boards has or fetches.
+
+    ``state`` is ``fetching``, ``present``, ``staged`` (whole, beside an earlier version, which it
+    replaces when a board with this model starts next), ``unfit`` (for another SoC) or ``failed``;
+    ``reason`` explains it.
+    """
+
+    board: str
+    node: str
+    state: str
+    reason: str
+    version: str
+    fetched_bytes: int
+    total_bytes: int
+    bytes_per_s: float
+
+
+class PrefetchAnswer(TypedDict):
+    """A model, and its copy on each node with a board."""
+
+    name: str
+    boards: list[NodeCopy]
+
+
 class CatalogAnswer(TypedDict):
     """The models of the catalogue."""
 
@@ -120,6 +155,20 @@ def copies(reports: Iterable[BoardReport]) -> list[CopyEntry]:
             }
         )
     return found
+
+
+def node_copy(board: str, node: str, copy: ModelCopy, state: str | None = None) -> NodeCopy:
+    """Return the row of a node's copy; ``state`` replaces that of the copy."""
+    return {
+        "board": board,
+        "node": node,
+        "state": copy.state.value if state is None else state,
+        "reason": copy.reason,
+        "version": copy.version,
+        "fetched_bytes": copy.fetch.fetched_bytes,
+        "total_bytes": copy.fetch.total_bytes,
+        "bytes_per_s": copy.fetch.bytes_per_s,
+    }
 
 
 def upload_answer(progress: UploadProgress) -> UploadAnswer:

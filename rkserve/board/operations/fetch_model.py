@@ -2,6 +2,9 @@
 
 It goes on until the model is there: errors are retried, and named in the board's report. One
 process of a node fetches at a time; the others follow its progress on the disk.
+
+Before a model is deployed, any board fetches it on behalf of its node. Such a fetch ends where only
+an operator can help, and leaves an earlier version in its place, which a running board may use.
 """
 
 from __future__ import annotations
@@ -17,8 +20,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from rkserve.core.board_report import FetchProgress
-from rkserve.core.errors import BoardFailed, DiskFull, PieceCorrupted, RkserveError
+from rkserve.core.board_report import CopyState, FetchProgress, ModelCopy
+from rkserve.core.errors import (
+    ArtifactNotFound,
+    BoardFailed,
+    ConfigError,
+    DiskFull,
+    PieceCorrupted,
+    RkserveError,
+)
 from rkserve.core.files import free_bytes
 from rkserve.models.incoming import IncomingModel
 from rkserve.models.index import ModelIndex, Piece
@@ -30,6 +40,7 @@ WINDOW = 3  # pieces that are on their way: they are all of a model that is in m
 TRIES = 4  # of one piece, before the sources are looked up again
 RATE_S = 10.0  # the rate is that of these last seconds
 REFRESH_S = 15.0  # how often boards that have become sources are looked for
+HOPELESS = (DiskFull, ArtifactNotFound, ConfigError)  # these need an operator
 
 
 class PieceSource(Protocol):
@@ -75,14 +86,20 @@ class ModelFetch:
         pace: FetchPace = FetchPace(),
         free: Callable[[Path], int] = free_bytes,
         rng: random.Random | None = None,
+        prefetch: bool = False,
     ) -> None:
-        """``free`` returns the free bytes of a disk."""
+        """``free`` returns the free bytes of a disk.
+
+        With ``prefetch`` the model is for a later start: an earlier version stays in its place, and
+        ``run`` ends where an operator is needed.
+        """
         self.name = name
         self._target = model_path(models, name)
         self._origin = origin
         self._pace = pace
         self._free = free
         self._rng = rng or random.Random()
+        self._prefetch = prefetch
         self._sources: list[PieceSource] = []
         self._looked_s = float("-inf")
         self._looking = asyncio.Lock()
@@ -91,9 +108,14 @@ class ModelFetch:
         self.progress = FetchProgress()
         self.reason = "looks up the model on the head"
         self.is_blocked = False  # it waits for an operator
+        self.is_staged = False  # it is whole, and an earlier version has its place
 
     async def run(self) -> tuple[Path, str]:
-        """Fetch the model; return its folder and its version, once it is complete."""
+        """Fetch the model; return its folder and its version, once it is complete.
+
+        Raises:
+            RkserveError: a prefetch needs an operator.
+        """
         delay_s, before = self._pace.first_delay_s, -1
         while True:
             try:
@@ -102,6 +124,8 @@ class ModelFetch:
                 await self._follow_other()
                 continue
             except (RkserveError, OSError) as exc:
+                if self._prefetch and isinstance(exc, HOPELESS):
+                    raise
                 self._failed(exc)
             if self.progress.fetched_bytes > before:
                 delay_s = self._pace.first_delay_s
@@ -134,6 +158,9 @@ class ModelFetch:
             self.is_blocked, self.reason = False, ""
             while True:
                 await self._pull(incoming)
+                if self._prefetch and self._target.exists():
+                    self.is_staged = True
+                    return index.version
                 self.reason = "verifies the model"
                 damaged = await asyncio.to_thread(incoming.finish)
                 if not damaged:
@@ -240,3 +267,60 @@ class ModelFetch:
         self.progress = replace(
             self.progress, fetched_bytes=fetched_bytes, bytes_per_s=round(rate, 1)
         )
+
+
+class NodeCopies:
+    """The models that a board fetches on behalf of its node, for groups that are deployed later."""
+
+    def __init__(
+        self,
+        models: Path,
+        origin: Callable[[], ModelOrigin],
+        *,
+        pace: FetchPace = FetchPace(),
+        free: Callable[[Path], int] = free_bytes,
+    ) -> None:
+        """``origin`` is called when a fetch begins; ``free`` returns the free bytes of a disk."""
+        self._models = models
+        self._origin = origin
+        self._pace = pace
+        self._free = free
+        self._fetches: dict[str, tuple[ModelFetch, asyncio.Task[ModelCopy]]] = {}
+
+    def look(self, name: str, max_bytes_per_s: float | None, *, again: bool) -> ModelCopy:
+        """Return the state of a model's copy, and begin to fetch it if that has not begun.
+
+        With ``again`` a fetch that has ended is begun anew, which compares the copy with the head.
+
+        Raises:
+            ConfigError: the name leads out of the folder of models.
+        """
+        if name not in self._fetches or (again and self._fetches[name][1].done()):
+            pace = replace(self._pace, max_bytes_per_s=max_bytes_per_s)
+            fetch = ModelFetch(
+                name, self._models, self._origin(), pace=pace, free=self._free, prefetch=True
+            )
+            task = asyncio.get_running_loop().create_task(_prefetched(fetch), name=f"fetch {name}")
+            self._fetches[name] = fetch, task
+        fetch, task = self._fetches[name]
+        if not task.done():
+            return ModelCopy(CopyState.FETCHING, "", fetch.reason, fetch.progress)
+        return task.result()
+
+    async def close(self) -> None:
+        """End all fetches; another process goes on with them."""
+        tasks = [task for _, task in self._fetches.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _prefetched(fetch: ModelFetch) -> ModelCopy:
+    """Fetch a model, and return the copy, or why there is none."""
+    try:
+        _, version = await fetch.run()
+    except RkserveError as exc:
+        log.warning("model %s is not fetched any more: %s", fetch.name, exc)
+        return ModelCopy(CopyState.FAILED, "", str(exc), fetch.progress)
+    state = CopyState.STAGED if fetch.is_staged else CopyState.PRESENT
+    return ModelCopy(state, version, "", fetch.progress)

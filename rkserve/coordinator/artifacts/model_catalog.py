@@ -26,6 +26,7 @@ from rkserve.models.shelf import (
     model_path,
     staging,
     stamps_of,
+    stated_of,
 )
 
 log = logging.getLogger(__name__)
@@ -121,6 +122,14 @@ class ModelCatalog:
                 size = sum(one.stat().st_size for one in files_of(path).values())
                 found.append((path.name, "" if known is None else known.version, size))
         return found
+
+    def platform(self, name: str) -> str:
+        """Return the SoC that a model was converted for; empty where its manifest has none.
+
+        Raises:
+            ArtifactNotFound: there is no such model.
+        """
+        return str(stated_of(self._path(name)).get("platform") or "")
 
     def _path(self, name: str) -> Path:
         path = model_path(self.folder, name)

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from rkserve.board.operations.fetch_model import FetchPace, ModelFetch, PieceSource
+from rkserve.board.operations.fetch_model import FetchPace, ModelFetch, NodeCopies, PieceSource
+from rkserve.core.board_report import CopyState, ModelCopy
 from rkserve.core.errors import ArtifactNotFound, BoardGone, CoordinatorAway
 from rkserve.models.incoming import RESERVE_BYTES
 from rkserve.models.index import ModelIndex, Piece, index_folder, read_piece
@@ -243,3 +244,83 @@ async def test_a_limit_of_the_rate_is_kept(source: Path, shelf: Path) -> None:
     await run(fetch)
     assert loop.time() - began_s > 0.2
     assert 0 < fetch.progress.bytes_per_s < len(WEIGHTS) * 8
+
+
+# -- before a model is deployed --------------------------------------------------------------------
+
+
+def copies_of(
+    head: Head, shelf: Path, free: Callable[[Path], int] = lambda _: 1 << 40
+) -> NodeCopies:
+    """Return the copies of a node."""
+    return NodeCopies(shelf, lambda: head, pace=PACE, free=free)
+
+
+async def ended(copies: NodeCopies, *, again: bool = False) -> ModelCopy:
+    """Ask for the model until its fetch has ended."""
+    copy = copies.look("chat", None, again=again)
+    assert copy.state is CopyState.FETCHING
+    await until(lambda: copies.look("chat", None, again=False).state is not CopyState.FETCHING)
+    return copies.look("chat", None, again=False)
+
+
+async def test_a_prefetched_model_is_found_by_a_later_start(source: Path, shelf: Path) -> None:
+    machine = Machine("head", source)
+    head = Head(source, [machine])
+    copy = await ended(copies_of(head, shelf))
+    assert (copy.state, copy.reason) == (CopyState.PRESENT, "")
+    assert copy.fetch.fetched_bytes == copy.fetch.total_bytes > len(WEIGHTS)
+    assert contents(shelf / "chat") == contents(source)
+    _, version = await fetch_of(head, shelf).run()
+    assert version == copy.version
+    assert len(machine.sent) == 43
+
+
+async def test_a_prefetch_leaves_the_version_that_a_board_may_be_using(
+    source: Path, shelf: Path, tmp_path: Path
+) -> None:
+    await run(fetch_of(Head(source, [Machine("head", source)]), shelf))
+    other = folder_with(tmp_path / "other" / "chat", WEIGHTS[::-1])
+    machine = Machine("head", other)
+    head = Head(other, [machine])
+    copies = copies_of(head, shelf)
+    copy = await ended(copies)
+    assert copy.state is CopyState.STAGED
+    assert contents(shelf / "chat") == contents(source)
+    assert (await ended(copies, again=True)).state is CopyState.STAGED
+    sent = len(machine.sent)
+    folder, version = await fetch_of(head, shelf).run()
+    assert (contents(folder), version) == (contents(other), copy.version)
+    assert len(machine.sent) == sent  # nothing came twice
+
+
+async def test_a_prefetch_without_room_fails_with_the_figures_until_it_is_asked_for_again(
+    source: Path, shelf: Path
+) -> None:
+    free, machine = [0], Machine("head", source)
+    copies = copies_of(Head(source, [machine]), shelf, lambda _: free[0])
+    copy = await ended(copies)
+    assert copy.state is CopyState.FAILED
+    assert "0.0 MB free" in copy.reason
+    free[0] = RESERVE_BYTES * 2
+    assert copies.look("chat", None, again=False) == copy
+    assert machine.sent == []
+    assert (await ended(copies, again=True)).state is CopyState.PRESENT
+    assert contents(shelf / "chat") == contents(source)
+
+
+async def test_a_prefetch_waits_for_a_head_that_is_away(source: Path, shelf: Path) -> None:
+    copies = copies_of(Head(source, [Machine("head", source)], away=3), shelf)
+    assert (await ended(copies)).state is CopyState.PRESENT
+
+
+async def test_a_prefetch_that_is_closed_goes_on_later(source: Path, shelf: Path) -> None:
+    first = Machine("head", source)
+    copies = copies_of(Head(source, [first]), shelf)
+    copies.look("chat", None, again=True)
+    await until(lambda: len(first.sent) >= 20)
+    await copies.close()
+    assert not (shelf / "chat").exists()
+    second = Machine("head", source)
+    assert (await ended(copies_of(Head(source, [second]), shelf))).state is CopyState.PRESENT
+    assert len(second.sent) < 43 - 15

@@ -53,6 +53,27 @@ def test_pieces_are_those_of_the_current_version(models: Path) -> None:
     assert catalog.index("chat").version != index.version
 
 
+@pytest.mark.parametrize(
+    ("manifest", "platform"),
+    [
+        pytest.param('{"platform": "RK3576", "weights": "model.rkllm"}', "RK3576", id="stated"),
+        pytest.param('{"platform": null}', "", id="unknown when it was added"),
+        pytest.param("[1]", "", id="no manifest"),
+        pytest.param("{", "", id="damaged"),
+        pytest.param(None, "", id="copied by hand"),
+    ],
+)
+def test_the_soc_of_a_model_is_its_manifest_s(
+    manifest: str | None, platform: str, models: Path
+) -> None:
+    folder = folder_with(models / "chat", WEIGHTS)
+    if manifest is not None:
+        (folder / "manifest.json").write_text(manifest)
+    assert ModelCatalog(models, PIECE).platform("chat") == platform
+    with pytest.raises(ArtifactNotFound, match="no model 'absent'"):
+        ModelCatalog(models, PIECE).platform("absent")
+
+
 @pytest.mark.parametrize("name", ["../chat", "/etc", "a/b", ""])
 def test_a_name_that_leads_elsewhere_is_refused(name: str, models: Path) -> None:
     folder_with(models / "chat", WEIGHTS)

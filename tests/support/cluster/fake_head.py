@@ -132,6 +132,9 @@ class FakeHead:
     def _catalog_models(self) -> list[tuple[str, str, int]]:
         return [("chat", DIGEST, 7)]
 
+    def _catalog_target(self, _name: str) -> tuple[str, float | None]:
+        return "", None
+
     def _catalog_upload(self, index: ModelIndex, _replace: bool) -> UploadProgress:
         return UploadProgress(index.name, index.version, 0, index.total_bytes, complete=False)
 

@@ -27,7 +27,14 @@ from rkserve.api.responses.stored import StoredResponse
 from rkserve.config.router import RouterConfig
 from rkserve.control.calls import OperationKind, StoredArtifact
 from rkserve.control.operations import ControlOperation
-from rkserve.core.board_report import CacheEntry, GenerationInfo, GenerationState, KvReport
+from rkserve.core.board_report import (
+    CacheEntry,
+    CopyState,
+    GenerationInfo,
+    GenerationState,
+    KvReport,
+    ModelCopy,
+)
 from rkserve.core.desired_state import BaseVersion, Desired
 from rkserve.core.errors import ArtifactNotFound, GenerationNotFound, OperationNotFound
 from rkserve.core.files import private_folder
@@ -79,6 +86,7 @@ def chat_boards() -> FakeBoards:
         ("", "clear_kv"): lambda _keep: kv("cleared"),
         ("", "build_cache"): lambda name, _ids, _ref: cache(name),
         ("", "forgive"): None,
+        ("", "prefetch_model"): ModelCopy(CopyState.PRESENT, "0" * 64),
         (f"replica of {BOARD}", "generations"): [info()],
         (f"replica of {BOARD}", "control"): control,
         (f"replica of {BOARD}", "caches"): [cache("doc"), cache(None)],
