@@ -175,6 +175,8 @@ class Board:
             serving=obligations.serving,
             holdings=self._prefixes.packed(live),
             idle_s=self._idle_s(),
+            crashes=tuple(sorted(supervisor.crashes.items())),
+            cache_bytes=self.caching.store.used_bytes if self.caching.store is not None else 0,
             **asdict(self.books.counters),
         )
 
@@ -342,7 +344,7 @@ class Board:
             self._failed_in_a_row += 1
             if self._failed_in_a_row >= RUNS_FAILED_LIMIT:
                 await self.supervisor.give_up(
-                    f"{self._failed_in_a_row} runs in a row failed: {exc.reason}"
+                    f"{self._failed_in_a_row} runs in a row failed: {exc.reason}", "runs_failed"
                 )
         except RkserveError as exc:
             self.lose(exc)
@@ -351,7 +353,7 @@ class Board:
             log.exception("board %s: a run ended by an internal error", self.board_id)
             reason = f"internal error: {exc!r}"
             self.lose(BoardFailed(self.board_id, reason))
-            await self.supervisor.give_up(reason)
+            await self.supervisor.give_up(reason, "internal")
         finally:
             self.books.free_since_s = loop_time_s()
             self.queue.finished(work[0], self.books.free_since_s - started_s)

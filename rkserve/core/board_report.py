@@ -155,8 +155,9 @@ class Hardware:
     in ``notes``, where findings are, too: a stuck job, or a governor that costs speed.
 
     ``npu_load`` has one percentage per core, 100 where ``notes`` names a stuck job; ``ddr_load`` is
-    a percentage too. ``npu_max_hz`` is the highest clock that the NPU can be set to.
-    ``temperature_c`` is the NPU's, or the SoC's if the NPU has no sensor of its own.
+    a percentage too. ``npu_max_hz`` and ``ddr_max_hz`` are the highest clocks that they can be set
+    to. ``temperature_c`` is the NPU's, or the SoC's if the NPU has no sensor of its own. The disk
+    is that of the board's state folder.
     """
 
     soc: str = ""
@@ -173,6 +174,9 @@ class Hardware:
     memory_total_bytes: int | None = None
     memory_available_bytes: int | None = None
     notes: tuple[str, ...] = ()
+    ddr_max_hz: int | None = None
+    disk_total_bytes: int | None = None
+    disk_free_bytes: int | None = None
 
 
 @crosses_versions
@@ -254,7 +258,9 @@ class BoardReport:
     has the name and the sha256 of each adapter as served to requests without a version. ``fetch``
     is set until a model of the catalogue is there and loaded; the board can only report meanwhile.
     ``copy`` is the version of its copy of such a model.
-    ``version`` is that of rkserve on the board.
+    ``version`` is that of rkserve on the board. ``crashes`` counts the engines that ended out of
+    order, by kind: the name of a signal, ``exit``, ``hung``, ``silent``, ``runs_failed`` or
+    ``internal``. ``cache_bytes`` is the size of its prompt cache files.
     """
 
     board_id: str
@@ -313,3 +319,5 @@ class BoardReport:
     fetch: FetchProgress | None = None
     copy: str = ""
     version: str = ""
+    crashes: tuple[tuple[str, int], ...] = ()
+    cache_bytes: int = 0

@@ -57,6 +57,7 @@ _GAUGES: tuple[tuple[str, str, Callable[[BoardReport], float]], ...] = (
         "Peak memory of the engine, as the runtime reports it.",
         lambda r: r.memory_mb * 2**20,
     ),
+    ("rkserve_prompt_cache_bytes", "Prompt cache files on the board.", lambda r: r.cache_bytes),
 )
 
 _COUNTERS: tuple[tuple[str, str, Callable[[BoardReport], float]], ...] = (
@@ -100,6 +101,11 @@ _HARDWARE: tuple[tuple[str, str, Callable[[Hardware], float | None]], ...] = (
     ),
     ("rkserve_ddr_frequency_hertz", "Clock of the board's memory now.", lambda h: h.ddr_hz),
     (
+        "rkserve_ddr_max_frequency_hertz",
+        "Highest clock that the board's memory can be set to.",
+        lambda h: h.ddr_max_hz,
+    ),
+    (
         "rkserve_ddr_load_ratio",
         "Share of the memory's bandwidth in use, as its clock driver counts.",
         lambda h: None if h.ddr_load is None else h.ddr_load / 100,
@@ -114,6 +120,16 @@ _HARDWARE: tuple[tuple[str, str, Callable[[Hardware], float | None]], ...] = (
         "rkserve_memory_available_bytes",
         "Memory that new work on the board could have.",
         lambda h: h.memory_available_bytes,
+    ),
+    (
+        "rkserve_disk_total_bytes",
+        "Size of the disk of the board's state folder.",
+        lambda h: h.disk_total_bytes,
+    ),
+    (
+        "rkserve_disk_free_bytes",
+        "Bytes of that disk that are free.",
+        lambda h: h.disk_free_bytes,
     ),
 )
 
@@ -410,6 +426,16 @@ class BoardCollector(Collector):
             for report in reports:
                 counter.add_metric((report.board_id, report.model), figure(report))
             yield counter
+        crashes = CounterMetricFamily(
+            "rkserve_engine_crashes",
+            "Engines that ended out of order, by kind: a signal, exit, hung, silent, runs_failed "
+            "or internal.",
+            labels=(*_BOARD_LABELS, "kind"),
+        )
+        for report in reports:
+            for kind, count in report.crashes:
+                crashes.add_metric((report.board_id, report.model, kind), count)
+        yield crashes
         yield from _hardware(reports)
 
 

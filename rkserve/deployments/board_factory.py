@@ -246,8 +246,11 @@ BUSY_PERCENT, IDLE_PERCENT = 50, 0  # three cores at 48 to 50 % is what a decodi
 class HardwareView:
     """Reads one board's figures. ``platform`` is the SoC's name, if known."""
 
-    def __init__(self, root: Path, platform: str, *, is_simulated: bool) -> None:
-        self._root = root
+    def __init__(
+        self, root: Path, platform: str, *, is_simulated: bool, state: Path | None = None
+    ) -> None:
+        """``state`` is a folder on the disk whose free space is a figure, too."""
+        self._root, self._state = root, state
         self.platform = platform
         self._is_simulated = is_simulated
         self._reading: asyncio.Task[Hardware] | None = None
@@ -258,13 +261,14 @@ class HardwareView:
     def of(cls, group: BoardGroupConfig, folder: Path) -> HardwareView:
         """Return the view of a board of ``group``; a simulated one gets its tree in ``folder``."""
         if group.simulated is None:
-            return cls(ROOT, read_soc(ROOT) or os.uname().machine, is_simulated=False)
+            platform = read_soc(ROOT) or os.uname().machine
+            return cls(ROOT, platform, is_simulated=False, state=folder.parent)
         soc = group.simulated.profile.partition("-")[0].upper()
         try:
             simulated.ensure_tree(folder, soc, simulated.BoardReadings())
         except (ConfigError, OSError) as exc:
             log.warning("the simulated board's figures cannot be shown: %s", exc)
-        return cls(folder, "simulated", is_simulated=True)
+        return cls(folder, "simulated", is_simulated=True, state=folder.parent)
 
     async def read(self, *, busy: bool) -> Hardware | None:
         """Return the latest figures; None until there are any."""
@@ -282,7 +286,7 @@ class HardwareView:
     def _read(self, *, busy: bool) -> Hardware:
         if self._is_simulated:
             self._show_load(BUSY_PERCENT if busy else IDLE_PERCENT)
-        return read_telemetry(self._root)
+        return read_telemetry(self._root, self._state)
 
     def _show_load(self, percent: int) -> None:
         if percent == self._shown:

@@ -50,7 +50,12 @@ REPORT = BoardReport(
         driver_version="0.9.8",
         memory_total_bytes=16 * 2**30,
         memory_available_bytes=0,
+        ddr_max_hz=2_112_000_000,
+        disk_total_bytes=64 * 2**30,
+        disk_free_bytes=1,
     ),
+    crashes=(("SIGSEGV", 2), ("hung", 1)),
+    cache_bytes=2**20,
 )
 HARDWARE = (
     "rkserve_npu_load_ratio",
@@ -62,6 +67,9 @@ HARDWARE = (
     "rkserve_temperature_celsius",
     "rkserve_memory_total_bytes",
     "rkserve_memory_available_bytes",
+    "rkserve_ddr_max_frequency_hertz",
+    "rkserve_disk_total_bytes",
+    "rkserve_disk_free_bytes",
     "rkserve_board_info",
 )
 
@@ -153,6 +161,16 @@ def test_what_a_board_is_stands_in_labels() -> None:
         "release": "1.2.3",
     }
     assert registry_of(REPORT).get_sample_value("rkserve_board_info", labels) == 1
+
+
+def test_the_ends_of_engines_are_counted_by_kind() -> None:
+    registry, labels = registry_of(REPORT), {"board": "sim-0", "model": "m"}
+    found = [
+        registry.get_sample_value("rkserve_engine_crashes_total", {**labels, "kind": kind})
+        for kind in ("SIGSEGV", "hung", "exit")
+    ]
+    assert found == [2, 1, None]
+    assert registry.get_sample_value("rkserve_prompt_cache_bytes", labels) == 2**20
 
 
 def samples_of(registry: CollectorRegistry) -> set[str]:

@@ -238,6 +238,7 @@ _REPORT: dict[str, Any] = get_type_hints(BoardReport) | {
     "adapters": list[str],
     "staged": list[str],
     "versions": list[dict[str, Any]],
+    "crashes": dict[str, int],
 }
 _NOT_TOLD = ("board_id", "holdings")
 _TYPED: Any = TypedDict  # the type checker knows no keys that are computed
@@ -262,6 +263,7 @@ def board_entry(board: BoardReport, circuit: tuple[str, str]) -> JsonObject:
     entry = asdict(board)
     del entry["holdings"]  # hashes, and of use to Routers only
     entry["serving"] = dict(board.serving)
+    entry["crashes"] = dict(board.crashes)
     entry |= {"state": board.state.value, "reason": without_folders(board.reason)}
     entry["last_recovery"] = without_folders(board.last_recovery)
     state, reason = circuit

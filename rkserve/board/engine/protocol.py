@@ -6,6 +6,7 @@ It knows no processes, pipes or frames: ``process`` implements it, and tests hav
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -270,6 +271,13 @@ class Engine(Protocol):
 
 
 UNLOADED_REASON = "its model is unloaded"
+_SIGNAL = re.compile(r"killed by (SIG[A-Z0-9]+)")
+
+
+def end_kind(reason: str) -> str:
+    """Return the kind of an engine's end, for counting: the name of a signal, or ``exit``."""
+    found = _SIGNAL.search(reason)
+    return "exit" if found is None else found[1]
 
 
 class UnloadedEngine:

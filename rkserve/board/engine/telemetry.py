@@ -55,12 +55,16 @@ class _Unknown(Exception):
     """A missing figure, with the reason. Never leaves this module."""
 
 
-def read_telemetry(root: Path) -> Hardware:
-    """Return all figures that can be read now under ``root``."""
+def read_telemetry(root: Path, state: Path | None = None) -> Hardware:
+    """Return all figures that can be read now under ``root``.
+
+    ``state`` is a folder on the disk to report, None for no disk.
+    """
     board = _Reader(root)
     soc = board.first("SoC", board.soc) or ""
     npu_hz, npu_max_hz, npu_governor = board.npu_clocks(soc)
-    ddr_hz, ddr_governor, ddr_load = board.ddr()
+    ddr_hz, ddr_max_hz, ddr_governor, ddr_load = board.ddr()
+    disk_total, disk_free = (None, None) if state is None else board.disk(state)
     cpu_clocks = board.first("CPU clocks", board.cpu_clocks) or ()
     board.judge(npu_governor, ddr_governor, cpu_clocks)
     loads = [partial(board.npu_load, folder) for folder in DRIVER_FOLDERS]
@@ -79,6 +83,9 @@ def read_telemetry(root: Path) -> Hardware:
         memory_total_bytes=board.first("memory", partial(board.memory, "MemTotal")),
         memory_available_bytes=board.first("free memory", partial(board.memory, "MemAvailable")),
         notes=tuple(board.notes),
+        ddr_max_hz=ddr_max_hz,
+        disk_total_bytes=disk_total,
+        disk_free_bytes=disk_free,
     )
 
 
@@ -166,14 +173,14 @@ class _Reader:
                 self.notes.append(f"core {core}: a job is stuck (/{path} says {percent} %)")
         return tuple(float(min(percent, FULL_PERCENT)) for percent in loads)
 
-    def ddr(self) -> tuple[int | None, str, float | None]:
-        """Clock, governor and load of the memory."""
+    def ddr(self) -> tuple[int | None, int | None, str, float | None]:
+        """The memory's clock, the highest that it can be set to, its governor and its load."""
         try:
             self._names(DDR)
         except _Unknown as exc:
             reason = f"{exc}; a loader without the DMC handler shows none"
             self.notes.append(f"DDR clock, governor and load: {reason}")
-            return None, "", None
+            return None, None, "", None
         load = f"{DDR}/load"
         ddr_load = r"(\d{1,3})@([1-9]\d{0,11})Hz"
         hertz = self.first(
@@ -181,9 +188,22 @@ class _Reader:
             partial(self._hertz, f"{DDR}/cur_freq"),
             lambda: int(self._match(load, ddr_load)[2]),
         )
+        try:
+            highest: int | None = self._highest_hertz(f"{DDR}/available_frequencies")
+        except _Unknown:  # not shown by every kernel; the SoC's highest stands in for it
+            highest = None
         named = self.first("DDR governor", partial(self._word, f"{DDR}/governor"))
         percent = self.first("DDR load", lambda: self._percent(load, ddr_load))
-        return hertz, named or "", percent
+        return hertz, highest, named or "", percent
+
+    def disk(self, folder: Path) -> tuple[int | None, int | None]:
+        """Total and free bytes of a folder's file system."""
+        try:
+            found = os.statvfs(folder)
+        except OSError as exc:
+            self.notes.append(f"disk: {folder.name} {_reason('', exc)}")
+            return None, None
+        return found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
 
     def cpu_clocks(self) -> tuple[CpuClock, ...]:
         """The clocks of the CPUs, in the order of the CPUs that share them."""

@@ -9,12 +9,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Coroutine
 from enum import Enum
 from typing import Any, Protocol
 
-from rkserve.board.engine.protocol import Engine, EngineFacts, UnloadedEngine
+from rkserve.board.engine.protocol import Engine, EngineFacts, UnloadedEngine, end_kind
 from rkserve.board.run.job import loop_time_s
 from rkserve.board.run.loaded_engine import SECOND_LOOK_S, AdapterTable, LoadedEngine
 from rkserve.board.run.settings import BoardSettings
@@ -162,6 +162,7 @@ class EngineSupervisor:
         self.reason = ""  # why the board is not ready
         self.last_recovery = ""  # why its engine was last replaced
         self.starts = 0
+        self.crashes: Counter[str] = Counter()  # engines that ended out of order, by kind
         self.renewals = 0  # the part of them that replaced a healthy engine
         self.live: LoadedEngine | None = None  # the last loaded engine, even after its end
         self.loaded_s = 0.0  # the time of that load
@@ -331,14 +332,19 @@ class EngineSupervisor:
         # An engine that was renewed does not count: another may be ready in its place.
         current = self.live is not None and self.live.engine.died is died
         if self.state is BoardState.READY and current:
+            self.crashes[end_kind(died.result())] += 1
             self._advance(BoardEvent.ENGINE_DIED, died.result())
             self._recovery = self.spawn(self._recover())
 
-    async def give_up(self, reason: str) -> None:
-        """Give up a hung engine: fail its work, try an abort, then end it."""
+    async def give_up(self, reason: str, kind: str = "hung") -> None:
+        """Give up a hung engine: fail its work, try an abort, then end it.
+
+        ``kind`` is the word under which it is counted.
+        """
         self._tenants.lose(EngineHung(self._board_id, reason))
         if self.state is not BoardState.READY or self.live is None:
             return  # it is being ended already, or has ended
+        self.crashes[kind] += 1
         self._advance(BoardEvent.WATCHDOG, reason)
         self._giving_up = asyncio.get_running_loop().create_future()
         try:
@@ -395,7 +401,8 @@ class EngineSupervisor:
                 continue
             await asyncio.sleep(SECOND_LOOK_S)
             if self.live is suspect and self._silent(suspect):
-                await self.give_up(f"the engine gave no sign of life for {limit_s:g} s")
+                reason = f"the engine gave no sign of life for {limit_s:g} s"
+                await self.give_up(reason, "silent")
 
     def _silent(self, live: LoadedEngine | None) -> bool:
         if self.state is not BoardState.READY or live is None:

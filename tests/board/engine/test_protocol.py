@@ -15,6 +15,7 @@ from rkserve.board.engine.protocol import (
     RunCommand,
     RunEnded,
     UnloadedEngine,
+    end_kind,
     with_weights,
 )
 from rkserve.core.errors import EngineDied
@@ -29,6 +30,20 @@ def test_other_weights_change_the_model_file_alone() -> None:
     assert changed.params.model_path == "/staged/b.rkllm"
     assert with_weights(changed, Path("/models/a.rkllm")) == spec
     assert with_weights(spec, None) is spec
+
+
+@pytest.mark.parametrize(
+    ("reason", "kind"),
+    [
+        pytest.param(
+            "the engine process ended (killed by SIGSEGV: E oops)", "SIGSEGV", id="signal"
+        ),
+        pytest.param("the engine process ended (exit code 3)", "exit", id="exit"),
+        pytest.param("killed by whatever", "exit", id="no signal's name"),
+    ],
+)
+def test_the_end_of_an_engine_is_counted_by_a_word(reason: str, kind: str) -> None:
+    assert end_kind(reason) == kind
 
 
 @pytest.mark.parametrize(

@@ -69,6 +69,7 @@ EXPECTED = {
         ddr_hz=2_112_000_000,
         ddr_governor="userspace",
         ddr_load=63.0,
+        ddr_max_hz=2_112_000_000,
         temperature_c=66.923,
         driver_version="0.9.7",
         memory_total_bytes=8_056_732 * 1024,
@@ -80,6 +81,7 @@ EXPECTED = {
         npu_hz=1_000_000_000,
         cpu_clocks=(CpuClock("0-3", 1008_000_000, 2016_000_000, "schedutil"),),
         ddr_hz=528_000_000,
+        ddr_max_hz=1_056_000_000,
         ddr_governor="dmc_ondemand",
         ddr_load=7.0,
         temperature_c=52.3,
@@ -99,6 +101,7 @@ EXPECTED = {
         npu_governor="rknpu_ondemand",
         cpu_clocks=(CpuClock("0-3", 1608_000_000, 1608_000_000, "performance"),),
         ddr_hz=1_332_000_000,
+        ddr_max_hz=1_332_000_000,
         ddr_governor="dmc_ondemand",
         ddr_load=41.0,
         temperature_c=91.75,
@@ -170,6 +173,17 @@ def test_a_kernel_without_cpu_clocks_says_so(tmp_path: Path) -> None:
     found = read_telemetry(tmp_path)
     assert found.cpu_clocks == ()
     assert found.notes == ("CPU clocks: /sys/devices/system/cpu/cpufreq is not there",)
+
+
+def test_the_disk_of_a_folder_is_a_figure_where_one_is_named(tmp_path: Path) -> None:
+    write(tmp_path, "RK3588", BoardReadings())
+    assert read_telemetry(tmp_path).disk_total_bytes is None
+    found = read_telemetry(tmp_path, tmp_path)
+    assert found.disk_total_bytes == shutil.disk_usage(tmp_path).total
+    assert 0 <= (found.disk_free_bytes or -1) <= (found.disk_total_bytes or 0)
+    missing = read_telemetry(tmp_path, tmp_path / "state")
+    assert missing.disk_free_bytes is None
+    assert missing.notes == ("disk: state is not there",)
 
 
 def test_reader_and_writer_know_the_same_nodes() -> None:

@@ -84,10 +84,11 @@ async def test_a_crash_is_told_after_the_text_before_it_and_the_queue_survives(b
 
 @board_test(Bench)
 async def test_an_idle_engine_that_dies_is_replaced(bench: Bench) -> None:
-    bench.engine.die("SIGKILL")
+    bench.engine.die("the engine process ended (killed by SIGKILL)")
     events = await collect(bench.board.generate(request()))  # in the same turn of the loop
     assert text_of(events) == "Hello"
     assert len(bench.engines) == 2
+    assert bench.board.report().crashes == (("SIGKILL", 1),)
 
 
 HANGS = [
@@ -121,6 +122,7 @@ async def test_a_hang_fails_health_with_the_reason_then_the_board_serves_again(
         await until(lambda: bench.state is BoardState.READY)
         bench.board.check()
         assert len(bench.engines) == 2
+        assert bench.board.report().crashes == (("hung", 1),)
 
 
 @board_test(lambda: Bench(Script(tokens_of(*"ab"), hang_at=1)))
@@ -151,6 +153,7 @@ async def test_an_engine_without_a_sign_of_life_is_ended(scripts: list[Script]) 
             with pytest.raises(EngineHung, match="no sign of life"):
                 await task
         await until(lambda: len(bench.engines) == 2)
+        assert bench.board.report().crashes == (("silent", 1),)
 
 
 @pytest.mark.parametrize(
@@ -195,6 +198,7 @@ async def test_a_handle_that_fails_run_after_run_gets_a_fresh_engine() -> None:
         assert (await answer(bench.board))[0] == "x"
         assert len(bench.engines) == 2
         assert "3 runs in a row failed" in bench.board.report().last_recovery
+        assert bench.board.report().crashes == (("runs_failed", 1),)
 
 
 async def test_three_crashes_quarantine_the_board_until_it_has_cooled() -> None:
