@@ -80,13 +80,15 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "app": frozenset({"deployments.build"}),
     "probe": BASE | {"native", "api.common", "api.prompting", "board.engine.telemetry"},
     "client": frozenset({"core", "models.index", "models.shelf"}),
+    # Pure rules about a running cluster, from which the alerts are made too.
+    "verdicts": BASE,
     # Rules over frozen facts, which stay pure, and their collector; only a child loads a library.
     "doctor": BASE
-    | {"native.library_file", "native.runtime", "native.binding"}
+    | {"verdicts", "native.library_file", "native.runtime", "native.binding"}
     | {"native.sim.profiles", "board.engine.telemetry"},
     # Models of this machine: what their files tell, without a cluster.
     "catalog": BASE
-    | {"api.prompting", "api.parsing", "doctor.known", "doctor.file_rules"}
+    | {"api.prompting", "api.parsing", "doctor.known", "doctor.file_rules", "verdicts.hardware"}
     | {"native.binding.releases", "native.sim.models", "native.sim.profiles"},
     "bench": BASE | {"api.common", "app", "deployments", "native.sim"},
     # Ray is a program there; its processes are read as the benchmarks read theirs.
@@ -95,7 +97,8 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     | {"api.admin.heartbeat", "api.admin.join", "doctor"}
     | {"router.fleet_update", "router.members", "router.membership"},
     "cli": BASE
-    | {"bench", "bringup", "catalog", "client", "deployments", "doctor", "native", "probe"},
+    | {"bench", "bringup", "catalog", "client", "deployments", "doctor", "native", "probe"}
+    | {"verdicts"},
     "__main__": frozenset({"cli"}),
 }
 OWNERS: dict[str, frozenset[str]] = {
@@ -135,7 +138,7 @@ OWNERS: dict[str, frozenset[str]] = {
 }
 # Rooms that decide and never wait.
 WITHOUT_ASYNCIO = (
-    *("config", "models", "sampling", "native", "api", "control", "page"),
+    *("config", "models", "sampling", "native", "api", "control", "page", "verdicts"),
     *("board.answer", "board.rules", "board.storage", "router.policies", "router.auth"),
 )
 

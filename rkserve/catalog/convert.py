@@ -18,8 +18,8 @@ from pathlib import Path
 from rkserve.catalog.recognise import plain_name
 from rkserve.core.errors import ConfigError
 from rkserve.core.files import free_bytes
-from rkserve.doctor.known import SOCS, soc_of
 from rkserve.models.settings import CONTEXT_MAX, CONTEXT_STEP
+from rkserve.verdicts.hardware import SOCS, soc_of
 
 PYTHON_VARIABLE = "RKSERVE_TOOLKIT_PYTHON"
 PACKAGES = "https://github.com/airockchip/rknn-llm/tree/main/rkllm-toolkit/packages"

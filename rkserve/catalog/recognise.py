@@ -18,11 +18,12 @@ from rkserve.api.prompting.templates import ChatTemplate
 from rkserve.api.prompting.tokenizer import Tokenizer
 from rkserve.core.errors import ConfigError, RequestError
 from rkserve.doctor.file_rules import MISREADS_EOS
-from rkserve.doctor.known import SOCS, dtype_in, platform_in, soc_of, toolkit_in
+from rkserve.doctor.known import dtype_in, platform_in, toolkit_in
 from rkserve.models.files import UnfitWeights, WeightsMetadata, weights_facts
 from rkserve.models.folder import ModelFolder
 from rkserve.models.settings import CONTEXT_MAX, CONTEXT_STEP, FAMILIES, SamplingDefaults
 from rkserve.native.binding.releases import RELEASES
+from rkserve.verdicts.hardware import SOCS, soc_of
 
 SMALLEST_BYTES = 1_000_000
 TOOLKIT_CONTEXT = 4096  # the toolkit's own default of max_context

@@ -21,10 +21,10 @@ from rkserve.doctor.collect import (
     this_machine,
 )
 from rkserve.doctor.facts import BoardFacts, DoctorReport, FleetReport, ModelFiles, Severity
-from rkserve.doctor.known import MEGA
 from rkserve.doctor.measure import SECONDS, MeasureLimits, compared, measure
 from rkserve.doctor.node import RAY_PORT
 from rkserve.doctor.rules import report_on
+from rkserve.verdicts.hardware import MEGA
 
 HERE = Path("/")
 COLOURS = {Severity.ERROR: "red", Severity.WARNING: "yellow", Severity.UNKNOWN: "cyan"}

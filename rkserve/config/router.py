@@ -74,6 +74,25 @@ class ResponsesConfig(Settings):
     )
 
 
+class ObjectivesConfig(Settings):
+    """The targets by which the [verdict](../how-to/runbook.md) judges the answers."""
+
+    ttft_s: float = Field(
+        30.0,
+        gt=0,
+        le=3600,
+        description="The first token of a request comes within this time; 99 % of the requests are "
+        "to be answered in order and within it. Alerts compare it with the buckets of "
+        "`rkserve_ttft_seconds`: choose one of their bounds.",
+    )
+    queue_wait_s: float = Field(
+        10.0,
+        gt=0,
+        le=3600,
+        description="95 % of the requests wait at most this long in the Router's queue.",
+    )
+
+
 class RouterConfig(Settings):
     """The OpenAI ingress."""
 
@@ -234,6 +253,13 @@ class RouterConfig(Settings):
     )
     images: ImagesConfig = ImagesConfig()
     responses: ResponsesConfig = ResponsesConfig()
+    objectives: ObjectivesConfig = ObjectivesConfig()
+    max_viewers: int = Field(
+        32,
+        ge=0,
+        le=1000,
+        description="Streams of `GET /v1/cluster/events` that one Router serves at once; then 429.",
+    )
     page: bool = Field(True, description="Whether `/` is the [chat page](../how-to/page.md).")
 
     @field_validator("allowed_hosts")

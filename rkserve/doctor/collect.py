@@ -32,8 +32,9 @@ from rkserve.doctor.facts import (
     ReportedState,
     UnreadSource,
 )
-from rkserve.doctor.known import expected_speed, soc_of
+from rkserve.doctor.known import expected_speed
 from rkserve.doctor.tree import Tree
+from rkserve.verdicts.hardware import soc_of
 
 CPUFREQ = "sys/devices/system/cpu/cpufreq"
 ROCKET = ("sys/module/rocket", "sys/bus/platform/drivers/rocket", "dev/accel/accel0")

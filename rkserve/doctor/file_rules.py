@@ -8,13 +8,12 @@ from collections.abc import Iterator
 
 from rkserve.doctor.facts import BoardFacts, DiskSpace, Finding, LibraryFile, ModelFiles
 from rkserve.doctor.hardware_rules import error, warning
-from rkserve.doctor.known import MEGA, soc_of
 from rkserve.native.binding.releases import RELEASES
+from rkserve.verdicts.hardware import FULL_BYTES, low_disk, soc_of
 
 LEAKY = "1.2.1"
 # Releases from this one on misread the end token of models from older toolkits.
 MISREADS_EOS = (1, 3, 0)
-FULL_BYTES, LOW_BYTES = 64 * MEGA, 1000 * MEGA
 PACKAGES = {"libgomp.so.1": "libgomp1", "libomp.so.5": "libomp5", "libomp.so": "libomp-dev"}
 TMPFS = ("tmpfs", "ramfs")
 SOURCE = "https://github.com/airockchip/rknn-llm"
@@ -306,15 +305,10 @@ def _disk(one: DiskSpace) -> Iterator[Finding]:
             "prompt_cache.max_bytes: 0",
             f"/proc/mounts: {one.device}",
         )
-    if one.use == "state" and one.free_bytes is not None and one.free_bytes < LOW_BYTES:
-        make = error if one.free_bytes < FULL_BYTES else warning
-        yield make(
-            "disk-full",
-            f"{one.folder} has {one.free_bytes / MEGA:.0f} MB free; adapters, prompt caches and "
-            f"Ray's logs need {LOW_BYTES / MEGA:.0f} MB.",
-            f"sudo du -xh --max-depth=2 {folder} /tmp/ray /var/log | sort -h | tail",
-            f"{one.folder}: {one.free_bytes} bytes free",
-        )
+    low = low_disk(one.folder, one.free_bytes) if one.use == "state" else None
+    if low is not None:
+        make = error if (one.free_bytes or 0) < FULL_BYTES else warning
+        yield make("disk-full", low.sentence, low.command, low.evidence)
 
 
 def token(facts: BoardFacts) -> Iterator[Finding]:

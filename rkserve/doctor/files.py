@@ -11,11 +11,12 @@ from typing import Any
 
 from rkserve.core.errors import ConfigError
 from rkserve.doctor.facts import DiskSpace, LibraryFile, ModelFiles
-from rkserve.doctor.known import MEGA, dtype_in, expected_speed, platform_in, toolkit_in
+from rkserve.doctor.known import dtype_in, expected_speed, platform_in, toolkit_in
 from rkserve.doctor.tree import Tree
 from rkserve.models.files import UnfitWeights, WeightsMetadata, weights_facts
 from rkserve.models.folder import ModelFolder, open_model_folder
 from rkserve.native.library_file import read_header, search, versions_in
+from rkserve.verdicts.hardware import MEGA
 
 NAME = "librkllmrt.so"
 FOLDERS = ("usr/lib", "usr/lib/aarch64-linux-gnu", "lib", "lib/aarch64-linux-gnu", "usr/local/lib")

@@ -9,17 +9,27 @@ from collections.abc import Iterator
 
 from rkserve.core.board_report import Hardware
 from rkserve.doctor.facts import BoardFacts, ClockDomain, DeviceNode, Finding, Severity
-from rkserve.doctor.known import MEGA, SOCS, WANTED_DRIVER, KnownSoc, driver_row, soc_of
+from rkserve.doctor.known import WANTED_DRIVER, driver_row
+from rkserve.verdicts.hardware import (
+    COOL,
+    LARGEST,
+    MEGA,
+    NEARLY,
+    SOCS,
+    Shortfall,
+    low_ddr,
+    low_memory,
+    mhz,
+    raise_npu,
+    soc_of,
+)
+from rkserve.verdicts.hardware import heat as hot
 
 OLDEST_KERNEL = (5, 10)
-HOT_C = 80.0
 # Reported beside each other where the reading of a figure failed, instead of being absent.
 ODD = ("is not understood", "is a folder", "cannot be read", "is longer", "is empty", "is off or")
 FIXED = ("performance", "userspace")
-# Published best figures are reached by some boards with slightly lower steps.
-NEARLY = 0.95
 API = "/v1/boards/"
-SCARCE = 25  # a board with less than this part of its memory available is close to its end
 OWN_MB = 350  # Ray and rkserve on a board's node
 NEW_KERNEL = "sudo apt install linux-image-vendor-rk35xx linux-dtb-vendor-rk35xx && sudo reboot"
 UDEV = (
@@ -51,9 +61,10 @@ def unknown(name: str, sentence: str, command: str, *evidence: str) -> Finding:
     )
 
 
-def mhz(hertz: int) -> str:
-    """Return a clock in MHz, without the unit."""
-    return f"{hertz / MEGA:.0f}"
+def shortfall(name: str, found: Shortfall | None) -> Iterator[Finding]:
+    """Yield a warning about a figure that is worse than it should be."""
+    if found is not None:
+        yield warning(name, found.sentence, found.command, found.evidence)
 
 
 def soc(facts: BoardFacts) -> Iterator[Finding]:
@@ -236,7 +247,7 @@ def npu_clock(facts: BoardFacts) -> Iterator[Finding]:
         yield warning(
             "npu-limit",
             f"The NPU clock is limited to {mhz(clock.limit_hz or 0)} of {mhz(highest)} MHz.",
-            f"echo {highest} | sudo tee {clock.path}/max_freq",
+            raise_npu(clock.path, highest, held=False),
             f"{clock.path}/max_freq: {clock.limit_hz}",
         )
     fixed = clock.governor in ("userspace", "powersave")
@@ -245,7 +256,7 @@ def npu_clock(facts: BoardFacts) -> Iterator[Finding]:
             "npu-slow",
             f"The NPU clock is held at {mhz(clock.current_hz)} of {mhz(highest)} MHz (governor "
             f"{clock.governor}).",
-            f"echo performance | sudo tee {clock.path}/governor",
+            raise_npu(clock.path, highest, held=True),
             f"{clock.path}/cur_freq: {clock.current_hz}",
         )
 
@@ -268,27 +279,13 @@ def ddr_clock(facts: BoardFacts) -> Iterator[Finding]:
             "# flash the newest loader of the board's maker (SPI flash and eMMC), then reboot",
             note,
         )
-    highest = (facts.ddr.highest_hz if facts.ddr else None) or _known(facts).ddr_mhz * MEGA
-    if hardware.ddr_hz is not None and hardware.ddr_hz < NEARLY * highest:
-        yield warning(
-            "ddr-slow",
-            f"The DDR clock is {mhz(hardware.ddr_hz)} of {mhz(highest)} MHz (governor "
-            f"{hardware.ddr_governor or 'unknown'}), which halves decoding on some boards.",
-            "echo performance | sudo tee /sys/class/devfreq/dmc/governor",
-            f"/sys/class/devfreq/dmc/cur_freq: {hardware.ddr_hz}",
-        )
+    yield from shortfall("ddr-slow", low_ddr(hardware, facts.ddr.highest_hz if facts.ddr else None))
 
 
 def heat(facts: BoardFacts) -> Iterator[Finding]:
     """A hot board, and clocks that the kernel lowered because of it."""
-    celsius = facts.hardware.temperature_c if facts.hardware else None
-    if celsius is not None and celsius >= HOT_C:
-        yield warning(
-            "hot",
-            f"The SoC has {celsius:.0f} degrees Celsius; clocks fall soon above {HOT_C:.0f}.",
-            "# give the board a heat sink and a fan, and free its air",
-            f"thermal zone: {celsius:.1f} degrees",
-        )
+    if facts.hardware is not None:
+        yield from shortfall("hot", hot(facts.hardware))
     throttled = [
         one for one in facts.cooling if one.state > 0 and re.search("cpufreq|devfreq", one.kind)
     ]
@@ -296,7 +293,7 @@ def heat(facts: BoardFacts) -> Iterator[Finding]:
         yield warning(
             "throttled",
             "The kernel holds clocks down because of heat.",
-            "# give the board a heat sink and a fan, and free its air",
+            COOL,
             *(f"{one.path}: {one.kind}, step {one.state}" for one in throttled),
         )
 
@@ -321,17 +318,10 @@ def memory(facts: BoardFacts) -> Iterator[Finding]:
         yield warning(
             "memory-available",
             f"The model needs about {need_mb:.0f} MB, and {free / MEGA:.0f} MB are available.",
-            "ps -eo rss,pid,comm --sort=-rss | head",
+            LARGEST,
             f"/proc/meminfo: MemAvailable {free / MEGA:.0f} MB",
         )
-    if total is not None and free is not None and free < total // SCARCE:
-        yield warning(
-            "memory-low",
-            f"{free / MEGA:.0f} of {total / MEGA:.0f} MB are available; the kernel ends the "
-            "largest process, the engine, where none are left.",
-            "ps -eo rss,pid,comm --sort=-rss | head",
-            f"/proc/meminfo: MemAvailable {free / MEGA:.0f} MB",
-        )
+    yield from shortfall("memory-low", low_memory(hardware))
     figures = facts.memory
     if figures is None:
         return
@@ -349,7 +339,7 @@ def memory(facts: BoardFacts) -> Iterator[Finding]:
         yield warning(
             "swap-used",
             f"{swapped / MEGA:.0f} MB of memory are swapped out: the board has too little of it.",
-            "ps -eo rss,pid,comm --sort=-rss | head",
+            LARGEST,
             f"/proc/meminfo: SwapTotal less SwapFree is {swapped / MEGA:.0f} MB",
         )
 
@@ -375,11 +365,6 @@ def unread(facts: BoardFacts) -> Iterator[Finding]:
                 "# read the file of the evidence on the board",
                 reason,
             )
-
-
-def _known(facts: BoardFacts) -> KnownSoc:
-    name = facts.hardware.soc if facts.hardware else ""
-    return soc_of(name) or SOCS[0]
 
 
 def _note(hardware: Hardware, figure: str) -> str:

@@ -1,4 +1,4 @@
-"""Published figures that a board is compared with: SoCs, drivers, and speeds of models.
+"""Published figures that a board is compared with: drivers, and speeds of models.
 
 Speeds are those of the vendor's table, which the simulator has too, and of users' boards in
 ``speeds.csv``, each row with its source. A model in neither is estimated: decoding reads all
@@ -16,40 +16,13 @@ from pathlib import Path
 from statistics import median
 
 from rkserve.native.sim.profiles import read_benchmarks
+from rkserve.verdicts.hardware import MEGA, soc_of
 
 SPEEDS = Path(__file__).resolve().parent / "speeds.csv"
-MEGA = 1_000_000
 VENDOR = "airockchip/rknn-llm, the vendor's table at the highest clocks"
 # A measurement below this share of the expected rate is reported. Of the published models all reach
 # 63 % of their estimate, and most 85 %.
 PUBLISHED_SHARE, ESTIMATED_SHARE = 0.8, 0.6
-
-
-@dataclass(frozen=True, slots=True)
-class KnownSoc:
-    """A SoC with an NPU for RKLLM. Clocks are its highest; ``dtypes`` those of the vendor's
-    table.
-    """
-
-    name: str
-    npu_node: str
-    npu_cores: int
-    npu_mhz: int
-    ddr_mhz: int
-    dtypes: tuple[str, ...]
-
-
-SOCS = (
-    KnownSoc("RK3588", "fdab0000.npu", 3, 1000, 2112, ("w8a8",)),
-    KnownSoc("RK3576", "27700000.npu", 2, 1000, 2112, ("w4a16", "w8a8")),
-    KnownSoc("RK3562", "ff300000.npu", 1, 1000, 2112, ("w8a8",)),
-    KnownSoc("RV1126B", "22000000.npu", 1, 950, 1332, ("w4a16", "w8a8")),
-)
-
-
-def soc_of(name: str) -> KnownSoc | None:
-    """Return the SoC by its name in the device tree, also of a revision such as RK3588S."""
-    return next((soc for soc in SOCS if name.upper().startswith(soc.name)), None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,8 @@ from itertools import chain
 from rkserve.core.board_report import Hardware
 from rkserve.doctor import file_rules, hardware_rules
 from rkserve.doctor.facts import BoardFacts, DoctorReport, Finding, Severity
-from rkserve.doctor.hardware_rules import NEARLY, error, mhz, warning
-from rkserve.doctor.known import MEGA, soc_of
+from rkserve.doctor.hardware_rules import error, warning
+from rkserve.verdicts.hardware import HOT_C, MEGA, NEARLY, highest_ddr_hz, mhz, soc_of
 
 OPEN_FILES = 102_400
 OLDEST_LIBC = (2, 31)
@@ -250,7 +250,7 @@ def _causes(facts: BoardFacts, hardware: Hardware | None) -> list[str]:
     known = soc_of(hardware.soc) if hardware is not None else None
     if hardware is None or known is None:
         return found
-    ddr = (facts.ddr.highest_hz if facts.ddr else None) or known.ddr_mhz * MEGA
+    ddr = (facts.ddr.highest_hz if facts.ddr else None) or highest_ddr_hz(hardware) or 0
     npu = hardware.npu_max_hz or known.npu_mhz * MEGA
     if hardware.ddr_hz is not None and hardware.ddr_hz < NEARLY * ddr:
         found.append(f"DDR at {mhz(hardware.ddr_hz)} of {mhz(ddr)} MHz")
@@ -259,7 +259,7 @@ def _causes(facts: BoardFacts, hardware: Hardware | None) -> list[str]:
     governors = sorted({one.governor or "" for one in facts.cpus} - {"", *hardware_rules.FIXED})
     if governors:
         found.append(f"CPU governor {', '.join(governors)}")
-    if hardware.temperature_c is not None and hardware.temperature_c >= hardware_rules.HOT_C:
+    if hardware.temperature_c is not None and hardware.temperature_c >= HOT_C:
         found.append(f"{hardware.temperature_c:.0f} degrees Celsius")
     return found
 

@@ -6,18 +6,16 @@ import pytest
 
 from rkserve.doctor.known import (
     ESTIMATED_SHARE,
-    MEGA,
     PUBLISHED_SHARE,
-    SOCS,
     driver_row,
     dtype_in,
     expected_speed,
     platform_in,
-    soc_of,
     speeds,
     toolkit_in,
 )
 from rkserve.native.sim import telemetry
+from rkserve.verdicts.hardware import MEGA, SOCS, soc_of
 
 
 @pytest.mark.parametrize(

@@ -21,22 +21,6 @@ from rkserve.core.board_report import BoardState
 
 VerdictName = Literal["READY", "DEGRADED", "NOT READY"]
 Place = Literal["board", "head", "anywhere"]
-# The figures of a board that change all the time, in the order of ``now`` and of a history.
-FIGURES = (
-    "decode_tokens_per_s",  # over the last seconds, idle time included
-    "prefill_tokens_per_s",
-    "speed_tokens_per_s",  # of decoding alone, over the last minutes
-    "running",
-    "queued",
-    "paused",
-    "kv_percent",
-    "cached_percent",
-    "npu_percent",
-    "npu_mhz",
-    "ddr_mhz",
-    "temperature_c",
-    "memory_mb",
-)
 
 
 class ReasonEntry(TypedDict):

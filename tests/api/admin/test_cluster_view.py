@@ -8,13 +8,13 @@ import pytest
 from pydantic import TypeAdapter
 
 from rkserve.api.admin.cluster_view import (
-    FIGURES,
     BoardHistoryAnswer,
     KeyUsageAnswer,
     SnapshotEvent,
     VerdictAnswer,
     ViewDocument,
 )
+from rkserve.verdicts.history import FIGURES
 from tests.support.paths import TESTS
 
 EXAMPLE = json.loads((TESTS / "data/cluster_view/example.json").read_text("utf-8"))

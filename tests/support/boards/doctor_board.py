@@ -19,9 +19,9 @@ from rkserve.doctor.facts import (
     ProcessLimits,
     Severity,
 )
-from rkserve.doctor.known import soc_of
 from rkserve.doctor.rules import report_on
 from rkserve.native.sim import telemetry
+from rkserve.verdicts.hardware import soc_of
 
 CPU = "sys/devices/system/cpu/cpufreq"
 AARCH64, X86_64 = 183, 62

@@ -1,0 +1,1 @@
+"""Rules about a running cluster: facts as frozen values, reasons with their commands, verdicts."""
