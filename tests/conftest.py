@@ -79,7 +79,7 @@ def uses_engine(module: ModuleType) -> bool:
 
 # Applications that several files share. The processes of pytest-xdist have a Ray cluster each:
 # files that share an application run in one, so that the other need not deploy it, too.
-SHARED_APPS = ("three_boards", "controlled")
+SHARED_APPS = ("three_boards", "controlled", "two_routers")
 
 
 def groups_of(items: list[pytest.Item]) -> dict[Path, str]:

@@ -29,147 +29,32 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow]
 PASSING = {429, 503}
 
 
-# -- a changed configuration ----------------------------------------------------------------------
+GROUP = "trio"
+ROUTER = {"report_s": 0.5, "report_timeout_s": 2.0, "accept_timeout_s": 2.0}
 
 
-@pytest.fixture
-def two_boards(ray_cluster: LocalCluster) -> Iterator[App]:
-    """Two boards that a test may configure anew."""
-    app = App.deploy(ray_cluster, "redo", 2, queue_limit=4)
-    for report in app.settled():
-        ray_cluster.control(report.board_id, "time_scale=0.5")
-    yield app
-    ray_cluster.delete("redo")
+@pytest.fixture(scope="module")
+def trio(ray_cluster: LocalCluster) -> Iterator[App]:
+    """Three boards, any of which may freeze: Ray itself looks after them at its leisure.
+
+    The last test deploys them anew with another configuration.
+    """
+    yield _deploy(ray_cluster, 3, queue_limit=64)
+    ray_cluster.delete(GROUP)
 
 
-@dataclass
-class Customers:
-    """Clients that ask one thing after the other, and what became of that."""
-
-    http: httpx.AsyncClient
-    statuses: Counter[int] = field(default_factory=Counter)
-    refusals: Counter[str] = field(default_factory=Counter)
-    answered_s: list[float] = field(default_factory=list)
-    more: asyncio.Condition = field(default_factory=asyncio.Condition)
-
-    @asynccontextmanager
-    async def coming(self, number: int) -> AsyncIterator[None]:
-        """Have so many clients ask during the block; what they asked last is answered after it."""
-        closing = asyncio.Event()
-
-        async def ask_on() -> None:
-            while not closing.is_set():
-                await self._ask()
-
-        clients = [asyncio.create_task(ask_on()) for _ in range(number)]
-        try:
-            yield
-        finally:
-            closing.set()
-            await asyncio.gather(*clients)
-
-    async def served(self, number: int) -> None:
-        """Wait until so many more were served."""
-        goal = self.statuses[200] + number
-        async with self.more:
-            reached = self.more.wait_for(lambda: self.statuses[200] >= goal)
-            await asyncio.wait_for(reached, START_S)
-
-    @property
-    def longest_gap_s(self) -> float:
-        """The longest time in which nobody was served."""
-        return max(after - before for before, after in pairwise(self.answered_s))
-
-    async def _ask(self) -> None:
-        """Have a number repeated; what is no right answer must be one of OpenAI's errors."""
-        said = str(self.statuses.total())
-        response = await self.http.post(CHAT, json=chat_body(f"Repeat after me: {said}"))
-        if response.status_code == 200:
-            assert response.json()["choices"][0]["message"]["content"] == said
-            self.answered_s.append(time.monotonic())
-        else:
-            error = response.json()["error"]
-            assert error["code"], response.text
-            assert int(response.headers["retry-after"]) >= 1
-            self.refusals[error["message"]] += 1
-            await asyncio.sleep(0.1)  # not the second that it says: how long is of interest
-        async with self.more:
-            self.statuses[response.status_code] += 1
-            self.more.notify_all()
-
-
-@pytest.mark.parametrize(
-    "boards", [pytest.param(2, id="a shorter queue"), pytest.param(1, id="and one board fewer")]
-)
-def test_a_changed_configuration_replaces_the_boards_while_requests_are_served(
-    two_boards: App, boards: int
-) -> None:
-    """What `serve deploy` with an edited file does."""
-    before = two_boards.reports()
-    assert [report.queue_limit for report in before] == [4, 4]
-
-    async def through() -> tuple[Customers, list[BoardReport]]:
-        async with two_boards.http() as http:
-            customers = Customers(http)
-            async with customers.coming(2):
-                await customers.served(5)
-                async with streaming(http, "Write 60 tokens") as under_way:
-                    await under_way.read(deltas=1)
-                    after = await asyncio.to_thread(_redeploy, two_boards, boards)
-                    await under_way.read()
-                    assert (under_way.error, under_way.finish_reason) == (None, "stop")
-                await customers.served(5)
-            return customers, after
-
-    customers, after = asyncio.run(through())
-    print(  # noqa: T201
-        f"statuses while it was deployed anew: {dict(customers.statuses)}; "
-        f"nobody was served for {customers.longest_gap_s:.1f} s at most; {customers.refusals}"
-    )
-    assert [report.queue_limit for report in after] == [2] * boards
-    assert [report.board_id for report in after] == ["redo-0", "redo-1"][:boards]
-    assert not {report.pid for report in before} & {report.pid for report in after}
-    assert set(customers.statuses) <= {200, *PASSING}
-
-
-def _redeploy(app: App, boards: int) -> list[BoardReport]:
-    changed = App.deploy(app.cluster, "redo", boards, queue_limit=2)
-
-    def all_anew() -> list[BoardReport] | None:
-        found = changed.reports()
-        return found if [report.queue_limit for report in found] == [2] * boards else None
-
-    return wait_for(f"{boards} boards with the new limit", all_anew, START_S)
+def _deploy(cluster: LocalCluster, boards: int, queue_limit: int) -> App:
+    patient = {"router": dict(ROUTER), "health_check_timeout_s": 30.0}
+    return App.deploy(cluster, GROUP, boards, queue_limit=queue_limit, **patient)
 
 
 # -- a replica that freezes -----------------------------------------------------------------------
 
-ROUTER = {"report_s": 0.5, "report_timeout_s": 2.0, "accept_timeout_s": 2.0}
 # A Router that knows a board to be silent sends nothing there.
 # A board that froze with a token counts as slow, and as one of its kind after UNUSED_S.
 AGAIN_S = 3 * UNUSED_S
 KNOWN_WITHIN_S = 25.0
 PROMPTLY_S = 5.0
-
-
-@pytest.fixture
-def trio(ray_cluster: LocalCluster) -> Iterator[App]:
-    """Three boards, any of which may freeze: Ray itself looks after them at its leisure."""
-    simulated = {
-        "boards": 3,
-        "time_scale": 0.05,
-        "load_s": 0.2,
-        "control_dir": str(ray_cluster.control_dir),
-    }
-    group = {
-        "name": "trio",
-        "model": f"models/{MODEL}",
-        "simulated": simulated,
-        "health_check_timeout_s": 30.0,
-    }
-    ray_cluster.deploy("trio", {"boards": [group], "router": ROUTER})
-    yield App(ray_cluster, "trio", "trio", 3)
-    ray_cluster.delete("trio")
 
 
 @contextlib.contextmanager
@@ -237,6 +122,105 @@ def test_a_frozen_replica_takes_no_other_board_with_it(trio: App) -> None:
     )
     assert known_s < KNOWN_WITHIN_S
     assert [report.board_id for report in trio.settled()] == [r.board_id for r in well]
+
+
+# -- a changed configuration ----------------------------------------------------------------------
+
+
+@dataclass
+class Customers:
+    """Clients that ask one thing after the other, and what became of that."""
+
+    http: httpx.AsyncClient
+    statuses: Counter[int] = field(default_factory=Counter)
+    refusals: Counter[str] = field(default_factory=Counter)
+    answered_s: list[float] = field(default_factory=list)
+    more: asyncio.Condition = field(default_factory=asyncio.Condition)
+
+    @asynccontextmanager
+    async def coming(self, number: int) -> AsyncIterator[None]:
+        """Have so many clients ask during the block; what they asked last is answered after it."""
+        closing = asyncio.Event()
+
+        async def ask_on() -> None:
+            while not closing.is_set():
+                await self._ask()
+
+        clients = [asyncio.create_task(ask_on()) for _ in range(number)]
+        try:
+            yield
+        finally:
+            closing.set()
+            await asyncio.gather(*clients)
+
+    async def served(self, number: int) -> None:
+        """Wait until so many more were served."""
+        goal = self.statuses[200] + number
+        async with self.more:
+            reached = self.more.wait_for(lambda: self.statuses[200] >= goal)
+            await asyncio.wait_for(reached, START_S)
+
+    @property
+    def longest_gap_s(self) -> float:
+        """The longest time in which nobody was served."""
+        return max(after - before for before, after in pairwise(self.answered_s))
+
+    async def _ask(self) -> None:
+        """Have a number repeated; what is no right answer must be one of OpenAI's errors."""
+        said = str(self.statuses.total())
+        response = await self.http.post(CHAT, json=chat_body(f"Repeat after me: {said}"))
+        if response.status_code == 200:
+            assert response.json()["choices"][0]["message"]["content"] == said
+            self.answered_s.append(time.monotonic())
+        else:
+            error = response.json()["error"]
+            assert error["code"], response.text
+            assert int(response.headers["retry-after"]) >= 1
+            self.refusals[error["message"]] += 1
+            await asyncio.sleep(0.1)  # not the second that it says: how long is of interest
+        async with self.more:
+            self.statuses[response.status_code] += 1
+            self.more.notify_all()
+
+
+def test_a_changed_configuration_replaces_the_boards_while_requests_are_served(trio: App) -> None:
+    """What `serve deploy` with an edited file does: here with a shorter queue and a board fewer."""
+    before = trio.settled()
+    for report in before:
+        trio.cluster.control(report.board_id, "time_scale=0.5")
+
+    async def through() -> tuple[Customers, list[BoardReport]]:
+        async with trio.http() as http:
+            customers = Customers(http)
+            async with customers.coming(2):
+                await customers.served(5)
+                async with streaming(http, "Write 60 tokens") as under_way:
+                    await under_way.read(deltas=1)
+                    after = await asyncio.to_thread(_redeploy, trio.cluster)
+                    await under_way.read()
+                    assert (under_way.error, under_way.finish_reason) == (None, "stop")
+                await customers.served(5)
+            return customers, after
+
+    customers, after = asyncio.run(through())
+    print(  # noqa: T201
+        f"statuses while it was deployed anew: {dict(customers.statuses)}; "
+        f"nobody was served for {customers.longest_gap_s:.1f} s at most; {customers.refusals}"
+    )
+    assert [report.queue_limit for report in after] == [2, 2]
+    assert [report.board_id for report in after] == [f"{GROUP}-0", f"{GROUP}-1"]
+    assert not {report.pid for report in before} & {report.pid for report in after}
+    assert set(customers.statuses) <= {200, *PASSING}
+
+
+def _redeploy(cluster: LocalCluster) -> list[BoardReport]:
+    changed = _deploy(cluster, 2, queue_limit=2)
+
+    def all_anew() -> list[BoardReport] | None:
+        found = changed.reports()
+        return found if [report.queue_limit for report in found] == [2, 2] else None
+
+    return wait_for("two boards with the new limit", all_anew, START_S)
 
 
 # -- what the logs say ----------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import openai
 import pytest
 from openai.types.responses import ResponseInputParam
 
-from tests.support.cluster.local_cluster import App
+from tests.support.cluster.local_cluster import NO_TLS, App
 from tests.support.http.talk import ENDLESS, MODEL, chat_body
 from tests.support.paths import PROJECT
 
@@ -25,11 +25,15 @@ TURNS = chat_body(SAYS)["messages"]
 
 
 def ask(boards: App, path: str, body: dict[str, Any]) -> httpx.Response:
-    return httpx.post(f"{boards.url}{path}", json={"model": MODEL, **body}, timeout=60)
+    return httpx.post(
+        f"{boards.url}{path}", json={"model": MODEL, **body}, timeout=60, verify=NO_TLS
+    )
 
 
 def reports(boards: App) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = httpx.get(f"{boards.url}/v1/boards", timeout=60).json()["data"]
+    found: list[dict[str, Any]] = httpx.get(
+        f"{boards.url}/v1/boards", timeout=60, verify=NO_TLS
+    ).json()["data"]
     return found
 
 
@@ -108,7 +112,7 @@ def test_errors_of_an_application_with_a_prefix_speak_the_dialect(boards: App) -
     refused = ask(boards, "/v1/messages", {"messages": TURNS})
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "max_tokens")
     assert refused.json()["type"] == "error"
-    unknown = httpx.get(f"{boards.url}/api/nothing", timeout=60)
+    unknown = httpx.get(f"{boards.url}/api/nothing", timeout=60, verify=NO_TLS)
     assert (unknown.status_code, unknown.json()["code"]) == (404, "not_found")
 
 
@@ -116,7 +120,9 @@ def test_errors_of_an_application_with_a_prefix_speak_the_dialect(boards: App) -
 def test_a_client_that_hangs_up_frees_its_board(boards: App, path: str) -> None:
     body = {**chat_body(ENDLESS), "max_tokens": 4000, "stream": True}
     before = {one["id"]: one["aborted"] for one in reports(boards)}
-    with httpx.stream("POST", f"{boards.url}{path}", json=body, timeout=60) as response:
+    with httpx.stream(
+        "POST", f"{boards.url}{path}", json=body, timeout=60, verify=NO_TLS
+    ) as response:
         board = response.headers["x-rkserve-board"]
         assert next(response.iter_bytes())
     patience_s = time.monotonic() + 60
@@ -130,7 +136,7 @@ def test_a_client_that_hangs_up_frees_its_board(boards: App, path: str) -> None:
 
 def test_the_chat_page_and_its_files_are_found_below_a_prefix(boards: App) -> None:
     for path, kind in (("/", "text/html"), ("/page/main.js", "text/javascript")):
-        sent = httpx.get(f"{boards.url}{path}", timeout=60)
+        sent = httpx.get(f"{boards.url}{path}", timeout=60, verify=NO_TLS)
         assert (sent.status_code, sent.headers["content-type"].split(";")[0]) == (200, kind)
         assert "script-src 'self'" in sent.headers["content-security-policy"]
 

@@ -20,18 +20,24 @@ from tests.support.cluster.local_cluster import App, LocalCluster, wait_for
 
 pytestmark = pytest.mark.ray
 
-MODEL = "sim-embed"
-GROUP = "embed"
+MODEL, VISION_MODEL = "sim-embed", "sim-vision"
+GROUP, VISION_GROUP = "embed", "vision"
 
 
 @pytest.fixture(scope="module")
 def embedding(ray_cluster: LocalCluster) -> Iterator[App]:
-    """Two boards that make embeddings."""
-    app = App.deploy(ray_cluster, GROUP, 2, model=f"models/{MODEL}", simulated={"time_scale": 0})
+    """Two boards that make embeddings, and one that sees, behind one Router."""
+    at_once = {"time_scale": 0}
+    groups = [
+        ray_cluster.simulated(GROUP, 2, model=f"models/{MODEL}", simulated=at_once),
+        ray_cluster.simulated(VISION_GROUP, 1, model=f"models/{VISION_MODEL}", simulated=at_once),
+    ]
+    ray_cluster.deploy("encoders", {"boards": groups})
+    app = App(ray_cluster, "encoders", GROUP, 2)
     app.ready()
     app.settled()
     yield app
-    ray_cluster.delete(GROUP)
+    ray_cluster.delete("encoders")
 
 
 def client(app: App, *, strict: bool = False) -> openai.OpenAI:
@@ -81,20 +87,12 @@ SIDE = 392
 ENCODER = SimEncoder(SIDE, SIDE, 196)
 
 
-VISION_MODEL = "sim-vision"
-VISION_GROUP = "vision"
-
-
-@pytest.fixture(scope="module")
-def seeing(ray_cluster: LocalCluster) -> Iterator[App]:
-    """Two boards that see."""
-    app = App.deploy(
-        ray_cluster, VISION_GROUP, 2, model=f"models/{VISION_MODEL}", simulated={"time_scale": 0}
-    )
-    app.ready()
+@pytest.fixture
+def seeing(embedding: App) -> App:
+    """The board that sees."""
+    app = App(embedding.cluster, embedding.name, VISION_GROUP, 1)
     app.settled()
-    yield app
-    ray_cluster.delete(VISION_GROUP)
+    return app
 
 
 def noise(seed: int) -> Image.Image:

@@ -47,8 +47,8 @@ def trouble(request):
 """
 
 
-@pytest.fixture(scope="module")
-def two_routers(ray_cluster: LocalCluster) -> Iterator[App]:
+@pytest.fixture(scope="session")
+def two_routers(ray_cluster: LocalCluster) -> App:
     """Two boards, one more where pauses are brief, and two Routers."""
     (ray_cluster.python_dir / "trouble.py").write_text(HOOK, encoding="utf-8")
     strict = {"strict": True}
@@ -60,11 +60,11 @@ def two_routers(ray_cluster: LocalCluster) -> Iterator[App]:
     ]
     router = {"replicas": 2, "ping_s": 0.2, "admin_key": KEY}
     ray_cluster.deploy("pause", {"boards": groups, "router": router})
+    ray_cluster.shared.append("pause")
     deployed = App(ray_cluster, "pause", "pause", 2)
     deployed.ready()
     deployed.settled()
-    yield deployed
-    ray_cluster.delete("pause")
+    return deployed
 
 
 @pytest.fixture
