@@ -521,36 +521,3 @@ def test_timings_of_an_answer_are_the_runtime_s_own(app: App) -> None:
     assert timings["decode_tokens"] >= 29
     assert timings["prefill_ms"] > 0  # the runtime may have the template's words in RAM
     json.dumps(timings)
-
-
-# -- withdrawn ------------------------------------------------------------------------------------
-
-
-def test_a_build_that_its_caller_gave_up_leaves_the_queue_and_is_never_made(
-    ray_cluster: LocalCluster,
-) -> None:
-    model = ray_cluster.model_copy("queued")
-    busy = App.deploy(
-        ray_cluster, "withdrawn", 1, model=str(model), router={"control_timeout_s": 2.0}
-    )
-    try:
-        busy.settled()
-        with busy.http_sync() as http:
-            body = {
-                "model": "queued",
-                "messages": [user("Tell me a story.")],
-                "stream": True,
-                "pause_on": [" "],
-                "native_pause": True,  # it keeps the board
-            }
-            with http.stream("POST", CHAT, json=body):
-                wait_for("the pause", lambda: busy.reports()[0].paused == 1)
-                build = {"cache_name": "late", "prompt": RULES}
-                refused = http.post("/v1/cache/queued", json=build)
-                assert refused.status_code == 503
-                assert "the build was withdrawn" in refused.json()["error"]["message"]
-                wait_for("the withdrawal", lambda: busy.reports()[0].queued == 0)
-            busy.settled()
-            assert http.get("/v1/cache/queued").json()["data"] == []
-    finally:
-        ray_cluster.delete("withdrawn")

@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.boards.fakes import run_loop
 from tests.support.cluster.local_cluster import App, LocalCluster, wait_for
-from tests.support.http.talk import ask, streaming
+from tests.support.http.talk import CHAT, MODEL, ask, chat_body, streaming
 
 pytestmark = pytest.mark.ray
 
@@ -78,18 +78,41 @@ def test_a_board_that_is_frozen_in_mid_answer_costs_its_client_nothing(connected
     run_loop(main(), 300.0)
 
 
-def test_without_the_channel_tokens_come_through_ray(ray_cluster: LocalCluster) -> None:
+# -- Ray's own calls ------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def plain(ray_cluster: LocalCluster) -> Iterator[App]:
+    """A board without a channel, whose Router gives a control call two seconds."""
     group = ray_cluster.simulated("plain", 1)
-    ray_cluster.deploy("plain", {"boards": [group], "channel": False})
+    args = {"boards": [group], "channel": False, "router": {"control_timeout_s": 2.0}}
+    ray_cluster.deploy("plain", args)
     app = App(ray_cluster, "plain", "plain", 1)
-    app.ready()
+    app.settled()
+    yield app
+    ray_cluster.delete("plain")
 
+
+def test_without_the_channel_tokens_come_through_ray(plain: App) -> None:
     async def main() -> None:
-        async with app.http() as http:
+        before = taken(plain)
+        async with plain.http() as http:
             assert (await ask(http, "Hello!")).done
-        assert taken(app) == {"channel": 0, "ray": 1, "connections": 0}
+        assert taken(plain) == {"channel": 0, "ray": before["ray"] + 1, "connections": 0}
 
-    try:
-        run_loop(main(), 300.0)
-    finally:
-        ray_cluster.delete("plain")
+    run_loop(main(), 300.0)
+
+
+def test_a_build_that_its_caller_gave_up_leaves_the_queue_and_is_never_made(plain: App) -> None:
+    """Control calls take Ray's way with a channel, too."""
+    with plain.http_sync() as http:
+        body = chat_body("Tell me a story.", stream=True, pause_on=[" "], native_pause=True)
+        with http.stream("POST", CHAT, json=body):  # the pause keeps the board
+            wait_for("the pause", lambda: plain.reports()[0].paused == 1)
+            build = {"cache_name": "late", "prompt": "You are Ferris."}
+            refused = http.post(f"/v1/cache/{MODEL}", json=build)
+            assert refused.status_code == 503
+            assert "the build was withdrawn" in refused.json()["error"]["message"]
+            wait_for("the withdrawal", lambda: plain.reports()[0].queued == 0)
+        plain.settled()
+        assert http.get(f"/v1/cache/{MODEL}").json()["data"] == []
