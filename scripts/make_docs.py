@@ -6,8 +6,9 @@ A page that is not what the code says makes ``make check`` fail, so the referenc
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -244,15 +245,23 @@ PAGES = {
 }
 
 
-def main() -> int:
-    """Write or compare the pages. Returns the exit code."""
+@functools.cache
+def pages() -> Mapping[str, str]:
+    """Return the text of every generated page by its name below docs/."""
+    return {name: make() for name, make in PAGES.items()}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Write or compare the pages; ``arguments`` of None are the program's own. Returns the exit
+    code.
+    """
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="compare only")
     parser.add_argument("--docs", type=Path, default=DOCS, help="another folder than docs/")
-    given = parser.parse_args()
+    given = parser.parse_args(arguments)
     stale = []
-    for name, make in PAGES.items():
-        page, text = given.docs / name, make()
+    for name, text in pages().items():
+        page = given.docs / name
         if page.is_file() and page.read_text(encoding="utf-8") == text:
             continue
         if given.check:

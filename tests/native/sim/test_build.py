@@ -137,7 +137,15 @@ def test_a_read_only_package_builds_into_the_user_s_cache(
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     found = build.output_dir(unwritable)
     assert found == tmp_path / "home" / ".cache" / "rkserve" / "sim"
-    assert build.ensure_built("1.3.0", into=found).parent == found
+    # A compiler that takes no time: what is built there, `make sim` has compiled.
+    built = build.ensure_built("1.3.0")
+    place_program(tmp_path, "copies")
+    copy = f'#!/bin/sh\nfor output; do :; done\ncp {built} "$output"\n'
+    (tmp_path / "copies").write_text(copy, encoding="utf-8")
+    monkeypatch.setenv("CC", str(tmp_path / "copies"))
+    made = build.ensure_built("1.3.0", into=found)
+    assert made == found / built.name
+    assert made.read_bytes() == built.read_bytes()
 
 
 def test_no_place_at_all_is_one_sentence_with_both_folders(
