@@ -19,9 +19,11 @@ from typer.main import get_command
 
 from rkserve.cli import app as cli
 from rkserve.config.serve_config import RkserveConfig, inner_model
+from rkserve.core.board_metrics import BoardCollector
 from rkserve.core.board_report import BoardReport, BoardState
+from rkserve.core.coordinator_metrics import CoordinatorMetrics
 from rkserve.core.errors import RkserveError
-from rkserve.core.metrics import BoardCollector, CoordinatorMetrics, RouterMetrics, StreamCollector
+from rkserve.core.metrics import RouterMetrics, StreamCollector
 from rkserve.models.settings import FolderSettings
 from rkserve.native.quirks import NAMES as QUIRKS
 from rkserve.native.sim import profiles

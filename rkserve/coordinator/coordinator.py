@@ -54,6 +54,7 @@ from rkserve.coordinator.operations.sleep import IdleModels, SleepOperations
 from rkserve.coordinator.operations.weights import WeightOperations
 from rkserve.coordinator.state.ledger import AuditEntry, Ledger
 from rkserve.coordinator.state.state_store import StateStore, recover, stands
+from rkserve.core.coordinator_metrics import CoordinatorMetrics
 from rkserve.core.desired_state import Desired, DesiredCache, Scope
 from rkserve.core.errors import (
     LedgerFailed,
@@ -62,7 +63,6 @@ from rkserve.core.errors import (
     RequestError,
     RkserveError,
 )
-from rkserve.core.metrics import CoordinatorMetrics
 from rkserve.fleet.fleet import Fleet
 
 log = logging.getLogger(__name__)

@@ -23,6 +23,7 @@ from rkserve.api.json.fields import MAX_SESSION_CHARS, JsonObject, quoted
 from rkserve.api.openai.models import board_entry, boards_list
 from rkserve.api.prompting.conversation import Message, images_of
 from rkserve.config.router import RouterConfig
+from rkserve.core.board_metrics import BoardCollector
 from rkserve.core.board_report import BoardReport
 from rkserve.core.errors import (
     BoardAsleep,
@@ -44,7 +45,7 @@ from rkserve.core.messages import (
     Paused,
     Timings,
 )
-from rkserve.core.metrics import BoardCollector, RouterMetrics
+from rkserve.core.metrics import RouterMetrics
 from rkserve.core.run_params import Picture
 from rkserve.router.auth import Caller, Callers, open_keys, queue_terms
 from rkserve.router.coordinator_client import CoordinatorClient, WakeOnRequest

@@ -27,9 +27,9 @@ from rkserve.coordinator.boards.roster import Replies, Roster
 from rkserve.coordinator.boards.transfer import Stager
 from rkserve.coordinator.state.state_store import StateStore
 from rkserve.core.board_report import BoardReport, BoardState
+from rkserve.core.coordinator_metrics import CoordinatorMetrics
 from rkserve.core.desired_state import Adoption, Desired, Scope, SleepLevel
 from rkserve.core.errors import BoardGone, RebaseFailed, RkserveError
-from rkserve.core.metrics import CoordinatorMetrics
 from rkserve.fleet.board_table import BoardAddress
 
 log = logging.getLogger(__name__)

@@ -16,9 +16,9 @@ from typing import Any, Protocol
 
 from rkserve.control.operations import BoardOutcome, ResultStatus
 from rkserve.coordinator.boards.roster import Roster, result_of
+from rkserve.core.coordinator_metrics import CoordinatorMetrics
 from rkserve.core.desired_state import Artifact
 from rkserve.core.errors import BoardFailed, BoardGone, BoardSilent, RkserveError, StageFailed
-from rkserve.core.metrics import CoordinatorMetrics
 
 log = logging.getLogger(__name__)
 

@@ -26,6 +26,7 @@ from rkserve.coordinator.boards.roster import Roster
 from rkserve.coordinator.boards.transfer import Stager
 from rkserve.coordinator.state.ledger import AuditEntry
 from rkserve.coordinator.state.state_store import StateStore
+from rkserve.core.coordinator_metrics import CoordinatorMetrics
 from rkserve.core.desired_state import Artifact, BaseVersion, Desired, Scope
 from rkserve.core.errors import (
     BoardNotFound,
@@ -33,7 +34,6 @@ from rkserve.core.errors import (
     ModelNotFound,
     OperationTimeout,
 )
-from rkserve.core.metrics import CoordinatorMetrics
 
 log = logging.getLogger(__name__)
 
