@@ -13,21 +13,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from prometheus_client import CollectorRegistry
 from pydantic import BaseModel
 from typer.main import get_command
 
 from rkserve.cli import app as cli
 from rkserve.config.serve_config import RkserveConfig, inner_model
-from rkserve.core.board_metrics import BoardCollector
-from rkserve.core.board_report import BoardReport, BoardState
-from rkserve.core.coordinator_metrics import CoordinatorMetrics
 from rkserve.core.errors import RkserveError
-from rkserve.core.metrics import RouterMetrics, StreamCollector
 from rkserve.models.settings import FolderSettings
 from rkserve.native.quirks import NAMES as QUIRKS
 from rkserve.native.sim import profiles
 from scripts import make_docs
+from scripts.metric_table import all_metrics
 from tests.support.paths import PROJECT
 
 pytestmark = pytest.mark.slow
@@ -49,10 +45,10 @@ def test_generated_pages_are_what_the_code_says(capsys: pytest.CaptureFixture[st
 
 def test_the_metrics_page_has_labels_that_no_sample_shows_yet() -> None:
     rows = page("reference/metrics.md")
-    assert "| `rkserve_turned_away` | counter | model, reason |" in rows
-    assert "| `rkserve_held_seconds` | histogram | model, by |" in rows
-    assert "| `rkserve_ttft_seconds` | histogram | model |" in rows
-    assert "| `rkserve_hang_ups` | counter | none |" in rows
+    assert "| `rkserve_turned_away` | counter | model, reason, router |" in rows
+    assert "| `rkserve_held_seconds` | histogram | model, by, router |" in rows
+    assert "| `rkserve_ttft_seconds` | histogram | model, router |" in rows
+    assert "| `rkserve_hang_ups` | counter | router |" in rows
 
 
 def test_a_generated_page_that_is_behind_is_named_and_written_anew(
@@ -86,21 +82,11 @@ def test_every_error_code_is_explained() -> None:
     assert not [code for code in CODES if f"`{code}`" not in explained]
 
 
-def metric_names() -> set[str]:
-    registry = CollectorRegistry()
-    RouterMetrics(registry)
-    CoordinatorMetrics(registry)
-    example = BoardReport(board_id="sim-0", model="sim-chat", state=BoardState.READY)
-    registry.register(BoardCollector(lambda: [example]))
-    registry.register(StreamCollector(lambda: ({"channel": 0, "ray": 0}, 0)))
-    return {family.name for family in registry.collect()}
-
-
 def test_every_metric_is_explained() -> None:
     lines = page("reference/metrics.md").splitlines()
-    names = metric_names()
+    names = [row.name for row in all_metrics()]
     assert len(names) > 50
-    for name in sorted(names):
+    for name in names:
         rows = [line for line in lines if line.startswith(f"| `{name}` |")]
         assert len(rows) == 1, name
         assert len(rows[0].rstrip(" |").split("|")[-1].strip()) > len("meaning"), name

@@ -93,6 +93,18 @@ class ObjectivesConfig(Settings):
     )
 
 
+class MetricsConfig(Settings):
+    """The contents of `GET /metrics` ([metrics.md](metrics.md))."""
+
+    keys: int = Field(
+        100,
+        ge=0,
+        le=1000,
+        description="API keys whose usage is counted by name: the first ones of `api_keys_file`. "
+        "Those after them are counted together as `(other)`.",
+    )
+
+
 class RouterConfig(Settings):
     """The OpenAI ingress."""
 
@@ -260,6 +272,7 @@ class RouterConfig(Settings):
         le=1000,
         description="Streams of `GET /v1/cluster/events` that one Router serves at once; then 429.",
     )
+    metrics: MetricsConfig = MetricsConfig()
     page: bool = Field(True, description="Whether `/` is the [chat page](../how-to/page.md).")
 
     @field_validator("allowed_hosts")

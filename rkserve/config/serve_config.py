@@ -9,6 +9,7 @@ environment. ``explain`` is for the settings of model folders and adapters too.
 from __future__ import annotations
 
 import difflib
+import hashlib
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -255,6 +256,12 @@ def parse_config(args: Any) -> RkserveConfig:
             f"serve_config.yaml, args: {explain(exc, RkserveConfig)} "
             "docs/reference/configuration.md lists all keys."
         ) from exc
+
+
+def config_digest(config: RkserveConfig) -> str:
+    """Return a digest by which two configurations can be compared. Keys are not part of it."""
+    content = json.dumps(config.model_dump(mode="json"), sort_keys=True)
+    return hashlib.sha256(content.encode()).hexdigest()[:12]
 
 
 def _with_admin_key(config: RkserveConfig) -> RkserveConfig:

@@ -10,6 +10,8 @@ from prometheus_client.registry import Collector
 from rkserve.core.board_report import BoardReport, BoardState, Hardware
 
 _BOARD_LABELS = ("board", "model")
+# Figures of the machine do not depend on the model; at 50 boards each label costs some kilobytes.
+_MACHINE_LABELS = ("board",)
 
 _GAUGES: tuple[tuple[str, str, Callable[[BoardReport], float]], ...] = (
     ("rkserve_board_running", "Generations that run on the board.", lambda r: r.running),
@@ -111,7 +113,12 @@ _HARDWARE: tuple[tuple[str, str, Callable[[Hardware], float | None]], ...] = (
 
 
 class BoardCollector(Collector):
-    """Exports the boards' latest reports; a scrape makes no call to a board."""
+    """Exports the boards' latest reports; a scrape makes no call to a board.
+
+    A lost board has a state and no figures: its last ones may be older than those that another
+    Router has reported of it, and a counter that falls looks to Prometheus like one that begins
+    again.
+    """
 
     def __init__(self, reports: Callable[[], Iterable[BoardReport]]) -> None:
         self._reports = reports
@@ -120,13 +127,16 @@ class BoardCollector(Collector):
         """Yield one family per figure."""
         reports = list(self._reports())
         state = GaugeMetricFamily(
-            "rkserve_board_state", "1 for the board's state.", labels=(*_BOARD_LABELS, "state")
+            "rkserve_board_state",
+            "1 for the board's state; ready is there with 0 while it is in another one.",
+            labels=(*_BOARD_LABELS, "state"),
         )
         for report in reports:
-            for known in BoardState:
-                labels = (report.board_id, report.model, known.value)
-                state.add_metric(labels, float(report.state is known))
+            for one in dict.fromkeys((BoardState.READY, report.state)):
+                labels = (report.board_id, report.model, one.value)
+                state.add_metric(labels, float(report.state is one))
         yield state
+        reports = [report for report in reports if report.state is not BoardState.LOST]
         for name, text, figure in _GAUGES:
             gauge = GaugeMetricFamily(name, text, labels=_BOARD_LABELS)
             for report in reports:
@@ -155,36 +165,37 @@ def _hardware(reports: Iterable[BoardReport]) -> Iterator[GaugeMetricFamily]:
     load = GaugeMetricFamily(
         "rkserve_npu_load_ratio",
         "Share of the last second in which the NPU's core worked.",
-        labels=(*_BOARD_LABELS, "core"),
+        labels=(*_MACHINE_LABELS, "core"),
     )
     info = GaugeMetricFamily(
         "rkserve_board_info",
-        "Always 1; the labels say what the board is.",
-        labels=(*_BOARD_LABELS, "soc", "driver", *_GOVERNORS, "release"),
+        "Always 1; the labels are the board's SoC, NPU driver, governors, and the releases of the "
+        "runtime and of rkserve (version).",
+        labels=(*_BOARD_LABELS, "soc", "driver", *_GOVERNORS, "release", "version"),
     )
     cpu = GaugeMetricFamily(
         "rkserve_cpu_frequency_hertz",
         "Clock of these CPUs now.",
-        labels=(*_BOARD_LABELS, "cpus"),
+        labels=(*_MACHINE_LABELS, "cpus"),
     )
     for report, hardware in known:
-        board = (report.board_id, report.model)
+        board = report.board_id
         for core, percent in enumerate(hardware.npu_load):
-            load.add_metric((*board, str(core)), percent / 100)
+            load.add_metric((board, str(core)), percent / 100)
         for clock in hardware.cpu_clocks:
             if clock.hz is not None:
-                cpu.add_metric((*board, clock.cpus), clock.hz)
+                cpu.add_metric((board, clock.cpus), clock.hz)
         of_cpus = ",".join(sorted({clock.governor for clock in hardware.cpu_clocks} - {""}))
         governors = (of_cpus, hardware.npu_governor, hardware.ddr_governor)
-        names = (hardware.soc, hardware.driver_version, *governors, report.release)
-        info.add_metric((*board, *names), 1.0)
+        names = (hardware.soc, hardware.driver_version, *governors)
+        info.add_metric((board, report.model, *names, report.release, report.version), 1.0)
     yield load
     yield cpu
     yield info
     for name, text, figure in _HARDWARE:
-        gauge = GaugeMetricFamily(name, text, labels=_BOARD_LABELS)
+        gauge = GaugeMetricFamily(name, text, labels=_MACHINE_LABELS)
         for report, hardware in known:
             value = figure(hardware)
             if value is not None:
-                gauge.add_metric((report.board_id, report.model), value)
+                gauge.add_metric((report.board_id,), value)
         yield gauge

@@ -231,25 +231,13 @@ class RayLink:
         listed = self._replicas.listed()
         lines = self._lines_to(listed)
         if listed and len(lines) == len(listed) and method in METHODS:
-            await self._wait([one(line.ask(method, *args)) for line in lines.values()], timeout_s)
+            await wait_for_all([one(line.ask(method, *args)) for line in lines.values()], timeout_s)
             return
         try:
             answers = await asyncio.wait_for(self._replicas.broadcast(method, *args), timeout_s)
         except (RayError, RayServeException, TimeoutError, asyncio.TimeoutError):
             return  # no answer at all; a call to each replica alone shows why
-        await self._wait([one(answer) for answer in answers], timeout_s)
-
-    async def _wait(self, calls: Iterable[Coroutine[Any, Any, None]], timeout_s: float) -> None:
-        """Wait for calls with a time limit. Failed ones are left out; a call to the replica alone
-        shows why.
-        """
-        waits_for = [asyncio.ensure_future(one) for one in calls]
-        try:
-            await asyncio.wait(waits_for, timeout=timeout_s)
-        finally:
-            for waiting in waits_for:
-                waiting.cancel()
-            await asyncio.gather(*waits_for, return_exceptions=True)
+        await wait_for_all([one(answer) for answer in answers], timeout_s)
 
     async def start_failure(self) -> BoardStartFailed | None:
         """Return the latest start failure of a board of this group, from Serve's own status."""
@@ -281,6 +269,21 @@ class RayLink:
             if type(exc).__name__ == "ReplicaGone":
                 raise _Unlisted(where, "its replica is being ended, or has (ReplicaGone)") from exc
             raise BoardFailed(where, f"Ray could not reach it ({type(exc).__name__})") from exc
+
+
+async def wait_for_all(calls: Iterable[Coroutine[Any, Any, None]], timeout_s: float) -> None:
+    """Wait for calls with a time limit. Failed ones are left out; a call to the replica alone shows
+    why.
+    """
+    waits_for = [asyncio.ensure_future(one) for one in calls]
+    if not waits_for:
+        return
+    try:
+        await asyncio.wait(waits_for, timeout=timeout_s)
+    finally:
+        for waiting in waits_for:
+            waiting.cancel()
+        await asyncio.gather(*waits_for, return_exceptions=True)
 
 
 class Replicas:

@@ -38,7 +38,7 @@ from rkserve.core.errors import ConfigError, LedgerFailed, RkserveError
 from rkserve.deployments.board_link import RayLink
 from rkserve.deployments.model_origin import ModelHolder
 from rkserve.deployments.replica import ROUTER, log_with_serve
-from rkserve.deployments.router import RayRouters
+from rkserve.deployments.router_peers import RayRouters
 from rkserve.fleet.fleet import Fleet
 from rkserve.models.folder import ModelFolder, open_model_folder
 from rkserve.models.incoming import UploadProgress

@@ -1,5 +1,5 @@
-"""Ray's replica of a Router, which answers HTTP with a ``Service``; and calls over Ray handles: of
-Routers to the Coordinator and to each other, and back.
+"""Ray's replica of a Router, which answers HTTP with a ``Service``, and its calls to the
+Coordinator over a Ray handle.
 
 Ray's exceptions become rkserve's here.
 """
@@ -11,8 +11,10 @@ import contextlib
 import contextvars
 import logging
 import os
+import platform
 import random
 import sys
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -24,23 +26,27 @@ from ray.serve.context import _get_global_client
 from ray.serve.exceptions import RayServeException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from rkserve import __version__
 from rkserve.api.responses.stored import StoredResponse
-from rkserve.config.serve_config import RkserveConfig
+from rkserve.config.serve_config import RkserveConfig, config_digest
 from rkserve.core.board_report import GenerationInfo, RouterGenerations
 from rkserve.core.desired_state import Scope as ClusterScope
-from rkserve.core.errors import BoardFailed, CoordinatorAway, RkserveError
+from rkserve.core.errors import CoordinatorAway, RkserveError
+from rkserve.core.exposition import RouterFigures
 from rkserve.core.messages import ControlAction
 from rkserve.core.metrics import RouterMetrics, StreamCollector
+from rkserve.deployments.board_factory import NodeSlot, claim_slot
 from rkserve.deployments.board_link import RayLink
 from rkserve.deployments.haproxy import check_environ, is_loopback
-from rkserve.deployments.replica import log_with_serve
+from rkserve.deployments.replica import Node, find_node, log_with_serve
+from rkserve.deployments.router_peers import SHORT_ID, RayPeers
 from rkserve.http.app import make_app
 from rkserve.http.auth import host_names, machine_names
 from rkserve.http.gradio_routes import GradioCalls, PendingCall
 from rkserve.models.folder import open_model_folder
+from rkserve.router.cluster_metrics import ClusterMetrics
 from rkserve.router.coordinator_client import CoordinatorClient
 from rkserve.router.dispatch.dispatch import open_dispatch, open_fleet
-from rkserve.router.features.generations import ROUTERS
 from rkserve.router.membership import Membership
 from rkserve.router.served_models import ServedModel
 from rkserve.router.service import Service
@@ -51,6 +57,9 @@ log = logging.getLogger(__name__)
 
 SWITCH_S = 0.001
 FIND_BOARDS_S = 3.0  # running boards answer at once; new ones may load for minutes
+# Names of Routers of one node: those that run, and as many that still end their answers.
+SLOTS = 256
+SLOT_GROUP = "_router"  # no name of a group, so that files in the state folder differ
 
 
 class _Handover:
@@ -154,6 +163,7 @@ class RouterReplica:
             config.router, config.state_dir.expanduser() / "responses", peers
         )
         self._gradio = GradioCalls(peers)
+        self._metrics = await self._open_metrics(config, metrics, peers)
         self.asgi: ASGIApp = make_app(
             self._service,
             config.coordinator.max_adapter_bytes,
@@ -163,6 +173,7 @@ class RouterReplica:
             hosts=host_names(config.router, cluster_names),
             gradio=self._gradio,
             membership=Membership.of(os.environ),
+            metrics=self._metrics,
         )
         self.hides_clients = await asyncio.to_thread(hides_clients)
         # A Router that replaces another one should know the boards and the desired state
@@ -173,7 +184,36 @@ class RouterReplica:
             loop.create_task(fleet.follow(config.router.report_s), name="follow the boards"),
             loop.create_task(cluster.follow(), name="follow the Coordinator"),
             loop.create_task(self._responses.forget_old(), name="forget old responses"),
+            loop.create_task(self._metrics.begin(), name="announce this Router"),
         ]
+
+    async def _open_metrics(
+        self, config: RkserveConfig, metrics: RouterMetrics, peers: RayPeers | None
+    ) -> ClusterMetrics:
+        """Return the cluster's metrics, with a name for this Router."""
+        replica = serve.get_replica_context().replica_id.unique_id
+        node = find_node(ray.nodes(), ray.get_runtime_context().get_node_id())
+        state_dir = config.state_dir.expanduser()
+        self._slot, name = await asyncio.to_thread(router_name, state_dir, node, replica)
+        versions = (__version__, platform.python_version(), ray.__version__)
+        metrics.build.labels(*versions, node.name, replica).set(1)
+        metrics.settings.labels(config_digest(config)).set(1)
+        # A single Router has peers, too, while it is replaced.
+        peers = peers or RayPeers(config.router.report_timeout_s)
+        return ClusterMetrics(self._service, name, peers)
+
+    async def figures(self, asked_by: str) -> tuple[str, RouterFigures] | None:
+        """Return this Router's metrics and its replica's ID; None if it asks itself."""
+        replica: str = serve.get_replica_context().replica_id.unique_id
+        return None if asked_by == replica else (replica, await self._metrics.own())
+
+    async def router_began(self, router: str) -> None:
+        """Forget an earlier Router of that name."""
+        self._metrics.forget(router)
+
+    async def router_ended(self, figures: RouterFigures) -> None:
+        """Keep the counts of a Router that ends."""
+        self._metrics.keep(figures)
 
     async def unassigned(self) -> list[GenerationInfo]:
         """Return this Router's generations without a board."""
@@ -211,10 +251,27 @@ class RouterReplica:
         """Release everything. Called by Ray, also after a constructor that failed."""
         for task in getattr(self, "_follows", ()):
             task.cancel()
+        if hasattr(self, "_metrics"):
+            await self._metrics.end()
+        if (slot := getattr(self, "_slot", None)) is not None:
+            slot.release()
         if hasattr(self, "_responses"):
             self._responses.close()
         if hasattr(self, "_channels"):
             await self._channels.close()
+
+
+def router_name(state_dir: Path, node: Node, replica: str) -> tuple[NodeSlot | None, str]:
+    """Claim a name for a Router by a lock of its node; a successor finds that of its predecessor.
+
+    The name is ``0`` or the like on the head, and ``0@rock`` elsewhere.
+    """
+    try:
+        slot = claim_slot(state_dir, SLOT_GROUP, SLOTS)
+    except RkserveError as exc:
+        log.warning("this Router's metrics begin anew at each start: %s", exc)
+        return None, replica[:SHORT_ID]
+    return slot, str(slot.index) if node.is_head else f"{slot.index}@{node.name}"
 
 
 class RayCoordinatorLink:
@@ -259,99 +316,3 @@ class RayCoordinatorLink:
                 # the Coordinator's own task, which a cancelled call does not end.
                 with contextlib.suppress(RayError, RayServeException):
                     response.cancel()
-
-
-class RayPeers:
-    """``Peers`` over Ray's handle of the Router's own deployment."""
-
-    def __init__(self, timeout_s: float) -> None:
-        context = serve.get_replica_context()
-        self._handle: Any = serve.get_deployment_handle(context.deployment, context.app_name)
-        self._timeout_s = timeout_s
-
-    async def unassigned(self) -> list[GenerationInfo]:
-        """Return the generations of all Routers without a board. Raises ``BoardFailed``."""
-        answers: list[list[GenerationInfo]] = await self._ask("unassigned")
-        return [info for answer in answers for info in answer]
-
-    async def control_unassigned(
-        self, generation: str, action: ControlAction, choice: int | None
-    ) -> RouterGenerations:
-        """Control the Routers' part of a generation without a board. Raises ``BoardFailed``."""
-        answers: list[RouterGenerations] = await self._ask(
-            "control_unassigned", generation, action, choice
-        )
-        return RouterGenerations(
-            tuple(one for answer in answers for one in answer.done),
-            tuple(one for answer in answers for one in answer.refused),
-            tuple(one for answer in answers for one in answer.ended),
-            any(answer.known for answer in answers),
-        )
-
-    async def kept_chain(
-        self, owner: str, response_id: str, most_bytes: int | None
-    ) -> list[StoredResponse]:
-        """Return a response and its predecessors stored by some Router.
-
-        Raises:
-            BoardFailed: they did not answer.
-        """
-        answers: list[list[StoredResponse]] = await self._ask(
-            "kept_chain", owner, response_id, most_bytes
-        )
-        return max(answers, key=len, default=[])
-
-    async def forget_response(self, owner: str, response_id: str) -> bool:
-        """Have all Routers remove a response; False if none had it. Raises ``BoardFailed``."""
-        return any(await self._ask("forget_response", owner, response_id))
-
-    async def share_gradio(self, pending: PendingCall) -> None:
-        """Store a posted call of a Gradio client on all Routers. Raises ``BoardFailed``."""
-        await self._ask("keep_gradio", pending)
-
-    async def claim_gradio(self, owner: str, event_id: str, *, cancel: bool) -> bool:
-        """Remove such a call from all Routers; False if none has it. Raises ``BoardFailed``."""
-        return any(await self._ask("drop_gradio", owner, event_id, cancel))
-
-    async def _ask(self, method: str, *args: Any) -> list[Any]:
-        return await _broadcast(self._handle, method, *args, timeout_s=self._timeout_s)
-
-
-class RayRouters:
-    """``Routers`` over Ray: all Routers of the application, as the Coordinator reaches them."""
-
-    def __init__(self, deployment: str) -> None:
-        self._deployment = deployment
-        self._app = serve.get_replica_context().app_name
-        self._handle: Any = None
-
-    async def abort(
-        self, scope: ClusterScope, request_ids: list[str] | None, timeout_s: float
-    ) -> int:
-        """Have all Routers abort their requests without a board. Raises ``BoardFailed``."""
-        if self._handle is None:
-            # Routers are deployed after the Coordinator, so the handle is found at the first call.
-            find = serve.get_deployment_handle
-            try:
-                self._handle = await asyncio.to_thread(find, self._deployment, self._app)
-            except (RayError, RayServeException) as exc:
-                raise BoardFailed(ROUTERS, f"not found ({type(exc).__name__})") from exc
-        found: list[int] = await _broadcast(
-            self._handle, "abort_waiting", scope, request_ids, timeout_s=timeout_s
-        )
-        return sum(found)
-
-
-async def _broadcast(handle: Any, method: str, *args: Any, timeout_s: float) -> list[Any]:
-    # In a context of its own: the caller's request is not theirs.
-    broadcast = contextvars.Context().run(handle.broadcast, method, *args)
-    try:
-        answers: list[Any] = await broadcast.results_async(timeout_s=timeout_s)
-    except RayTaskError as exc:
-        # A Router's own error is its answer.
-        if isinstance(exc.cause, RkserveError):
-            raise exc.cause from None
-        raise BoardFailed(ROUTERS, f"one of them failed ({type(exc.cause).__name__})") from exc
-    except (RayError, RayServeException, TimeoutError, asyncio.TimeoutError) as exc:
-        raise BoardFailed(ROUTERS, f"no answer ({type(exc).__name__})") from exc
-    return answers

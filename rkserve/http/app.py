@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
-from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Match, Route
@@ -29,10 +29,12 @@ from rkserve.http.generation_routes import add_control
 from rkserve.http.gradio_routes import GradioCalls, add_gradio
 from rkserve.http.openai_routes import add_openai
 from rkserve.http.openapi import (
+    GENERATION,
     JSON,
     OPEN,
     PLAIN,
     SERVICE,
+    DescribedRoute,
     EndpointAnswer,
     EndpointParameter,
     Routes,
@@ -40,6 +42,7 @@ from rkserve.http.openapi import (
 )
 from rkserve.http.trainer_routes import add_trainers
 from rkserve.page import FRONT, PageFile, page_files
+from rkserve.router.cluster_metrics import ClusterMetrics
 from rkserve.router.features.generations import GenerationPeers
 from rkserve.router.membership import Membership
 from rkserve.router.service import Service
@@ -58,13 +61,14 @@ def make_app(
     hosts: HostAllowList | None = None,
     gradio: GradioCalls | None = None,
     membership: Membership | None = None,
+    metrics: ClusterMetrics | None = None,
 ) -> ASGIApp:
     """Return the ASGI application of one Router.
 
     ``peers`` are all Routers of the application, if there are several; ``responses`` are the stored
     responses, ``hosts`` the allowed host names, ``gradio`` the posted calls of Gradio's clients,
-    and ``membership`` the joining of boards. Adapters and base weights have length limits of their
-    own.
+    ``membership`` the joining of boards, and ``metrics`` those of the cluster. Adapters and base
+    weights have length limits of their own.
     """
     # Without redirects a trailing slash is a 404 in OpenAI's format instead of an empty 307.
     # The framework's API pages would load scripts from elsewhere; the document is our own, because
@@ -80,7 +84,7 @@ def make_app(
     app.add_exception_handler(RkserveError, _on_error)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(Exception, _on_error)
-    _add_health(Routes(app, SERVICE), service)
+    _add_health(Routes(app, SERVICE), service, metrics or ClusterMetrics(service))
     add_openai(app, service, responses)
     add_dialects(app, service)
     add_gradio(app, service, gradio or GradioCalls())
@@ -100,6 +104,7 @@ def make_app(
         inner = CORSMiddleware(
             app, allowed, allow_methods=("*",), allow_headers=("*",), expose_headers=("*",)
         )
+    _begin_counts(app, service)
     hosts = hosts or host_names(service.config)
     guarded = BrowserGuard(inner, hosts, allowed, _refusal)
     return _Counted(guarded, service)  # outside of everything, so that a 500 counts as well
@@ -118,7 +123,7 @@ class ReadyAnswer(TypedDict):
     status: Literal["ready"]
 
 
-def _add_health(route: Routes, service: Service) -> None:
+def _add_health(route: Routes, service: Service, metrics: ClusterMetrics) -> None:
     @route("GET,HEAD /health", OPEN, returns(HealthAnswer, "It lives."))
     async def health(_: Request) -> JSONResponse:
         """Say that the Router lives."""
@@ -133,15 +138,19 @@ def _add_health(route: Routes, service: Service) -> None:
         return JSONResponse(ReadyAnswer(status="ready"))
 
     @route("GET /metrics", OPEN, EndpointAnswer(200, "The metrics.", {PLAIN: str}))
-    async def metrics(_: Request) -> PlainTextResponse:
-        """Export the metrics in Prometheus' text format."""
-        try:
-            head = await service.cluster.metrics()
-        except RkserveError as exc:
-            log.debug("without the Coordinator's metrics: %s", exc)
-            head = b""
-        text = (generate_latest(service.registry) + head).decode()
-        return PlainTextResponse(text, media_type=CONTENT_TYPE_LATEST)
+    async def scrape(_: Request) -> PlainTextResponse:
+        """Export the metrics of the whole cluster in Prometheus' text format."""
+        return PlainTextResponse(await metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
+
+def _begin_counts(app: FastAPI, service: Service) -> None:
+    """Begin the counts of the calls that boards answer, with their most frequent errors: Prometheus
+    does not see the increase by which a series appears.
+    """
+    for route in app.routes:
+        if isinstance(route, DescribedRoute) and set(GENERATION) <= set(route.description.errors):
+            for status in (200, 400, 429, 500, 503):
+                service.metrics.requests.labels(route.path, str(status))
 
 
 class _Counted:

@@ -21,6 +21,7 @@ from rkserve.api.json.fields import quoted
 from rkserve.config.router import RouterConfig
 from rkserve.core.block_hashes import owned
 from rkserve.core.errors import ConfigError, RateLimited, RequestError
+from rkserve.core.metrics import NO_KEY, OTHER_KEYS, KeyUsage, RouterMetrics
 from rkserve.router.queue.admission import ANONYMOUS, QueueTerms
 
 MINUTE_S = 60.0
@@ -65,10 +66,17 @@ class Caller:
     """The owner of a key, with its usage at one Router. All calls without a key have one owner."""
 
     def __init__(
-        self, name: str, limits: CallerLimits, clock: Callable[[], float] | None = None
+        self,
+        name: str,
+        limits: CallerLimits,
+        clock: Callable[[], float] | None = None,
+        usage: KeyUsage | None = None,
     ) -> None:
-        """``clock`` returns the time in seconds; None is the monotonic clock."""
+        """``clock`` returns the time in seconds; None is the monotonic clock. ``usage`` are the
+        metrics of its key.
+        """
         self.name, self.limits = name, limits
+        self._usage = usage
         self._clock = clock
         self.running = 0
         now_s = self._now_s()
@@ -92,12 +100,16 @@ class Caller:
                 raise RateLimited(f"{bucket.per_minute} requests per minute", bucket.wait_s(1.0))
             bucket.level -= 1
         self.running += 1
+        if self._usage is not None:
+            self._usage.called()
 
-    def spend(self, tokens: int) -> None:
-        """Count tokens read or generated."""
+    def spend(self, prompt: int = 0, completion: int = 0) -> None:
+        """Count tokens read and generated."""
         if self._tokens is not None:
             self._tokens.fill(self._now_s())
-            self._tokens.level -= tokens
+            self._tokens.level -= prompt + completion
+        if self._usage is not None:
+            self._usage.spent(prompt=prompt, completion=completion)
 
     def use_board(self, seconds: float) -> None:
         """Count board time of a request, including pauses on the board."""
@@ -260,9 +272,14 @@ def _digest(key: bytes) -> bytes:
 class Callers:
     """The owners of all keys, with their usage at one Router."""
 
-    def __init__(self, keys: Keys) -> None:
-        self.anybody = Caller(ANONYMOUS, CallerLimits())
-        self._known = {key.name: Caller(key.name, key.limits) for key in keys.clients or ()}
+    def __init__(self, keys: Keys, metrics: RouterMetrics, counted_keys: int) -> None:
+        """The first ``counted_keys`` keys of the file have metrics of their own."""
+        usage = metrics.key_usage(NO_KEY)
+        self.anybody = Caller(ANONYMOUS, CallerLimits(), usage=usage)
+        self._known: dict[str, Caller] = {}
+        for number, key in enumerate(keys.clients or ()):
+            usage = metrics.key_usage(key.name if number < counted_keys else OTHER_KEYS)
+            self._known[key.name] = Caller(key.name, key.limits, usage=usage)
 
     def of(self, key: ClientKey | None) -> Caller:
         """Return the owner of a key; None is the anonymous one."""

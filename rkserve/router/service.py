@@ -9,21 +9,20 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
 from rkserve.api.common.answer import AnswerOrigin, AnyCall, Dialect, DialectAnswer
 from rkserve.api.common.calls import ChatCall, CompletionCall, named_answer
 from rkserve.api.common.logprobs import TokenTexts
-from rkserve.api.common.output import answer_headers, error_object, tool_headers
+from rkserve.api.common.output import answer_headers, tool_headers
 from rkserve.api.common.plan import held, plan, prompt_texts, reading
 from rkserve.api.common.version_policy import ANY, ResolvedModel, VersionPolicy
 from rkserve.api.json.fields import MAX_SESSION_CHARS, JsonObject, quoted
 from rkserve.api.openai.models import board_entry, boards_list
 from rkserve.api.prompting.conversation import Message, images_of
 from rkserve.config.router import RouterConfig
-from rkserve.core.board_metrics import BoardCollector
 from rkserve.core.board_report import BoardReport
 from rkserve.core.errors import (
     BoardAsleep,
@@ -43,10 +42,10 @@ from rkserve.core.messages import (
     Finished,
     GenerateRequest,
     Paused,
-    Timings,
 )
 from rkserve.core.metrics import RouterMetrics
 from rkserve.core.run_params import Picture
+from rkserve.router.answer_meter import AnswerMeter
 from rkserve.router.auth import Caller, Callers, open_keys, queue_terms
 from rkserve.router.coordinator_client import CoordinatorClient, WakeOnRequest
 from rkserve.router.dispatch.dispatch import Dispatch
@@ -69,39 +68,19 @@ async def read_call(body: bytes, parse: Callable[[bytes], CallT]) -> CallT:
     return await off_loop(len(body), partial(parse, body))
 
 
-def record_timings(metrics: RouterMetrics, model: str, timings: Timings) -> None:
-    """Record the board's measurements of one finished generation.
-
-    A phase that did not happen, or that the runtime did not time, gives no sample: a rate of 0
-    would suggest a slow board.
-    """
-    prefill_s, decode_s = timings.prefill_ms / 1e3, timings.decode_ms / 1e3
-    if timings.prefill_tokens > 0 and prefill_s > 0:
-        metrics.prefill.labels(model).observe(prefill_s)
-        metrics.prefill_rate.labels(model).observe(timings.prefill_tokens / prefill_s)
-    if timings.decode_tokens > 0 and decode_s > 0:
-        metrics.decode_rate.labels(model).observe(timings.decode_tokens / decode_s)
-
-
 @dataclass
 class Opened:
-    """A call that boards have accepted, to be streamed or collected.
-
-    ``model`` is the base model: metrics are counted by it, never by the client's spelling.
-    """
+    """A call that boards have accepted, to be streamed or collected."""
 
     call: AnyCall
-    model: str
     dialect: Dialect
     answer: DialectAnswer
     choices: Choices
     accepted: list[Accepted]
     requests: list[GenerateRequest]
     caller: Caller
+    meter: AnswerMeter
     memory: CallMemory | None = None
-    started_s: float = field(default_factory=time.monotonic)
-    waits_for_first: bool = True  # token
-    tokens: int = 0  # given out, also those of an answer that does not come to its end
     closed: bool = False
 
     @property
@@ -135,7 +114,7 @@ class Service:
         """Raises ``ConfigError``: a key file cannot be used."""
         self.config = config
         self.keys = open_keys(config)
-        self.callers = Callers(self.keys)
+        self.callers = Callers(self.keys, metrics, config.metrics.keys)
         self.fleet = fleet = dispatch.fleet
         self.dispatch = dispatch
         self.cluster = cluster
@@ -152,7 +131,8 @@ class Service:
         self._named: set[str] = set()  # ids of answers to requests that clients have named
         self.metrics = metrics
         self.registry = metrics.registry
-        self.registry.register(BoardCollector(fleet.reports))
+        for name, served in models.items():
+            metrics.expect(name, embeds=served.folder.settings.embedding is not None)
 
     # -- models -------------------------------------------------------------------------------
 
@@ -256,19 +236,8 @@ class Service:
             sampling=replace(requests[0].sampling, **ignored),
         )
         answer = dialect.answer(call, completion, int(time.time()), origin)
-        self.metrics.in_flight.inc()
-        return Opened(
-            call,
-            meant.model,
-            dialect,
-            answer,
-            choices,
-            accepted,
-            requests,
-            caller,
-            memory,
-            started_s,
-        )
+        meter = AnswerMeter(self.metrics, requests, started_s)
+        return Opened(call, dialect, answer, choices, accepted, requests, caller, meter, memory)
 
     async def _check_grammar(self, call: AnyCall, caller: Caller) -> None:
         """Check the grammar of a call, if any. Raises ``RequestError``, ``RateLimited``."""
@@ -352,29 +321,30 @@ class Service:
             return
         opened.closed = True
         self._named.discard(opened.answer.id)
-        self.metrics.in_flight.dec()
-        opened.caller.spend(opened.tokens)
+        opened.meter.close()
+        opened.caller.spend(completion=opened.meter.tokens)
         opened.caller.leave()
         await opened.choices.aclose()
 
     async def whole(self, opened: Opened) -> JsonObject:
         """Return the whole answer. Raises ``RkserveError``. Closes the call."""
-        answer = opened.answer
+        answer, meter = opened.answer, opened.meter
         try:
             while (item := await opened.choices.next()) is not None:
                 index, event = item
                 if isinstance(event, Delta):
-                    self._first_token(opened, event)
-                    opened.tokens += len(event.token_ids)
+                    meter.delta(index, event)
                     answer.add(index, event)
-                elif isinstance(event, Finished):
-                    record_timings(self.metrics, opened.model, event.timings)
+                elif isinstance(event, Paused):
+                    meter.paused(index)
+                else:
+                    meter.finished(event)
                     answer.end(index, event)
-            self._done(opened)
+            meter.done()
             await opened.keep()
             return answer.whole()
         except BaseException as exc:
-            self._broken(exc)
+            opened.meter.broken(exc)
             raise
         finally:
             await self.close(opened)
@@ -403,18 +373,18 @@ class Service:
                 # The generator resumes only after the chunk was sent.
                 for index, event in events:
                     self.flows.sent(opened.requests[index].request_id, event)
-            self._done(opened)
+            opened.meter.done()
             # Before the client sees the end, because its next call may refer to this answer.
             await opened.keep()
             yield answer.closing()
         except Exception as exc:
-            self._broken(exc)
+            opened.meter.broken(exc)
             if not isinstance(exc, RkserveError):
                 log.exception("an answer failed in a way that it should not")
             await opened.keep(exc)
             yield answer.broken(exc)
         except BaseException as exc:
-            self._broken(exc)
+            opened.meter.broken(exc)
             opened.keep_later()
             raise
         finally:
@@ -423,12 +393,12 @@ class Service:
 
     def _chunk(self, opened: Opened, index: int, event: Delta | Paused | Finished) -> bytes:
         if isinstance(event, Delta):
-            self._first_token(opened, event)
-            opened.tokens += len(event.token_ids)
+            opened.meter.delta(index, event)
             return opened.answer.delta(index, event)
         if isinstance(event, Paused):
+            opened.meter.paused(index)
             return opened.answer.paused(index, event)
-        record_timings(self.metrics, opened.model, event.timings)
+        opened.meter.finished(event)
         return opened.answer.finish(index, event)
 
     def _key_of(self, meant: ResolvedModel) -> Callable[[str], str | None]:
@@ -455,24 +425,6 @@ class Service:
         """
         if images := images_of(messages):
             self._sight.check(images, self.models.by_name[model].folder.settings.vision)
-
-    def _first_token(self, opened: Opened, delta: Delta) -> None:
-        """Record TTFT at the first delta with text or tokens."""
-        if opened.waits_for_first and (delta.text or delta.token_ids):
-            opened.waits_for_first = False
-            self.metrics.ttft.labels(opened.model).observe(time.monotonic() - opened.started_s)
-
-    def _done(self, opened: Opened) -> None:
-        took_s = time.monotonic() - opened.started_s
-        self.metrics.duration.labels(opened.model).observe(took_s)
-        self.metrics.goodput.labels(opened.model).inc(opened.tokens)
-
-    def _broken(self, exc: BaseException) -> None:
-        if isinstance(exc, (asyncio.CancelledError, GeneratorExit)):
-            self.metrics.hang_ups.inc()
-        else:
-            code = error_object(exc)[2]["error"]["code"] or "server_error"
-            self.metrics.generation_errors.labels(code).inc()
 
 
 async def _lexicon(

@@ -7,7 +7,6 @@ from typing import Any
 
 import httpx
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.boards.pausing import (
     COUNT,
@@ -25,9 +24,11 @@ from tests.support.boards.pausing import (
     stop_at,
 )
 from tests.support.cluster.local_cluster import App
+from tests.support.http.scraping import Scraper
 from tests.support.http.talk import act, ask, streaming
 
 pytestmark = pytest.mark.ray
+BUILD = "rkserve_build_info"
 pytest_plugins = ["tests.support.boards.pausing_fixtures"]
 
 
@@ -64,14 +65,40 @@ def test_every_router_controls_the_generations_of_all(boards: App) -> None:
 
 
 async def _answers_of_this_router(http: httpx.AsyncClient) -> float:
-    text = (await http.get("/metrics")).text
-    (found,) = (
-        sample.value
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-        if sample.name == "rkserve_requests_in_flight"
-    )
-    return found
+    return float((await http.get("/load")).json()["server_load"])
+
+
+def test_every_router_has_the_metrics_of_all(boards: App) -> None:
+    pace(boards, FAST)
+    prometheus = Scraper()
+
+    async def talk(http: httpx.AsyncClient) -> None:
+        async def scrape() -> None:
+            # A connection of its own, which may lead to another Router than the one before.
+            async with boards.http() as fresh:
+                prometheus.take((await fresh.get("/metrics")).text)
+
+        def up() -> int:
+            return len([one for one in prometheus.last if one[0] == "rkserve_router_up"])
+
+        await scrape()
+        while up() < 2:
+            await scrape()
+        for turn in range(20):
+            async with boards.http() as fresh:
+                assert (await ask(fresh, "Repeat after me: done", max_tokens=3)).error is None
+            if turn % 2:
+                await scrape()
+        await scrape()
+
+    run(boards, talk)
+    count = prometheus.increase
+    assert count("rkserve_requests_total", route="/v1/chat/completions", status="200") == 20
+    assert count("rkserve_ttft_seconds_count") == 20
+    assert prometheus.value("rkserve_router_up", router="0") == 1
+    assert prometheus.value("rkserve_router_up", router="1") == 1
+    replicas = {dict(labels)["replica"] for name, labels in prometheus.last if name == BUILD}
+    assert len(replicas) == 2
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from rkserve.config.board_group import (
 from rkserve.config.serve_config import (
     PROJECT,
     RkserveConfig,
+    config_digest,
     engine_environ,
     explain,
     parse_config,
@@ -387,6 +388,15 @@ def test_the_file_wins_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
     config = parse_config({**args(), "router": {"admin_key": "from the file"}})
     assert config.router.admin_key is not None
     assert config.router.admin_key.get_secret_value() == "from the file"
+
+
+def test_the_digest_of_a_configuration_depends_on_every_setting_and_on_no_key() -> None:
+    one = config_digest(parse_config({**args(), "router": {"admin_key": "lion"}}))
+    other = config_digest(parse_config({**args(), "router": {"admin_key": "tiger"}}))
+    assert one == other
+    assert one != config_digest(parse_config({**args(), "router": {"ping_s": 3}}))
+    assert one == config_digest(parse_config({**args(), "router": {"admin_key": "lion"}}))
+    assert len(one) == 12
 
 
 def test_the_newline_at_the_end_of_a_mounted_secret_is_not_of_the_key(

@@ -1,4 +1,4 @@
-"""The metrics: every figure of a report is exported, on a registry that is passed in."""
+"""The metrics of boards: every figure of a report is exported, on a registry that is passed in."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ REPORT = BoardReport(
     decode_ms=2500.0,
     memory_mb=2.0,
     release="1.2.3",
+    version="0.2.0",
     hardware=Hardware(
         soc="RK3588",
         npu_load=(48.0, 50.0, 9.0),
@@ -111,28 +112,34 @@ def registry_of(*reports: BoardReport) -> CollectorRegistry:
     ],
 )
 def test_a_board_s_figures_are_exported_in_base_units(name: str, value: float) -> None:
-    registry = registry_of(REPORT)
-    assert registry.get_sample_value(name, {"board": "sim-0", "model": "m"}) == value
+    # Those of the machine do not depend on the model.
+    labels = {"board": "sim-0"} if name in HARDWARE else {"board": "sim-0", "model": "m"}
+    assert registry_of(REPORT).get_sample_value(name, labels) == value
 
 
-def test_a_board_is_in_one_state_and_in_no_other() -> None:
-    registry = registry_of(REPORT)
-    values = {
-        state: registry.get_sample_value(
-            "rkserve_board_state", {"board": "sim-0", "model": "m", "state": state.value}
-        )
-        for state in BoardState
+@pytest.mark.parametrize("state", BoardState)
+def test_a_board_s_state_is_there_and_ready_always(state: BoardState) -> None:
+    registry = registry_of(replace(REPORT, state=state))
+    found = {
+        sample.labels["state"]: sample.value
+        for family in registry.collect()
+        for sample in family.samples
+        if sample.name == "rkserve_board_state"
     }
-    assert values.pop(BoardState.READY) == 1
-    assert set(values.values()) == {0}
+    assert found == {"ready": 0, state.value: 1}
+
+
+def test_a_lost_board_has_no_figures() -> None:
+    lost = replace(REPORT, board_id="sim-1", state=BoardState.LOST)
+    families = list(registry_of(REPORT, lost).collect())
+    found = {f.name for f in families for s in f.samples if s.labels["board"] == "sim-1"}
+    assert found == {"rkserve_board_state"}
 
 
 def test_each_core_of_the_npu_has_its_own_load() -> None:
     registry = registry_of(REPORT)
     loads = [
-        registry.get_sample_value(
-            "rkserve_npu_load_ratio", {"board": "sim-0", "model": "m", "core": core}
-        )
+        registry.get_sample_value("rkserve_npu_load_ratio", {"board": "sim-0", "core": core})
         for core in ("0", "1", "2", "3")
     ]
     assert loads == [0.48, 0.5, 0.09, None]
@@ -141,9 +148,7 @@ def test_each_core_of_the_npu_has_its_own_load() -> None:
 def test_each_group_of_cpus_has_its_own_clock() -> None:
     registry = registry_of(REPORT)
     clocks = [
-        registry.get_sample_value(
-            "rkserve_cpu_frequency_hertz", {"board": "sim-0", "model": "m", "cpus": cpus}
-        )
+        registry.get_sample_value("rkserve_cpu_frequency_hertz", {"board": "sim-0", "cpus": cpus})
         for cpus in ("0-3", "4-5", "6-7")
     ]
     assert clocks == [1_800_000_000, 2_400_000_000, None]
@@ -159,6 +164,7 @@ def test_what_a_board_is_stands_in_labels() -> None:
         "npu_governor": "rknpu_ondemand",
         "ddr_governor": "dmc_ondemand",
         "release": "1.2.3",
+        "version": "0.2.0",
     }
     assert registry_of(REPORT).get_sample_value("rkserve_board_info", labels) == 1
 

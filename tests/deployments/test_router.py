@@ -1,23 +1,23 @@
-"""A hang-up between Serve and ASGI, and Ray's errors of handles in rkserve's terms."""
+"""A hang-up between Serve and ASGI, Ray's errors of the Coordinator's handle in rkserve's terms,
+and the names of Routers.
+"""
 
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ray import serve
 from ray.exceptions import ActorDiedError, RayTaskError, TaskCancelledError
 from ray.serve._private.common import DeploymentID
 from ray.serve.exceptions import DeploymentUnavailableError
 from starlette.types import Message
 
-from rkserve.core.board_report import GenerationInfo, GenerationState, RouterGenerations
-from rkserve.core.desired_state import Scope
-from rkserve.core.errors import BoardFailed, CoordinatorAway, OperationNotFound, RkserveError
-from rkserve.core.messages import ControlAction
-from rkserve.deployments.router import RayCoordinatorLink, RayPeers, RayRouters, _until_gone
+from rkserve.core.errors import CoordinatorAway, OperationNotFound, RkserveError
+from rkserve.deployments.replica import Node
+from rkserve.deployments.router import RayCoordinatorLink, _until_gone, router_name
 
 pytestmark = pytest.mark.virtual_time
 
@@ -50,7 +50,7 @@ class Response:
 
 
 class Handle:
-    """The handle of a deployment whose replicas give the same answer, or those of a list."""
+    """The handle of a deployment with one replica."""
 
     def __init__(self, answer: Any) -> None:
         self.response = Response(answer)
@@ -58,14 +58,6 @@ class Handle:
 
     def __getattr__(self, method: str) -> Any:
         return SimpleNamespace(remote=lambda *args: self._called(method, args))
-
-    def broadcast(self, method: str, *args: Any) -> Any:
-        self._called(method, args)
-
-        async def results_async(timeout_s: float) -> Any:
-            return await asyncio.wait_for(self.response._wait(), timeout_s)
-
-        return SimpleNamespace(results_async=results_async)
 
     def _called(self, method: str, args: tuple[Any, ...]) -> Response:
         self.calls.append((method, args))
@@ -102,81 +94,6 @@ async def test_an_error_of_the_coordinators_handle_is_translated(
     assert handle.response.cancelled is cancelled, "a call that still waits is cancelled"
 
 
-@pytest.fixture
-def peers(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return peers, and Routers, whose handle gives an answer."""
-    context = SimpleNamespace(deployment="Router", app_name="app")
-    monkeypatch.setattr(serve, "get_replica_context", lambda: context)
-
-    def made(answer: Any) -> tuple[RayPeers, RayRouters, Handle]:
-        handle = Handle(answer)
-        monkeypatch.setattr(serve, "get_deployment_handle", lambda *_: handle)
-        return RayPeers(3.0), RayRouters("Router"), handle
-
-    return made
-
-
-def info(request_id: str) -> GenerationInfo:
-    return GenerationInfo(request_id, "", "m", GenerationState.QUEUED, 1, 0, 1)
-
-
-async def test_the_answers_of_all_routers_are_merged(peers: Any) -> None:
-    one, two = info("a/0"), info("b/0")
-    of, _, handle = peers([[one], [], [two]])
-    assert await of.unassigned() == [one, two]
-    assert handle.calls == [("unassigned", ())]
-    of, _, handle = peers(
-        [RouterGenerations((one,), (), (), known=True), RouterGenerations((), (two,), (two,))]
-    )
-    found = await of.control_unassigned("a", ControlAction.ABORT, None)
-    assert found == RouterGenerations((one,), (two,), (two,), known=True)
-    assert handle.calls == [("control_unassigned", ("a", ControlAction.ABORT, None))]
-    of, _, _ = peers([False, True])
-    assert await of.forget_response("owner", "resp-1") is True
-    of, _, _ = peers([["one"], ["one", "two"], []])
-    assert await of.kept_chain("owner", "resp-2", 100) == ["one", "two"]
-
-
-async def test_the_aborted_requests_of_all_routers_are_counted(peers: Any) -> None:
-    _, routers, handle = peers([2, 0, 1])
-    assert await routers.abort(Scope(), ["r"], 1.0) == 3
-    assert handle.calls == [("abort_waiting", (Scope(), ["r"]))]
-
-
-@pytest.mark.parametrize(
-    ("answer", "kind", "words"),
-    [
-        pytest.param(
-            task_error(OperationNotFound("op")), OperationNotFound, "op", id="a Router's own error"
-        ),
-        pytest.param(
-            task_error(KeyError("x")), BoardFailed, "one of them failed .KeyError", id="a bug"
-        ),
-        pytest.param(ActorDiedError(), BoardFailed, "no answer .ActorDiedError", id="a death"),
-        pytest.param(None, BoardFailed, "no answer .TimeoutError", id="no answer"),
-    ],
-)
-async def test_an_error_of_a_router_is_translated(
-    peers: Any, answer: Any, kind: type[RkserveError], words: str
-) -> None:
-    of, _, _ = peers(answer)
-    with pytest.raises(kind, match=words):
-        await of.unassigned()
-
-
-async def test_routers_that_are_not_deployed_yet_are_an_error(
-    peers: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _, routers, _ = peers([1])
-
-    def missing(*_: str) -> Handle:
-        raise UNAVAILABLE
-
-    monkeypatch.setattr(serve, "get_deployment_handle", missing)
-    with pytest.raises(BoardFailed, match="not found"):
-        await routers.abort(Scope(), None, 1.0)
-
-
 class Client:
     """As Serve: it hands the body out, raises at the hang-up, and is then silent for good."""
 
@@ -208,3 +125,28 @@ async def test_what_is_no_hang_up_is_raised() -> None:
 
     with pytest.raises(ZeroDivisionError):
         await _until_gone(broken)()
+
+
+# -- names ----------------------------------------------------------------------------------------
+
+
+def test_a_router_takes_the_first_free_name_of_its_node(tmp_path: Path) -> None:
+    state_dir = tmp_path / "state"
+    first, name = router_name(state_dir, Node("head", is_head=True), "abcdefghij")
+    second, other = router_name(state_dir, Node("head", is_head=True), "klmnopqrst")
+    assert (name, other) == ("0", "1")
+    assert first is not None
+    first.release()
+    successor, name = router_name(state_dir, Node("head", is_head=True), "uvwxyz")
+    assert name == "0"
+    elsewhere, name = router_name(tmp_path / "other", Node("rock", is_head=False), "uvwxyz")
+    assert name == "0@rock"
+    for slot in (second, successor, elsewhere):
+        assert slot is not None
+        slot.release()
+
+
+def test_a_router_without_a_state_folder_is_called_by_its_replica(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    slot, name = router_name(tmp_path / "file", Node("head", is_head=True), "abcdefghij")
+    assert (slot, name) == (None, "abcdefgh")

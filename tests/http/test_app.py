@@ -218,5 +218,5 @@ async def test_models_list_their_boards_with_state_and_reason() -> None:
 async def test_metrics_hold_the_boards_figures() -> None:
     house = House(FakeBoards([report("a", running=1, completion_tokens=70)]))
     text = (await house("GET", "/metrics")).text
-    assert 'rkserve_board_running{board="a",model="sim-chat"} 1.0' in text
-    assert 'rkserve_completion_tokens_total{board="a",model="sim-chat"} 70.0' in text
+    assert 'rkserve_board_running{board="a",model="sim-chat"} 1\n' in text
+    assert 'rkserve_completion_tokens_total{board="a",model="sim-chat"} 70\n' in text

@@ -5,12 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from prometheus_client import CollectorRegistry, generate_latest
 from pydantic import SecretStr
 
 from rkserve.config.router import RouterConfig
 from rkserve.core.block_hashes import salted
 from rkserve.core.errors import ConfigError, RateLimited
-from rkserve.router.auth import Caller, CallerLimits, Keys, open_keys
+from rkserve.core.metrics import RouterMetrics
+from rkserve.router.auth import Caller, CallerLimits, Callers, Keys, open_keys
 
 
 def opens(keys: Keys, key: bytes) -> bool:
@@ -162,3 +164,46 @@ def test_a_key_without_limits_is_never_refused() -> None:
     for _ in range(1000):
         caller.enter()
         caller.spend(10_000)
+
+
+# -- usage ----------------------------------------------------------------------------------------
+
+
+def test_the_first_keys_are_counted_by_name_and_the_others_together(tmp_path: Path) -> None:
+    file = tmp_path / "clients"
+    file.write_text("tiger name=team-a\nlion\npuma name=team-c\nlynx name=team-d\n")
+    keys = open_keys(RouterConfig(api_keys_file=file))
+    metrics = RouterMetrics(CollectorRegistry())
+    callers = Callers(keys, metrics, counted_keys=2)
+    for key in keys.clients or ():
+        caller = callers.of(key)
+        caller.enter()
+        caller.spend(10)
+        caller.spend(completion=3)
+        caller.leave()
+    callers.anybody.enter()
+    found = {
+        (sample.name.removeprefix("rkserve_key_"), sample.labels["key"]): sample.value
+        for family in metrics.registry.collect()
+        for sample in family.samples
+        if sample.name.startswith("rkserve_key_")
+    }
+    names = {"team-a", "key-2", "(other)", "(none)"}
+    assert {name for _, name in found} == names
+    assert found["requests_total", "team-a"] == found["requests_total", "(none)"] == 1
+    assert found["requests_total", "(other)"] == 2
+    assert found["prompt_tokens_total", "key-2"] == 10
+    assert found["prompt_tokens_total", "(other)"] == 20
+    assert found["completion_tokens_total", "(other)"] == 6
+    text = generate_latest(metrics.registry).decode()
+    assert not any(secret in text for secret in ("tiger", "lion", "puma", "lynx"))
+
+
+def test_a_call_that_is_refused_is_no_usage() -> None:
+    metrics = RouterMetrics(CollectorRegistry())
+    usage = metrics.key_usage("team")
+    caller = Caller("team", CallerLimits(concurrent=1), usage=usage)
+    caller.enter()
+    with pytest.raises(RateLimited):
+        caller.enter()
+    assert metrics.registry.get_sample_value("rkserve_key_requests_total", {"key": "team"}) == 1

@@ -17,6 +17,7 @@ from rkserve.config.router import ResponsesConfig, RouterConfig
 from rkserve.core.metrics import RouterMetrics
 from rkserve.http.app import make_app
 from rkserve.models.folder import open_model_folder
+from rkserve.router.cluster_metrics import ClusterMetrics
 from rkserve.router.coordinator_client import CoordinatorClient
 from rkserve.router.dispatch.dispatch import open_dispatch, open_fleet
 from rkserve.router.served_models import ServedModel
@@ -63,8 +64,12 @@ class House:
         if self.kept is None:
             config = config.model_copy(update={"responses": ResponsesConfig(store="never")})
         self.responses = Responses(config, self.kept or Path(), self.others)
+        self.use_metrics(ClusterMetrics(self.service))
+
+    def use_metrics(self, metrics: ClusterMetrics) -> None:
+        """Answer scrapes with these."""
         self.app: ASGIApp = make_app(
-            self.service, MAX_ADAPTER_BYTES, MAX_MODEL_BYTES, self.responses
+            self.service, MAX_ADAPTER_BYTES, MAX_MODEL_BYTES, self.responses, metrics=metrics
         )
 
     async def __call__(

@@ -1,0 +1,94 @@
+"""The measurement of one call for the metrics: time to the first token, inter-token latencies,
+lengths, and ends of its answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+
+from rkserve.api.common.output import error_object
+from rkserve.core.messages import Delta, Finished, GenerateRequest, Timings
+from rkserve.core.metrics import ERROR, HANG_UP, RouterMetrics
+
+
+class AnswerMeter:
+    """Measures the answers of one call that boards have accepted, from the events that the client
+    gets.
+    """
+
+    def __init__(
+        self,
+        metrics: RouterMetrics,
+        requests: Sequence[GenerateRequest],
+        started_s: float,
+    ) -> None:
+        """``requests`` are those of the choices, and ``started_s`` is the call's arrival."""
+        # The base model, never the client's spelling.
+        model = requests[0].model
+        self._metrics, self._model, self._started_s = metrics, model, started_s
+        self._figures = metrics.answers(model)  # bound: tokens cost no lookup of labels
+        self._unfinished = len(requests)
+        self._waits_for_first = True  # token
+        self._token_s: dict[int, float] = {}  # by choice, the time of its latest token
+        self.tokens = 0  # given out, also those of an answer that does not come to its end
+        metrics.in_flight.inc()
+
+    def delta(self, index: int, delta: Delta) -> None:
+        """Measure a choice's delta. Called for every token."""
+        now_s, tokens = time.monotonic(), len(delta.token_ids)
+        if self._waits_for_first and (delta.text or tokens):
+            self._waits_for_first = False
+            self._metrics.ttft.labels(self._model).observe(now_s - self._started_s)
+        if not tokens:
+            return
+        self.tokens += tokens
+        since_s = self._token_s.get(index)
+        self._token_s[index] = now_s
+        if since_s is not None:
+            self._figures.gaps.observe((now_s - since_s) / tokens, tokens)
+
+    def paused(self, index: int) -> None:
+        """Leave a pause of a choice out of its inter-token latencies."""
+        self._token_s.pop(index, None)
+
+    def finished(self, event: Finished) -> None:
+        """Measure a choice that its board has ended."""
+        self._unfinished -= 1
+        self._figures.finished(event)
+        record_timings(self._metrics, self._model, event.timings)
+
+    def done(self) -> None:
+        """Measure a call whose answers have all ended in order."""
+        took_s = time.monotonic() - self._started_s
+        self._metrics.duration.labels(self._model).observe(took_s)
+        self._metrics.goodput.labels(self._model).inc(self.tokens)
+
+    def broken(self, exc: BaseException) -> None:
+        """Count a call that ends by an error or because its client left."""
+        if isinstance(exc, (asyncio.CancelledError, GeneratorExit)):
+            self._figures.broken(HANG_UP, self._unfinished)
+            self._metrics.hang_ups.inc()
+            return
+        self._figures.broken(ERROR, self._unfinished)
+        code = error_object(exc)[2]["error"]["code"] or "server_error"
+        self._metrics.generation_errors.labels(code).inc()
+
+    def close(self) -> None:
+        """End the call; exactly once."""
+        self._metrics.in_flight.dec()
+
+
+def record_timings(metrics: RouterMetrics, model: str, timings: Timings) -> None:
+    """Record the board's measurements of one finished generation.
+
+    A phase that did not happen, or that the runtime did not time, gives no sample: a rate of 0
+    would suggest a slow board.
+    """
+    prefill_s, decode_s = timings.prefill_ms / 1e3, timings.decode_ms / 1e3
+    if timings.prefill_tokens > 0 and prefill_s > 0:
+        metrics.prefill.labels(model).observe(prefill_s)
+        metrics.prefill_rate.labels(model).observe(timings.prefill_tokens / prefill_s)
+    if timings.decode_tokens > 0 and decode_s > 0:
+        metrics.decode_rate.labels(model).observe(timings.decode_tokens / decode_s)

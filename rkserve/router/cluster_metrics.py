@@ -1,0 +1,105 @@
+"""The metrics of the whole cluster, from any of its Routers.
+
+The Router that is asked adds the figures of the others, which label theirs, to its own, and the
+figures of the boards and the Coordinator once: a scrape may reach any Router, and no counter jumps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from typing import Protocol
+
+from rkserve.core.board_metrics import BoardCollector
+from rkserve.core.errors import RkserveError
+from rkserve.core.exposition import FamilyText, RouterFigures, label_text, merged, rendered
+from rkserve.core.metrics import RouterUpCollector
+from rkserve.router.service import Service
+
+log = logging.getLogger(__name__)
+
+PEERS_S = 2.0  # a scrape must not wait
+
+
+class MetricsPeers(Protocol):
+    """The other Routers of one application."""
+
+    async def figures(self, timeout_s: float) -> tuple[Sequence[RouterFigures], Sequence[str]]:
+        """Return the figures of those that answered in time, and the names of the silent ones."""
+
+    async def began(self, router: str) -> None:
+        """Have the others forget an earlier Router of this one's name."""
+
+    async def ended(self, figures: RouterFigures) -> None:
+        """Have the others keep what this Router has counted, because it ends."""
+
+
+class ClusterMetrics:
+    """The metrics of one Router, and of the cluster as it answers them."""
+
+    def __init__(
+        self, service: Service, router: str = "0", peers: MetricsPeers | None = None
+    ) -> None:
+        """``router`` is this Router's label. It should outlive the Router: where a successor has
+        the same one, Prometheus sees a counter that begins again, and none of the successor's first
+        counts are lost.
+        """
+        self.router = router
+        self._service = service
+        self._peers = peers
+        self._departed: dict[str, RouterFigures] = {}
+
+    async def own(self) -> RouterFigures:
+        """Return the figures of this Router, with those of Routers that have ended."""
+        label = label_text("router", self.router)
+        families = await rendered(self._service.registry, label)
+        return RouterFigures(self.router, families, tuple(self._departed.values()))
+
+    def keep(self, ended: RouterFigures) -> None:
+        """Keep the figures of a Router that is about to end."""
+        if ended.router != self.router:
+            self._departed[ended.router] = ended.last()
+
+    def forget(self, router: str) -> None:
+        """Forget a Router that has ended: the figures of its name are a successor's now."""
+        self._departed.pop(router, None)
+
+    async def begin(self) -> None:
+        """Announce this Router to the others."""
+        if self._peers is not None:
+            await self._peers.began(self.router)
+
+    async def end(self) -> None:
+        """Leave this Router's counts to the others; after its last answer."""
+        if self._peers is not None:
+            await self._peers.ended((await self.own()).last())
+
+    async def text(self) -> str:
+        """Return the metrics of the cluster in Prometheus' text format."""
+        own, (others, silent), head = await asyncio.gather(
+            self.own(), self._others(), self._coordinator()
+        )
+        live = {one.router: one for one in (*others, own)}
+        for router in self._departed.keys() & live.keys():
+            self.forget(router)
+        ended = {one.router: one for each in live.values() for one in each.departed}
+        ended = {router: one for router, one in ended.items() if router not in live}
+        up = {**dict.fromkeys(silent, False), **dict.fromkeys(live, True)}
+        parts: list[Sequence[FamilyText]] = [await rendered(RouterUpCollector(up))]
+        # Always in the same order, so that a person finds what was there before.
+        parts += [one.families for _, one in sorted({**ended, **live}.items())]
+        parts.append(await rendered(BoardCollector(self._service.fleet.reports)))
+        return merged(parts) + head
+
+    async def _others(self) -> tuple[Sequence[RouterFigures], Sequence[str]]:
+        if self._peers is None:
+            return (), ()
+        return await self._peers.figures(PEERS_S)
+
+    async def _coordinator(self) -> str:
+        try:
+            return (await self._service.cluster.metrics()).decode()
+        except RkserveError as exc:
+            log.debug("without the Coordinator's metrics: %s", exc)
+            return ""
