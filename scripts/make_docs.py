@@ -131,6 +131,13 @@ def metrics() -> str:
         "Missing while it is away, and counted from its last start.",
         "",
         *_metric_table(rows[MetricSource.COORDINATOR]),
+        "## vLLM's names",
+        "",
+        "With `router.metrics.vllm_names: true` these are there as well. Those of Routers have the "
+        "label `router`, too, which vLLM's do not have: `sum without (router)` or `sum by "
+        "(model_name)` of a rate gives vLLM's. `engine` is always `0`.",
+        "",
+        *_metric_table(rows[MetricSource.VLLM]),
     ]
     return "\n".join(lines).rstrip() + "\n"
 

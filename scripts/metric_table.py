@@ -21,6 +21,7 @@ from rkserve.core.metrics import (
     RouterUpCollector,
     StreamCollector,
 )
+from rkserve.core.vllm_metrics import LoraCalls, VllmClusterCollector, VllmRouterCollector
 
 MODEL = "sim-chat"
 ROUTER = "router"  # the label that a Router's own metrics get when it renders them
@@ -33,6 +34,7 @@ class MetricSource(Enum):
     SCRAPE = "scrape"
     BOARD = "board"
     COORDINATOR = "coordinator"
+    VLLM = "vllm"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,15 +58,18 @@ class MetricRow:
 
 
 def all_metrics() -> tuple[MetricRow, ...]:
-    """Return all metrics of a scrape."""
+    """Return all metrics of a scrape, those under vLLM's names included."""
     router = _router_metrics()
     coordinator = CollectorRegistry()
     CoordinatorMetrics(coordinator)
+    vllm_cluster = VllmClusterCollector([MODEL], (), {}, LoraCalls(), 0.0)
     return (
         *_rows(router.registry, MetricSource.ROUTER, ROUTER),
         *_rows(RouterUpCollector({"0": True}), MetricSource.SCRAPE),
         *_rows(BoardCollector(lambda: [_report()]), MetricSource.BOARD),
         *_rows(coordinator, MetricSource.COORDINATOR),
+        *_rows(VllmRouterCollector(router), MetricSource.VLLM, ROUTER),
+        *_rows(vllm_cluster, MetricSource.VLLM),
     )
 
 

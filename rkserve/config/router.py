@@ -96,6 +96,12 @@ class ObjectivesConfig(Settings):
 class MetricsConfig(Settings):
     """The contents of `GET /metrics` ([metrics.md](metrics.md))."""
 
+    vllm_names: bool = Field(
+        False,
+        description="Whether the figures that vLLM has too are there under vLLM's names as well "
+        "(`vllm:num_requests_running`, ...), for dashboards and autoscalers that read these "
+        "([metrics.md](metrics.md#vllms-names)).",
+    )
     keys: int = Field(
         100,
         ge=0,

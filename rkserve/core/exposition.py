@@ -39,12 +39,18 @@ class FamilyText:
 @crosses_versions
 @dataclass(frozen=True, slots=True)
 class RouterFigures:
-    """The metrics of one Router; ``departed`` are Routers that have ended, as they reported
-    themselves.
+    """The metrics of one Router, and what others add to their own to describe the cluster.
+
+    ``queued`` is the number of generations in its queue by model, ``running`` and ``waiting`` are
+    the adapters of its calls that boards have accepted and of those that wait for one. ``departed``
+    are Routers that have ended, as they reported themselves.
     """
 
     router: str
     families: tuple[FamilyText, ...] = ()
+    queued: tuple[tuple[str, int], ...] = ()
+    running: tuple[str, ...] = ()
+    waiting: tuple[str, ...] = ()
     departed: tuple[RouterFigures, ...] = ()
 
     def last(self) -> RouterFigures:

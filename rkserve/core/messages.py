@@ -230,6 +230,11 @@ class GenerateRequest:
         """True if the answer cannot be continued after an interruption."""
         return self.embeds is not None or self.encoder is not None
 
+    @property
+    def adapter_name(self) -> str | None:
+        """The name of the adapter, bound or not; None is the base model."""
+        return self.line if self.adapter is None else self.adapter.name
+
 
 @crosses_versions
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,9 @@ of a series that appears with its first count does not include that count.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter as MultiSet
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import accumulate
 
@@ -244,6 +246,7 @@ class RouterMetrics:
             "Always 1; the label is a digest of the Router's configuration, without its keys.",
             ("digest",),
         )
+        self.adapters = AdapterCalls()
         self._answers: dict[str, AnswerFigures] = {}
 
     def answers(self, model: str) -> AnswerFigures:
@@ -358,6 +361,28 @@ class AnswerFigures:
     def broken(self, reason: str, generations: int) -> None:
         """Count generations without an end in order; ``reason`` is ``ERROR`` or ``HANG_UP``."""
         self._reasons[reason].inc(generations)
+
+
+class AdapterCalls:
+    """The adapters of this Router's calls, by name: of those that wait for a board, and of those
+    that boards have accepted.
+    """
+
+    def __init__(self) -> None:
+        self.waiting: MultiSet[str] = MultiSet()
+        self.running: MultiSet[str] = MultiSet()
+
+    @contextmanager
+    def waits(self, adapter: str | None) -> Iterator[None]:
+        """Count a call that waits for boards."""
+        if adapter is None:
+            yield
+            return
+        self.waiting[adapter] += 1
+        try:
+            yield
+        finally:
+            self.waiting[adapter] -= 1
 
 
 class KeyUsage:

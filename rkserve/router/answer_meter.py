@@ -26,7 +26,9 @@ class AnswerMeter:
     ) -> None:
         """``requests`` are those of the choices, and ``started_s`` is the call's arrival."""
         # The base model, never the client's spelling.
-        model = requests[0].model
+        model, self._adapter = requests[0].model, requests[0].adapter_name
+        if self._adapter is not None:
+            metrics.adapters.running[self._adapter] += 1
         self._metrics, self._model, self._started_s = metrics, model, started_s
         self._figures = metrics.answers(model)  # bound: tokens cost no lookup of labels
         self._unfinished = len(requests)
@@ -78,6 +80,8 @@ class AnswerMeter:
     def close(self) -> None:
         """End the call; exactly once."""
         self._metrics.in_flight.dec()
+        if self._adapter is not None:
+            self._metrics.adapters.running[self._adapter] -= 1
 
 
 def record_timings(metrics: RouterMetrics, model: str, timings: Timings) -> None:

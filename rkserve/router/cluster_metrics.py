@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from rkserve.core.board_metrics import BoardCollector
 from rkserve.core.errors import RkserveError
 from rkserve.core.exposition import FamilyText, RouterFigures, label_text, merged, rendered
 from rkserve.core.metrics import RouterUpCollector
+from rkserve.core.vllm_metrics import LoraCalls, VllmClusterCollector, VllmRouterCollector
 from rkserve.router.service import Service
 
 log = logging.getLogger(__name__)
@@ -48,13 +51,27 @@ class ClusterMetrics:
         self.router = router
         self._service = service
         self._peers = peers
+        self._vllm = None
+        if service.config.metrics.vllm_names:
+            self._vllm = VllmRouterCollector(service.metrics)
         self._departed: dict[str, RouterFigures] = {}
 
     async def own(self) -> RouterFigures:
         """Return the figures of this Router, with those of Routers that have ended."""
         label = label_text("router", self.router)
         families = await rendered(self._service.registry, label)
-        return RouterFigures(self.router, families, tuple(self._departed.values()))
+        if self._vllm is not None:
+            families += await rendered(self._vllm, label)
+        depths = self._service.dispatch.queues.depths()
+        adapters = self._service.metrics.adapters
+        return RouterFigures(
+            self.router,
+            families,
+            tuple((model, sum(counts.values())) for model, counts in depths.items()),
+            tuple(sorted(+adapters.running)),
+            tuple(sorted(+adapters.waiting)),
+            tuple(self._departed.values()),
+        )
 
     def keep(self, ended: RouterFigures) -> None:
         """Keep the figures of a Router that is about to end."""
@@ -90,6 +107,8 @@ class ClusterMetrics:
         # Always in the same order, so that a person finds what was there before.
         parts += [one.families for _, one in sorted({**ended, **live}.items())]
         parts.append(await rendered(BoardCollector(self._service.fleet.reports)))
+        if self._vllm is not None:
+            parts.append(await rendered(self._vllm_cluster(live.values())))
         return merged(parts) + head
 
     async def _others(self) -> tuple[Sequence[RouterFigures], Sequence[str]]:
@@ -103,3 +122,20 @@ class ClusterMetrics:
         except RkserveError as exc:
             log.debug("without the Coordinator's metrics: %s", exc)
             return ""
+
+    def _vllm_cluster(self, routers: Iterable[RouterFigures]) -> VllmClusterCollector:
+        routers, fleet = list(routers), self._service.fleet
+        queued: Counter[str] = Counter()
+        for one in routers:
+            queued.update(dict(one.queued))
+        settings = [served.folder.settings for served in self._service.models.by_name.values()]
+        lora = LoraCalls(
+            max((one.max_adapters for one in settings), default=0),
+            _names(one.running for one in routers),
+            _names(one.waiting for one in routers),
+        )
+        return VllmClusterCollector(fleet.models, fleet.reports(), queued, lora, time.time())
+
+
+def _names(of_routers: Iterable[Iterable[str]]) -> tuple[str, ...]:
+    return tuple(sorted({name for names in of_routers for name in names}))

@@ -310,7 +310,8 @@ class Service:
         try:
             queues = self.dispatch.queues
             waits = [partial(queues.waits, one.request_id) for one in requests]
-            return choices, await choices.accepted(lambda index: waits[index]())
+            with self.metrics.adapters.waits(requests[0].adapter_name):
+                return choices, await choices.accepted(lambda index: waits[index]())
         except BaseException:
             await choices.aclose()
             raise

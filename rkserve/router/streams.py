@@ -68,8 +68,7 @@ class OpenStreams:
 
     def enter(self, request: GenerateRequest) -> None:
         """Add a stream."""
-        name = request.line if request.adapter is None else request.adapter.name
-        self._flows[request.request_id] = _OpenStream(request.request_id, name)
+        self._flows[request.request_id] = _OpenStream(request.request_id, request.adapter_name)
 
     def sent(self, request_id: str, event: Delta | Paused | Finished) -> None:
         """Note that an event, and all before it, was written to the client's connection."""

@@ -106,7 +106,7 @@ def test_an_untyped_metric_is_called_so() -> None:
 def test_of_a_router_that_has_ended_only_what_it_counted_remains() -> None:
     families = run_loop(rendered(Figures(), label_text("router", "0")))
     earlier = RouterFigures("1", families)
-    figures = RouterFigures("0", families, (earlier,))
+    figures = RouterFigures("0", families, (("m", 3),), ("tone",), ("calm",), (earlier,))
     last = figures.last()
     assert [one.name for one in last.families] == ["calls_total", "took_seconds"]
     assert last == RouterFigures("0", last.families)

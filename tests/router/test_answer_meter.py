@@ -102,3 +102,11 @@ async def test_a_pause_is_no_latency() -> None:
     own_time.sleep(0.1)
     meter.delta(0, Delta("d", (4,)))
     assert gaps(meter) == pytest.approx((2, 0.2), abs=1e-3)
+
+
+async def test_the_adapter_of_a_call_runs_until_its_end() -> None:
+    meter = metered(request(line="tone"))
+    running = meter._metrics.adapters.running
+    assert +running == {"tone": 1}
+    meter.close()
+    assert not +running

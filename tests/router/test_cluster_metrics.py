@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from starlette.types import Message
 
-from rkserve.config.router import RouterConfig
+from rkserve.config.router import MetricsConfig, RouterConfig
 from rkserve.core.board_report import BoardState
 from rkserve.core.exposition import RouterFigures
 from rkserve.core.messages import Delta
@@ -224,13 +224,17 @@ BOARDS = 50
 LIMIT_BYTES = 300_000
 
 
-async def test_a_scrape_of_fifty_boards_is_small_and_quick() -> None:
+@pytest.mark.parametrize("vllm_names", [False, True], ids=["plain", "vllm names"])
+async def test_a_scrape_of_fifty_boards_is_small_and_quick(vllm_names: bool) -> None:
     model = "sim-chat"
     reports = [
         replace(REPORT, board_id=f"rk3588@board-{n:02}", replica=f"replica-{n}", model=model)
         for n in range(BOARDS)
     ]
-    routers = ClusterOfRouters(3, lambda: House(FakeBoards(list(reports))))
+    metrics = MetricsConfig(vllm_names=vllm_names)
+    routers = ClusterOfRouters(
+        3, lambda: House(FakeBoards(list(reports)), RouterConfig(metrics=metrics))
+    )
     for of in routers.houses.values():
         await of.service.fleet.refresh()
     texts, took_ms = [], []
@@ -245,3 +249,44 @@ async def test_a_scrape_of_fifty_boards_is_small_and_quick() -> None:
     )
     assert size < LIMIT_BYTES
     assert best_ms < 2000  # 10 ms where nothing else runs
+
+
+# -- vLLM's names ---------------------------------------------------------------------------------
+
+
+async def test_vllms_names_are_there_where_they_are_asked_for() -> None:
+    assert "vllm:" not in await scrape(house())
+    routers = ClusterOfRouters(2, lambda: house(metrics=MetricsConfig(vllm_names=True)))
+    await routers.houses["1"]("POST", CHAT, json=chat())
+    prometheus = Scraper()
+    prometheus.take(await scrape(routers.houses["0"]))
+    model = {"model_name": "sim-chat", "engine": "0"}
+    success = "vllm:request_success_total"
+    assert prometheus.value(success, finished_reason="stop", router="1", **model) == 1
+    assert prometheus.value(success, finished_reason="stop", router="0", **model) == 0
+    assert prometheus.value("vllm:num_requests_running", **model) == 0
+    assert prometheus.value("vllm:num_requests_waiting", **model) == 0
+
+
+async def test_adapters_that_run_or_wait_at_any_router_are_listed() -> None:
+    gate = asyncio.Event()
+    routers = ClusterOfRouters(2, lambda: house(metrics=MetricsConfig(vllm_names=True)))
+    of = routers.houses["1"]
+    of.boards.scripts = {
+        f"replica of {name}": [[accepted(name), Delta("x", (1,)), gate, finished(1)]]
+        for name in "ab"
+    }
+    request = asyncio.create_task(of("POST", CHAT, json={**chat(), "model": "sim-chat:pirate"}))
+    await eventually(lambda: of.metric("rkserve_requests_in_flight"))
+    labels = dict(
+        next(
+            labels
+            for (name, labels) in parsed(await scrape(routers.houses["0"]))
+            if name == "vllm:lora_requests_info"
+        )
+    )
+    assert labels["running_lora_adapters"] == "pirate"
+    assert labels["max_lora"] == "4"
+    gate.set()
+    assert (await request).status_code == 200
+    assert (await routers.metrics["1"].own()).running == ()

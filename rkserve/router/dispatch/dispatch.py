@@ -107,6 +107,9 @@ class ReservationQueue(Protocol):
     def waits(self, request_id: str) -> bool:
         """Return whether the request is in a queue."""
 
+    def depths(self) -> Mapping[str, Mapping[int, int]]:
+        """Return the number of waiting requests at each priority, by model."""
+
 
 class _Attempt:
     """The outcome of a request on one board."""

@@ -269,6 +269,9 @@ class InTurn:
         self.seats.append(Seat(left[0], request))
         return self.seats[-1]
 
+    def depths(self) -> dict[str, dict[int, int]]:
+        return {}
+
     def waits(self, _: str) -> bool:
         return False
 
