@@ -7,22 +7,23 @@ of a series that appears with its first count does not include that count.
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections import Counter as MultiSet
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
-    HistogramMetricFamily,
 )
 from prometheus_client.registry import Collector
 
-from rkserve.core.messages import Finished, FinishReason
+from rkserve.core.answer_metrics import (
+    REASONS,
+    AdapterCalls,
+    AnswerFigures,
+    KeyUsage,
+    TokenGapCollector,
+)
 
 # From a cached prefix on a fast board to a long prompt on a slow one (minutes). Nearly all bounds
 # are vLLM's too, so that what is asked of its dashboards has an exact answer.
@@ -35,11 +36,6 @@ DURATION_BUCKETS_S = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 15, 30, 60, 120, 300, 600, 
 # Small models on fast SoCs reach 250, large ones on slow boards stay at 1.
 DECODE_RATE_BUCKETS = (
     0.5, 1, 2, 3, 4, 5, 6, 8, 10, 12, 15, 20, 25, 30, 40, 50, 75, 100, 150, 200, 250, 400,
-)  # fmt: skip
-# The same in seconds, and the gap that a client notices as a stop.
-TOKEN_GAP_BUCKETS_S = (
-    0.0025, 0.004, 0.006, 0.01, 0.015, 0.025, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5,
-    5, 10, 30,
 )  # fmt: skip
 PREFILL_RATE_BUCKETS = (
     5, 10, 20, 40, 60, 80, 100, 150, 200, 300, 400, 600, 800, 1000, 1500, 2500, 4000, 6000, 10_000,
@@ -62,9 +58,6 @@ LOSSES = (
     *("crashed", "hung", "run_failed", "gone", "silent"),
     *("out_of_order", "unreachable", "busy", "lacking"),
 )
-# The ends of answers apart from those of ``FinishReason``.
-ERROR, HANG_UP = "error", "hang_up"
-REASONS = (*(reason.value for reason in FinishReason), ERROR, HANG_UP)
 # In place of a key's name: of calls without a key, and of keys beyond the limit.
 NO_KEY, OTHER_KEYS = "(none)", "(other)"
 
@@ -247,13 +240,20 @@ class RouterMetrics:
             ("digest",),
         )
         self.adapters = AdapterCalls()
+        # Called with the model and the seconds of each time to a first token.
+        self.first_token: Callable[[str, float], None] | None = None
         self._answers: dict[str, AnswerFigures] = {}
 
     def answers(self, model: str) -> AnswerFigures:
         """Return the bound metrics of a model's answers."""
         found = self._answers.get(model)
         if found is None:
-            found = self._answers[model] = AnswerFigures(self, model)
+            found = self._answers[model] = AnswerFigures(
+                self.gaps.of(model),
+                self.prompt_length.labels(model),
+                self.answer_length.labels(model),
+                {reason: self.finish_reasons.labels(model, reason) for reason in REASONS},
+            )
         return found
 
     def expect(self, model: str, *, embeds: bool) -> None:
@@ -273,7 +273,8 @@ class RouterMetrics:
 
     def key_usage(self, name: str) -> KeyUsage:
         """Return the counters of an API key's name."""
-        return KeyUsage(self, name)
+        counters = (self.key_requests, self.key_prompt_tokens, self.key_completion_tokens)
+        return KeyUsage(*(one.labels(name) for one in counters))
 
     def continued(self, word: str) -> None:
         """Count a failover of a generation; ``word`` is the kind of loss."""
@@ -294,113 +295,6 @@ class RouterMetrics:
     def refused(self, model: str, reason: str) -> None:
         """Count a request without a reservation."""
         self.turned_away.labels(model, reason).inc()
-
-
-class TokenGaps:
-    """Inter-token latencies of one model, for one event loop.
-
-    An observation takes a sixth of the time of the library's, which locks each of its two values:
-    0.2 us of the 170 us or more that a token costs a Router.
-    """
-
-    __slots__ = ("_counts", "_sum_s")
-
-    def __init__(self) -> None:
-        self._counts = [0] * (len(TOKEN_GAP_BUCKETS_S) + 1)
-        self._sum_s = 0.0
-
-    def observe(self, gap_s: float, tokens: int = 1) -> None:
-        """Observe tokens that came ``gap_s`` apart."""
-        self._counts[bisect_left(TOKEN_GAP_BUCKETS_S, gap_s)] += tokens
-        self._sum_s += gap_s * tokens
-
-    def buckets(self) -> tuple[Sequence[tuple[str, float]], float]:
-        """Return the cumulative counts by upper bound, and the sum of all."""
-        bounds = (*(str(float(bound)) for bound in TOKEN_GAP_BUCKETS_S), "+Inf")
-        counts = (float(count) for count in accumulate(self._counts))
-        return list(zip(bounds, counts, strict=True)), self._sum_s
-
-
-class TokenGapCollector(Collector):
-    """Exports the inter-token latencies of all models."""
-
-    def __init__(self) -> None:
-        self._models: dict[str, TokenGaps] = {}
-
-    def of(self, model: str) -> TokenGaps:
-        """Return those of a model."""
-        return self._models.setdefault(model, TokenGaps())
-
-    def collect(self) -> Iterator[HistogramMetricFamily]:
-        """Yield the histogram."""
-        family = HistogramMetricFamily(
-            "rkserve_inter_token_seconds",
-            "Time between two tokens of an answer at the Router, without pauses.",
-            labels=("model",),
-        )
-        for model, gaps in self._models.items():
-            family.add_metric((model,), *gaps.buckets())
-        yield family
-
-
-class AnswerFigures:
-    """The metrics of one model's answers, bound once, so that tokens cost no lookup of labels."""
-
-    def __init__(self, metrics: RouterMetrics, model: str) -> None:
-        self.gaps = metrics.gaps.of(model)
-        self._prompt = metrics.prompt_length.labels(model)
-        self._answer = metrics.answer_length.labels(model)
-        self._reasons = {reason: metrics.finish_reasons.labels(model, reason) for reason in REASONS}
-
-    def finished(self, event: Finished) -> None:
-        """Count a generation that its board has ended."""
-        self._prompt.observe(event.usage.prompt_tokens)
-        self._answer.observe(event.usage.completion_tokens)
-        self._reasons[event.reason.value].inc()
-
-    def broken(self, reason: str, generations: int) -> None:
-        """Count generations without an end in order; ``reason`` is ``ERROR`` or ``HANG_UP``."""
-        self._reasons[reason].inc(generations)
-
-
-class AdapterCalls:
-    """The adapters of this Router's calls, by name: of those that wait for a board, and of those
-    that boards have accepted.
-    """
-
-    def __init__(self) -> None:
-        self.waiting: MultiSet[str] = MultiSet()
-        self.running: MultiSet[str] = MultiSet()
-
-    @contextmanager
-    def waits(self, adapter: str | None) -> Iterator[None]:
-        """Count a call that waits for boards."""
-        if adapter is None:
-            yield
-            return
-        self.waiting[adapter] += 1
-        try:
-            yield
-        finally:
-            self.waiting[adapter] -= 1
-
-
-class KeyUsage:
-    """The usage of one API key at one Router, by the key's name."""
-
-    def __init__(self, metrics: RouterMetrics, name: str) -> None:
-        self._requests = metrics.key_requests.labels(name)
-        self._prompt = metrics.key_prompt_tokens.labels(name)
-        self._completion = metrics.key_completion_tokens.labels(name)
-
-    def called(self) -> None:
-        """Count an admitted call."""
-        self._requests.inc()
-
-    def spent(self, *, prompt: int = 0, completion: int = 0) -> None:
-        """Count tokens."""
-        self._prompt.inc(prompt)
-        self._completion.inc(completion)
 
 
 class RouterUpCollector(Collector):

@@ -13,9 +13,10 @@ from prometheus_client import Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from rkserve.core.answer_metrics import ERROR, HANG_UP
 from rkserve.core.board_report import BoardReport
 from rkserve.core.messages import FinishReason
-from rkserve.core.metrics import ERROR, HANG_UP, RouterMetrics
+from rkserve.core.metrics import RouterMetrics
 
 _LABELS = ("model_name", "engine")
 _ENGINE = "0"  # vLLM numbers the engines of one server

@@ -54,6 +54,7 @@ from rkserve.deployments.board_factory import (
     claim_slot,
 )
 from rkserve.deployments.model_origin import RayModelOrigin
+from rkserve.deployments.ray_metrics import RayBoardMetrics
 from rkserve.deployments.replica import Node, board_name, find_node, log_with_serve
 from rkserve.models.index import ModelIndex, piece_of
 from rkserve.models.shelf import known_index
@@ -205,6 +206,7 @@ class BoardReplica:
             self._slot.release()
             raise BoardStartFailed(self._location.board_id, str(exc)) from None
         self._opened = board
+        self._in_ray = RayBoardMetrics(self._location.board_id, board.settings.model)
         self._failures.clear()
 
     async def _open_fetched(self, fetch: ModelFetch) -> None:
@@ -248,6 +250,7 @@ class BoardReplica:
         if self._opened is None:
             return await self._report_fetch()
         report = self._opened.report()
+        self._in_ray.update(report)
         hardware = await self._hardware.read(busy=report.running > 0)
         copy = "" if self._copy is None else self._copy[1].version
         return replace(

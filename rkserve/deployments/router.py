@@ -38,6 +38,7 @@ from rkserve.core.metrics import RouterMetrics, StreamCollector
 from rkserve.deployments.board_factory import NodeSlot, claim_slot
 from rkserve.deployments.board_link import RayLink
 from rkserve.deployments.haproxy import check_environ, is_loopback
+from rkserve.deployments.ray_metrics import RayRouterMetrics
 from rkserve.deployments.replica import Node, find_node, log_with_serve
 from rkserve.deployments.router_peers import SHORT_ID, RayPeers
 from rkserve.http.app import make_app
@@ -198,6 +199,9 @@ class RouterReplica:
         versions = (__version__, platform.python_version(), ray.__version__)
         metrics.build.labels(*versions, node.name, replica).set(1)
         metrics.settings.labels(config_digest(config)).set(1)
+        in_ray = RayRouterMetrics(name, self._service.dispatch.queues.depths)
+        metrics.first_token = in_ray.first_token
+        self._service.fleet.changed.append(in_ray.update)
         # A single Router has peers, too, while it is replaced.
         peers = peers or RayPeers(config.router.report_timeout_s)
         return ClusterMetrics(self._service, name, peers)

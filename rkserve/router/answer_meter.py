@@ -9,8 +9,9 @@ import time
 from collections.abc import Sequence
 
 from rkserve.api.common.output import error_object
+from rkserve.core.answer_metrics import ERROR, HANG_UP
 from rkserve.core.messages import Delta, Finished, GenerateRequest, Timings
-from rkserve.core.metrics import ERROR, HANG_UP, RouterMetrics
+from rkserve.core.metrics import RouterMetrics
 
 
 class AnswerMeter:
@@ -42,7 +43,10 @@ class AnswerMeter:
         now_s, tokens = time.monotonic(), len(delta.token_ids)
         if self._waits_for_first and (delta.text or tokens):
             self._waits_for_first = False
-            self._metrics.ttft.labels(self._model).observe(now_s - self._started_s)
+            ttft_s = now_s - self._started_s
+            self._metrics.ttft.labels(self._model).observe(ttft_s)
+            if self._metrics.first_token is not None:
+                self._metrics.first_token(self._model, ttft_s)
         if not tokens:
             return
         self.tokens += tokens

@@ -19,9 +19,10 @@ from typing import Any
 
 from rkserve.api.json.fields import quoted
 from rkserve.config.router import RouterConfig
+from rkserve.core.answer_metrics import KeyUsage
 from rkserve.core.block_hashes import owned
 from rkserve.core.errors import ConfigError, RateLimited, RequestError
-from rkserve.core.metrics import NO_KEY, OTHER_KEYS, KeyUsage, RouterMetrics
+from rkserve.core.metrics import NO_KEY, OTHER_KEYS, RouterMetrics
 from rkserve.router.queue.admission import ANONYMOUS, QueueTerms
 
 MINUTE_S = 60.0

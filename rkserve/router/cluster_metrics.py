@@ -102,7 +102,7 @@ class ClusterMetrics:
             self.forget(router)
         ended = {one.router: one for each in live.values() for one in each.departed}
         ended = {router: one for router, one in ended.items() if router not in live}
-        up = {**dict.fromkeys(silent, False), **dict.fromkeys(live, True)}
+        up = dict(sorted({**dict.fromkeys(silent, False), **dict.fromkeys(live, True)}.items()))
         parts: list[Sequence[FamilyText]] = [await rendered(RouterUpCollector(up))]
         # Always in the same order, so that a person finds what was there before.
         parts += [one.families for _, one in sorted({**ended, **live}.items())]

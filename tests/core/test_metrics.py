@@ -8,15 +8,14 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from rkserve.core.answer_metrics import TOKEN_GAP_BUCKETS_S
 from rkserve.core.board_metrics import BoardCollector
 from rkserve.core.coordinator_metrics import CoordinatorMetrics
 from rkserve.core.metrics import (
     DECODE_RATE_BUCKETS,
     PREFILL_RATE_BUCKETS,
-    TOKEN_GAP_BUCKETS_S,
     TTFT_BUCKETS_S,
     RouterMetrics,
-    TokenGaps,
 )
 from tests.core.test_board_metrics import REPORT
 
@@ -60,18 +59,6 @@ def test_buckets_reach_the_fastest_and_the_slowest_board() -> None:
     assert TOKEN_GAP_BUCKETS_S[0] < 1 / 250
     for bounds in (TTFT_BUCKETS_S, DECODE_RATE_BUCKETS, PREFILL_RATE_BUCKETS, TOKEN_GAP_BUCKETS_S):
         assert all(one < other for one, other in pairwise(bounds))
-
-
-@pytest.mark.parametrize(
-    ("gap_s", "bucket"), [(0.0, "0.0025"), (0.0025, "0.0025"), (0.0026, "0.004"), (99.0, "+Inf")]
-)
-def test_a_gap_is_in_the_first_bucket_that_holds_it(gap_s: float, bucket: str) -> None:
-    gaps = TokenGaps()
-    gaps.observe(gap_s, 3)
-    counts, sum_s = gaps.buckets()
-    assert sum_s == pytest.approx(3 * gap_s)
-    assert next(bound for bound, count in counts if count) == bucket
-    assert counts[-1] == ("+Inf", 3)
 
 
 def test_the_latencies_of_tokens_are_a_histogram_by_model() -> None:

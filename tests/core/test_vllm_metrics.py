@@ -9,9 +9,10 @@ import pytest
 from prometheus_client import CollectorRegistry
 from prometheus_client.registry import Collector
 
+from rkserve.core.answer_metrics import HANG_UP
 from rkserve.core.board_report import BoardReport, BoardState
 from rkserve.core.messages import Finished, FinishReason, Timings, Usage
-from rkserve.core.metrics import HANG_UP, RouterMetrics
+from rkserve.core.metrics import RouterMetrics
 from rkserve.core.vllm_metrics import LoraCalls, VllmClusterCollector, VllmRouterCollector
 
 MODEL = {"model_name": "chat", "engine": "0"}

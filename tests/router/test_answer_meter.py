@@ -104,6 +104,17 @@ async def test_a_pause_is_no_latency() -> None:
     assert gaps(meter) == pytest.approx((2, 0.2), abs=1e-3)
 
 
+@pytest.mark.virtual_time
+async def test_the_time_to_the_first_token_is_passed_on_once() -> None:
+    seen: list[tuple[str, float]] = []
+    meter = metered(request())
+    meter._metrics.first_token = lambda model, ttft_s: seen.append((model, ttft_s))
+    own_time.sleep(0.5)
+    meter.delta(0, Delta("a", (1,)))
+    meter.delta(0, Delta("b", (2,)))
+    assert seen == [("m", pytest.approx(0.5, abs=1e-3))]
+
+
 async def test_the_adapter_of_a_call_runs_until_its_end() -> None:
     meter = metered(request(line="tone"))
     running = meter._metrics.adapters.running
