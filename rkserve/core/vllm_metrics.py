@@ -39,7 +39,6 @@ class VllmRouterCollector(Collector):
             ("e2e_request_latency_seconds", "e2e request latency in seconds", metrics.duration),
             ("inter_token_latency_seconds", "inter-token latency in seconds", metrics.gaps),
             ("request_queue_time_seconds", "time spent in WAITING phase", metrics.queue_wait),
-            ("request_prefill_time_seconds", "time spent in PREFILL phase", metrics.prefill),
             ("request_prompt_tokens", "number of prefill tokens", metrics.prompt_length),
             ("request_generation_tokens", "number of generation tokens", metrics.answer_length),
         )

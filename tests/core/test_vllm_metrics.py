@@ -35,7 +35,6 @@ def router() -> VllmRouterCollector:
     metrics.ttft.labels("chat").observe(0.3)
     metrics.duration.labels("chat").observe(2.0)
     metrics.queue_wait.labels("chat").observe(0.1)
-    metrics.prefill.labels("chat").observe(0.2)
     figures = metrics.answers("chat")
     figures.gaps.observe(0.05, 4)
     figures.finished(finished(FinishReason.STOP, 100, 20))
@@ -58,7 +57,6 @@ def router() -> VllmRouterCollector:
         ("vllm:inter_token_latency_seconds_count", 4, {}),
         ("vllm:inter_token_latency_seconds_bucket", 4, {"le": "0.05"}),
         ("vllm:request_queue_time_seconds_count", 1, {}),
-        ("vllm:request_prefill_time_seconds_sum", 0.2, {}),
         ("vllm:request_prompt_tokens_count", 3, {}),
         ("vllm:request_generation_tokens_sum", 50, {}),
         ("vllm:prompt_tokens_total", 160, {}),
