@@ -25,8 +25,11 @@ BOARD_OPTIONS = {
     "--board-library": "RKSERVE_BOARD_LIBRARY",
     "--board-model": "RKSERVE_BOARD_MODEL",
 }
-# An example is not wrong because the machine stood still while it was tried.
-settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# An example is not wrong because the machine stood still while it was tried. Each run draws others,
+# so that many runs try many; --hypothesis-profile thorough tries them at once.
+PATIENT = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("patient", PATIENT, max_examples=60)
+settings.register_profile("thorough", PATIENT, max_examples=1000)
 settings.load_profile("patient")
 
 NO_BOARD = f"needs a real board; run with --board and {' and '.join(BOARD_OPTIONS)}"

@@ -11,6 +11,7 @@ from ray import serve
 from rkserve.app import build
 from rkserve.core.errors import ConfigError
 from rkserve.deployments.board import MAX_REST_S, Failures
+from rkserve.deployments.preflight import check_args
 from rkserve.native.sim import profiles
 
 pytestmark = pytest.mark.slow
@@ -114,7 +115,7 @@ def test_a_wrong_configuration_fails_before_anything_starts(
 
 def test_every_profile_of_the_simulator_may_be_configured() -> None:
     for profile in profiles.load():
-        build(args(simulated={"profile": profile.name}))
+        check_args(args(simulated={"profile": profile.name}))
 
 
 @pytest.mark.parametrize(

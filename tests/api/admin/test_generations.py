@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from rkserve.api.admin.caches import parse_build
 from rkserve.api.admin.generations import (
@@ -179,7 +179,6 @@ def test_what_is_in_the_query_and_in_the_body_is_refused() -> None:
         read_choice(ControlRequest((("choice", "1"),), b'{"choice": 1}'))
 
 
-@settings(max_examples=300, deadline=None)
 @given(JSON)
 def test_no_json_raises_anything_but_a_request_error(value: Any) -> None:
     caught: list[RkserveError] = []

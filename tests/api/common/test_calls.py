@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rkserve.api.common.calls import (
@@ -361,7 +361,6 @@ BODY = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=300, deadline=None)
 @given(BODY | JSON)
 def test_no_json_raises_anything_but_a_request_error(body: Any) -> None:
     raw = json.dumps(body).encode()
@@ -374,7 +373,6 @@ def test_no_json_raises_anything_but_a_request_error(body: Any) -> None:
     assert {(exc.http_status, bool(exc.message)) for exc in caught} <= {(400, True)}
 
 
-@settings(max_examples=300, deadline=None)
 @given(st.binary(max_size=200))
 def test_no_bytes_raise_anything_but_a_request_error(body: bytes) -> None:
     with pytest.raises(RequestError):

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rkserve.api.common.renderer import PromptHeader, Renderer
@@ -125,7 +125,6 @@ def test_typed_markers_stay_text(
     assert "<|im_start|>system" in shown  # the model still reads what was written
 
 
-@settings(max_examples=200, deadline=None)
 @given(
     st.lists(
         st.sampled_from([*CONTROL, "\ufdd0", "\ufdd1", "0", "\ufdd00\ufdd1", "<|im_", "start|>"])

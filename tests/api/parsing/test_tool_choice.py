@@ -9,7 +9,7 @@ from typing import Any
 import openai
 import pydantic
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rkserve.api.common import output
@@ -236,7 +236,6 @@ def renderer(tmp_path_factory: pytest.TempPathFactory) -> Renderer:
     return Renderer(make_folder(tmp_path_factory.mktemp("folders") / "tiny", template=template))
 
 
-@settings(max_examples=200, deadline=None)
 @given(
     tools=st.lists(
         st.fixed_dictionaries(

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rkserve.api.common.calls import parse_chat
@@ -298,7 +298,6 @@ def renderer(tmp_path_factory: pytest.TempPathFactory) -> Renderer:
     return Renderer(make_folder(tmp_path_factory.mktemp("folders") / "tiny"))
 
 
-@settings(max_examples=200, deadline=None)
 @given(st.lists(MESSAGE, max_size=3))
 def test_no_messages_raise_anything_but_a_request_error_up_to_the_plan(
     renderer: Renderer, given: list[Any]

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rkserve.api.common.renderer import Renderer
@@ -37,7 +37,6 @@ def user(content: str) -> dict[str, Any]:
     return {"role": "user", "content": content}
 
 
-@settings(max_examples=200, deadline=None)
 @given(st.recursive(st.text(max_size=6), lambda x: st.lists(x) | st.dictionaries(st.text(), x)))
 def test_a_shield_gives_back_what_it_took(value: Any) -> None:
     shield, typed = ControlTokenGuard(["<|a|>", "<|a|>b", "0"]), list[str]()

@@ -13,7 +13,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rkserve.board.engine.telemetry import MAX_FILE_BYTES, NPU_NODES, read_soc, read_telemetry
@@ -524,7 +524,6 @@ ANYTHING = st.one_of(
 )
 
 
-@settings(deadline=None, max_examples=200)
 @given(data=st.data())
 def test_any_bytes_in_any_file_are_read_without_an_error(data: st.DataObject) -> None:
     platform = data.draw(st.sampled_from(list(SOCS)))
@@ -540,7 +539,6 @@ def test_any_bytes_in_any_file_are_read_without_an_error(data: st.DataObject) ->
         assert_sane(read_telemetry(root))
 
 
-@settings(deadline=None, max_examples=50)
 @given(content=ANYTHING)
 def test_a_board_of_nothing_but_one_content_is_read_without_an_error(content: bytes) -> None:
     with TemporaryDirectory() as folder:

@@ -24,6 +24,7 @@ from rkserve.core.errors import (
     StateConflict,
 )
 from rkserve.core.messages import ControlAction, FinishReason
+from rkserve.native.sim import models as sim_models
 from tests.support.boards.board_bench import Listener, until
 from tests.support.boards.fakes import run_loop
 from tests.support.boards.holding import (
@@ -51,13 +52,12 @@ def play(
     """Run ``body`` with a board and an oracle that holds the same versions."""
 
     async def main() -> None:
-        (place / "oracle").mkdir()
-        async with governed(place, *args, **extra) as told, governed(place / "oracle") as other:
-            other.sim.pace(0)
+        async with governed(place, *args, **extra) as told:
+            oracle = Oracle()
             for version, seed in (("v1", 1), ("v2", 2)):
-                told.stage(version, seed)
-                other.stage(version, seed)
-            await body(told, Oracle(other))
+                content = sim_models.render_adapter("Tone", seed=seed)
+                oracle.stage(told.stage_content(version, content), content)
+            await body(told, oracle)
 
     run_loop(main(), 120.0)
 
@@ -87,7 +87,7 @@ def test_nothing_comes_after_the_answer_and_the_rest_after_the_release(
         told.pace()
         for client in clients:
             assert (await client.end())[1] in (FinishReason.LENGTH, FinishReason.STOP)
-            await oracle.check(client, told.versions)
+            oracle.check(client, told.versions)
 
     play(tmp_path, body, release, n_batch)
 
@@ -135,7 +135,7 @@ def test_a_hold_in_the_prefill_does_not_wait_for_its_end(
         await told.release()
         for client in clients:
             await client.end()
-            await oracle.check(client, told.versions)
+            oracle.check(client, told.versions)
             assert client.finished is not None
             assert client.finished.usage.prompt_tokens == len(client.asked.prompt_ids)
             assert client.finished.timings.prefill_tokens == len(client.asked.prompt_ids)
@@ -168,7 +168,7 @@ def test_a_hold_does_not_wait_for_the_end_of_a_decoding_step(
         await told.release()
         for client in clients:
             await client.end()
-            await oracle.check(client, told.versions)
+            oracle.check(client, told.versions)
             assert client.finished is not None
             assert client.finished.usage.completion_tokens == len(client.ids)
 
@@ -196,7 +196,7 @@ def test_an_answer_that_is_stopped_again_in_the_prefill_keeps_what_it_has(
         await told.release()
         await client.end()
         assert client.ids[: len(there)] == there
-        await oracle.check(client, told.versions)
+        oracle.check(client, told.versions)
 
     play(tmp_path, body, release, n_batch)
 
@@ -224,7 +224,7 @@ def test_released_and_held_again_while_the_muted_run_goes_on(
         await told.release()
         for client in clients:
             await client.end()
-            await oracle.check(client, told.versions)
+            oracle.check(client, told.versions)
 
     play(tmp_path, body, release, n_batch)
 
@@ -257,7 +257,7 @@ def test_what_is_muted_can_be_aborted_left_and_paused_by_its_client(
                 await told.board.control("g1", ControlAction.RESUME)
             for client in clients if what == "pause" else clients[1:]:
                 await client.end()
-                await oracle.check(client, told.versions)
+                oracle.check(client, told.versions)
             await until(lambda: told.board.report().running == 0)
 
     play(tmp_path, body, release, n_batch)
@@ -284,7 +284,7 @@ def test_an_engine_that_dies_in_a_muted_run_costs_nobody_an_answer(
             await told.release()
         for client in clients:
             await client.end()
-            await oracle.check(client, told.versions)
+            oracle.check(client, told.versions)
 
     play(tmp_path, body, release, n_batch)
 
@@ -311,7 +311,7 @@ def test_errands_and_a_clear_wait_for_the_end_of_a_muted_run(
         await told.release()
         for client in clients:
             await client.end()
-            await oracle.check(client, told.versions)
+            oracle.check(client, told.versions)
 
     play(tmp_path, body, release, n_batch)
 
@@ -332,7 +332,7 @@ def test_an_abort_in_the_prefill_does_not_wait_for_its_end(
         told.pace()
         after = told.ask()
         await after.end()
-        await oracle.check(after, told.versions)
+        oracle.check(after, told.versions)
 
     play(tmp_path, body, release, n_batch)
 
@@ -351,7 +351,7 @@ def test_what_is_asked_under_a_hold_waits_without_its_time_running(tmp_path: Pat
         assert (told.state(client), told.state(late)) == (S.PAUSED, S.QUEUED)
         await told.release()
         await late.end()
-        await oracle.check(late, told.versions)
+        oracle.check(late, told.versions)
         with pytest.raises(PauseExpired):
             await client.end()
 
@@ -391,7 +391,7 @@ def test_a_clients_own_pause_outlives_the_hold_and_its_resumption_waits_for_the_
         assert mine.ids == theirs
         await told.release()
         await mine.end()
-        await oracle.check(mine, told.versions)
+        oracle.check(mine, told.versions)
 
     play(tmp_path, body)
 
@@ -410,7 +410,7 @@ def test_what_the_cluster_stopped_a_client_can_pause_for_longer(tmp_path: Path) 
         assert told.state(client) is S.PAUSED
         await told.board.control("g1", ControlAction.RESUME)
         await client.end()
-        await oracle.check(client, told.versions)
+        oracle.check(client, told.versions)
 
     play(tmp_path, body)
 
@@ -423,7 +423,7 @@ def test_abort_ends_all_and_takes_nothing_new(tmp_path: Path, release: str, n_ba
         adoption = await told.hold(PauseMode.ABORT, expires_s=time.time() + 41.5)
         assert adoption.aborted == 4
         assert [(await client.end())[1] for client in clients] == [FinishReason.ABORT] * 4
-        await oracle.check(clients[0], told.versions)
+        oracle.check(clients[0], told.versions)
         with pytest.raises(EnginePaused) as refused:
             await told.ask().end()
         assert refused.value.retry_after_s in (41, 42)
@@ -452,7 +452,7 @@ def test_wait_returns_when_all_have_ended(tmp_path: Path, release: str, n_batch:
         assert told.board.slot.live.running is None
         for client in (*clients, last):
             assert client.task.done()
-            await oracle.check(client, told.versions)
+            oracle.check(client, told.versions)
 
     play(tmp_path, body, release, n_batch)
 
@@ -470,7 +470,7 @@ def test_a_hold_of_one_adapter_leaves_the_others_alone(tmp_path: Path) -> None:
         await told.release()
         await held.end()
         for client in (held, other):
-            await oracle.check(client, told.versions)
+            oracle.check(client, told.versions)
 
     play(tmp_path, body)
 
@@ -526,7 +526,7 @@ def test_an_engine_that_dies_under_a_hold_leaves_it_held_and_nothing_lost(
         await told.release()
         for client in clients:
             await client.end()
-            await oracle.check(client, told.versions)
+            oracle.check(client, told.versions)
 
     play(tmp_path, body, release, n_batch)
 
@@ -560,7 +560,7 @@ def test_errands_are_done_on_a_held_board_at_once(tmp_path: Path) -> None:
         assert told.board.report().adapters == ()
         await told.release()
         await client.end()
-        await oracle.check(client, told.versions)
+        oracle.check(client, told.versions)
 
     play(tmp_path, body)
 
@@ -675,7 +675,7 @@ class Crowd:
                 assert isinstance(client.error, BoardFailed), client.error
                 assert not isinstance(client.error, RunFailed), (client.error, self.story)
             elif at not in self.hung_up:
-                await self.oracle.check(client, self.told.versions)
+                self.oracle.check(client, self.told.versions)
                 finished = client.finished
                 assert finished is not None
                 aborted = finished.reason is FinishReason.ABORT

@@ -82,7 +82,7 @@ def test_what_runs_keeps_its_version_goes_on_with_the_new_one_or_ends(
         }
         for client in (runs, waits):
             await client.end()
-            await oracle.check(client, told.versions)
+            oracle.check(client, told.versions)
         assert runs.finished is not None
         assert {span.version for span in runs.finished.versions} == labels[in_flight]
         assert waits.finished is not None
@@ -106,7 +106,7 @@ def test_what_is_held_goes_on_with_the_version_that_came_meanwhile(
         await told.serve("v2", InFlight.SWITCH, pauses=())
         for client in (*clients, keeps):
             await client.end()
-            await oracle.check(client, told.versions)
+            oracle.check(client, told.versions)
         found = [span.version for span in clients[0].finished.versions]  # type: ignore[union-attr]
         assert found == [f"{LINE}@v1", f"{LINE}@v2"]
 
@@ -126,7 +126,7 @@ def test_nothing_that_begins_after_a_change_is_stale(tmp_path: Path) -> None:
             await client.end()
             assert client.finished is not None
             assert [span.version for span in client.finished.versions] == [f"{LINE}@v2"]
-            await oracle.check(client, told.versions)
+            oracle.check(client, told.versions)
 
     play(tmp_path, body)
 
@@ -143,7 +143,7 @@ def test_a_batch_splits_where_a_change_gives_its_requests_two_versions(tmp_path:
             await client.end()
             assert client.finished is not None
             assert [span.version for span in client.finished.versions] == [f"{LINE}@{version}"]
-            await oracle.check(client, told.versions)
+            oracle.check(client, told.versions)
 
     play(tmp_path, body, n_batch=2)
 
@@ -200,10 +200,10 @@ def test_a_probe_changes_nothing_of_what_is_served(
         probe = await probing
         assert (probe.board_id, probe.key, probe.tokens) == ("b", ref.key, 8)
         assert ref.key in told.board.report().adapters
-        await oracle.check(client, told.versions)
+        oracle.check(client, told.versions)
         after = told.ask(f"{SAYING} after", line=LINE)
         await after.end()
-        await oracle.check(after, told.versions)
+        oracle.check(after, told.versions)
         assert after.finished is not None
         assert [span.version for span in after.finished.versions] == [f"{LINE}@v1"]
         # Of what the runtime refuses, the engine and its board live on.
@@ -280,7 +280,7 @@ def test_a_long_answer_makes_way_for_a_trial_and_goes_on_by_itself(
         told.pace()
         for client in clients:
             assert (await client.end())[1] in (FinishReason.LENGTH, FinishReason.STOP)
-            await oracle.check(client, told.versions)
+            oracle.check(client, told.versions)
             assert client.finished is not None
             assert [span.version for span in client.finished.versions] == [LABEL]
         assert len(clients[0].ids) > there
@@ -301,7 +301,7 @@ def test_a_switch_of_versions_meets_the_request_that_made_way(
         await told.serve("v2", InFlight.SWITCH)
         told.pace()
         await client.end()
-        await oracle.check(client, told.versions)
+        oracle.check(client, told.versions)
         assert client.finished is not None
         assert [span.version for span in client.finished.versions] == [LABEL, f"{LINE}@v2"]
 
@@ -339,9 +339,9 @@ def test_what_makes_way_can_still_be_told_everything(
         if what != "hang up":
             reason = (await client.end())[1]
             assert (reason is FinishReason.ABORT) == (what == "abort")
-            await oracle.check(client, told.versions)
+            oracle.check(client, told.versions)
         await other.end()
-        await oracle.check(other, told.versions)
+        oracle.check(other, told.versions)
         await until(lambda: told.board.report().running == 0)
 
     play(tmp_path, body, release, n_batch, load_patience_s=0.01)
@@ -359,7 +359,7 @@ def test_a_trial_that_meets_a_prefill_takes_the_board_at_its_end(
         assert (await loading).tokens == 4
         for client in clients:
             await client.end()
-            await oracle.check(client, told.versions)
+            oracle.check(client, told.versions)
 
     play(tmp_path, body, release, n_batch, load_patience_s=0.01)
 
@@ -379,7 +379,7 @@ def test_a_trial_that_nobody_waits_for_any_more_is_withdrawn(
         assert told.board.report().queued == 0
         told.pace()
         await client.end()
-        await oracle.check(client, told.versions)
+        oracle.check(client, told.versions)
         assert told.board.report().adapters == ()
 
     play(tmp_path, body, release, n_batch)

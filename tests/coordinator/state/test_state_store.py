@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rkserve.control import state_changes
@@ -167,7 +167,6 @@ def test_a_record_without_its_parameters_does_not_keep_the_coordinator_from_star
     assert one.state is S.UNDONE
 
 
-@settings(deadline=None, max_examples=150)
 @given(desires, st.lists(operations, max_size=4, unique_by=lambda one: one.id), st.floats(0, 1e10))
 def test_whatever_is_found_nothing_half_done_is_left_and_twice_is_once(
     desired: Desired, these: list[ControlOperation], now_s: float
@@ -186,7 +185,6 @@ def test_whatever_is_found_nothing_half_done_is_left_and_twice_is_once(
     assert recover(after, known.values(), now_s) == (after, ())
 
 
-@settings(deadline=None, max_examples=200)
 @given(
     st.lists(st.sampled_from(("op-1", "op-2", "op-3", "op-4")), min_size=1, max_size=8),
     st.dictionaries(

@@ -100,12 +100,27 @@ def test_a_library_made_from_other_sources_is_stale(tmp_path: Path) -> None:
     assert build.is_current(build.ensure_built("1.3.0"), stamp)
 
 
-def test_builders_at_the_same_time_do_no_harm(tmp_path: Path) -> None:
-    release = BOTH[-1]
+def test_builders_at_the_same_time_do_no_harm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    release, folder, log = BOTH[-1], tmp_path / "built", tmp_path / "log"
+    # A compiler that writes a library in two halves, each builder's while the others' is half done.
+    whole = build.ensure_built(release)
+    compiler = tmp_path / "slow"
+    compiler.write_text(
+        "#!/bin/sh\nfor output; do :; done\n"
+        f'head -c 9999 {whole} > "$output"\n'
+        f"echo begun >> {log}\n"
+        f"until [ $(wc -l < {log}) -ge 3 ]; do sleep 0.01; done\n"
+        f'cp {whole} "$output"\n',
+        encoding="utf-8",
+    )
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CC", str(compiler))
     with ThreadPoolExecutor(3) as pool:
-        built = set(pool.map(lambda _: build.ensure_built(release, into=tmp_path), range(3)))
-    assert built == {tmp_path / build.library_name(release, None)}
-    assert [path.name for path in tmp_path.iterdir()] == [build.library_name(release, None)]
+        built = set(pool.map(lambda _: build.ensure_built(release, into=folder), range(3)))
+    assert built == {folder / build.library_name(release, None)}
+    assert [path.name for path in folder.iterdir()] == [build.library_name(release, None)]
     assert build.is_current(built.pop(), build.source_hash())
 
 

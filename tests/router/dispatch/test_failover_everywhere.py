@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rkserve.board.answer.hooks import Action, Continue, Decoded, Hook, HookFactory, Pause, Replace
@@ -186,7 +186,6 @@ LOSSES = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
 @given(
     case=CASES,
     losses=LOSSES,

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 import itertools
 import os
 import signal
+import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -16,6 +18,8 @@ from typing import Any
 import pytest
 
 from rkserve.board.board import Board
+from rkserve.board.engine.protocol import RunCommand
+from rkserve.board.run.settings import BoardSettings
 from rkserve.core.board_report import GenerationState
 from rkserve.core.desired_state import (
     ActivePause,
@@ -27,10 +31,34 @@ from rkserve.core.desired_state import (
     PauseMode,
     Scope,
 )
-from rkserve.core.messages import AdapterRef, Delta, GenerateRequest
+from rkserve.core.messages import AdapterRef, GenerateRequest
+from rkserve.native.binding.runtime import open_runtime
+from rkserve.native.runtime import (
+    LoadParams,
+    RunEnd,
+    RunParams,
+    Runtime,
+    SinkAction,
+    Step,
+    TokenInput,
+    TokenPiece,
+)
 from rkserve.native.sim import models as sim_models
-from tests.support.boards.board_bench import Listener, collect, until
-from tests.support.sim.sim_board import CALM, FOLDER, GREEDY, TOKENIZER, Sim, words
+from rkserve.native.sim.build import ensure_built
+from tests.support.boards.board_bench import Listener, until
+from tests.support.boards.fakes import FakeEngine, Script
+from tests.support.sim.sim_board import (
+    CALM,
+    CONTEXT_LEN,
+    EOS_IDS,
+    FOLDER,
+    GREEDY,
+    TOKENIZER,
+    WEIGHTS,
+    Sim,
+    words,
+)
+from tests.support.sim.sim_driver import FAST
 
 ALL_KINDS = {"1.2.3": ("1.2.3", 1), "1.3.0": ("1.3.0", 1), "batch": ("1.3.0", 3)}
 # The older release alone and the newer one in a batch differ in all that a board does of its own.
@@ -162,20 +190,110 @@ async def governed(
         yield Governed(board, sim)
 
 
+# -- what nobody interrupts -------------------------------------------------------------------
+
+
+@functools.cache
+def own_runtime(seed: int = 0) -> Runtime:
+    """Return a handle in this process, for all tests: starting an engine takes longer than most.
+
+    Its weights are those of the model folder, or with a ``seed`` others made of them.
+    """
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patched:
+        for name, value in FAST.items():
+            patched.setenv(name, value)
+        content = WEIGHTS.read_bytes()
+        file = Path(folder) / "model.rkllm"
+        file.write_bytes(sim_models.reseed(content, seed) if seed else content)
+        runtime = open_runtime(ensure_built("1.3.0"))
+        runtime.load(LoadParams(str(file), CONTEXT_LEN, CONTEXT_LEN, sampling=GREEDY))
+    return runtime
+
+
+@functools.cache
+def load_own_adapter(content: bytes, key: str, seed: int = 0) -> None:
+    """Load an adapter into ``own_runtime``. No two contents have the same key."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "adapter.rkllm"
+        file.write_bytes(content)
+        own_runtime(seed).load_adapter(str(file), key)
+
+
+def own_answer(
+    ids: tuple[int, ...], count: int, adapter: str | None = None, seed: int = 0
+) -> list[TokenPiece]:
+    """Return what the model says after these ids, in this process."""
+    pieces: list[TokenPiece] = []
+
+    def sink(step: Step) -> SinkAction:
+        pieces.extend(piece for piece in step if piece is not None)
+        return SinkAction.CONTINUE
+
+    params = RunParams((TokenInput(ids),), max_new_tokens=count, adapter=adapter)
+    assert own_runtime(seed).run(params, sink).end is RunEnd.FINISHED
+    return pieces
+
+
+class OwnEngine(FakeEngine):
+    """An engine without a process: a fake that generates what ``own_runtime`` does."""
+
+    def __init__(self) -> None:
+        quirks = {"append_tokens_with_history": False, "prefix_reuse_in_ram": True}
+        super().__init__(self._script, quirks=quirks)
+
+    def _script(self, command: RunCommand) -> Script:
+        assert not command.keep_history, "this engine gets every prompt as a whole"
+        if command.adapter is not None:
+            path, scale = self.adapters[command.adapter]
+            assert scale == 1.0, "this engine knows no other scale"
+            load_own_adapter(Path(path).read_bytes(), command.adapter)
+        [entry], limit = command.entries, command.max_new_tokens
+        assert limit is not None
+        pieces = own_answer(entry.ids, limit, command.adapter)
+        return Script(
+            [(piece.token_id, piece.text) for piece in pieces],
+            waiting=frozenset(at for at, piece in enumerate(pieces) if piece.waiting),
+        )
+
+
+@asynccontextmanager
+async def undisturbed(place: Path) -> AsyncIterator[Governed]:
+    """A board of release 1.3.0 without an engine process, whose answers others are held to."""
+    settings = BoardSettings(
+        "calm",
+        FOLDER.id,
+        CONTEXT_LEN,
+        EOS_IDS,
+        patience=CALM,
+        sampling=GREEDY,
+        queue_limit=64,
+        staged_dir=place / "staged",
+        max_adapters=8,
+        vocab_size=TOKENIZER.get_vocab_size(),
+    )
+
+    async def start(_: Path | None) -> OwnEngine:
+        return OwnEngine()
+
+    board = Board(settings, start)
+    await board.start()
+    try:
+        yield Governed(board, Sim(place))
+    finally:
+        await board.stop()
+
+
 class Oracle:
-    """What the simulated model says, by a board of its own that nobody interrupts."""
+    """What the simulated model says with each version of an adapter, in this process."""
 
-    def __init__(self, told: Governed) -> None:
-        self._told = told
+    def stage(self, version: AdapterVersion, content: bytes) -> None:
+        load_own_adapter(content, version.ref.key)
 
-    async def says(
-        self, ids: tuple[int, ...], count: int, ref: AdapterRef | None = None
-    ) -> list[int]:
-        asked = GenerateRequest("oracle", FOLDER.id, ids, count, sampling=GREEDY, adapter=ref)
-        events = await collect(self._told.board.generate(asked))
-        return [one for event in events if isinstance(event, Delta) for one in event.token_ids]
+    def says(self, ids: tuple[int, ...], count: int, ref: AdapterRef | None = None) -> list[int]:
+        pieces = own_answer(ids, count, None if ref is None else ref.key)
+        return [piece.token_id for piece in pieces]
 
-    async def check(self, client: Listener, versions: dict[str, AdapterVersion]) -> None:
+    def check(self, client: Listener, versions: dict[str, AdapterVersion]) -> None:
         """Every token is what its version says after what was there before it."""
         assert client.finished is not None, client.error
         assert client.text == TOKENIZER.decode(client.ids, skip_special_tokens=True)
@@ -187,7 +305,7 @@ class Oracle:
             ref = versions[name].ref if name in versions else None
             assert (ref is None) == (span.version == "default"), span
             before = (*client.asked.prompt_ids, *client.ids[: span.start])
-            expected = await self.says(before, span.end - span.start, ref)
+            expected = self.says(before, span.end - span.start, ref)
             assert client.ids[span.start : span.end] == expected, span
 
 

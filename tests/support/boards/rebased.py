@@ -3,37 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import hashlib
-import tempfile
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from rkserve.board.board import Board
 from rkserve.core.desired_state import AdapterVersion, Adoption, BaseVersion, InFlight, Weights
 from rkserve.core.messages import AdapterRef
-from rkserve.native.binding.runtime import open_runtime
-from rkserve.native.runtime import (
-    LoadParams,
-    RunEnd,
-    RunParams,
-    Runtime,
-    SinkAction,
-    Step,
-    TokenInput,
-)
-from rkserve.native.sim.build import ensure_built
 from rkserve.native.sim.models import reseed
 from tests.support.boards.board_bench import Listener
 from tests.support.boards.fakes import run_loop
-from tests.support.boards.holding import Governed, governed
-from tests.support.sim.sim_board import CONTEXT_LEN, FOLDER, GREEDY, TOKENIZER, Sim
-from tests.support.sim.sim_driver import FAST
+from tests.support.boards.holding import Governed, governed, load_own_adapter, own_answer
+from tests.support.sim.sim_board import FOLDER, TOKENIZER, Sim
 
 CONTENT = FOLDER.require_weights().read_bytes()
 # What can be wrong with a file, and what the library says then.
@@ -97,52 +81,19 @@ LIMIT_S = 60.0
 SEEDS = {"w1": 1, "w2": 2}
 
 
-@functools.cache
-def _runtime(label: str) -> Runtime:
-    """Return a handle in this process that has loaded the weights of that label, for all tests."""
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        pytest.MonkeyPatch.context() as patched,
-    ):
-        for name, value in FAST.items():
-            patched.setenv(name, value)
-        file = Path(folder) / "model.rkllm"
-        file.write_bytes(CONTENT if label == "default" else reseed(CONTENT, SEEDS[label]))
-        runtime = open_runtime(ensure_built("1.3.0"))
-        runtime.load(LoadParams(str(file), CONTEXT_LEN, CONTEXT_LEN, sampling=GREEDY))
-    return runtime
-
-
-@functools.cache
-def _load_adapter(label: str, content: bytes, key: str) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "adapter.rkllm"
-        file.write_bytes(content)
-        _runtime(label).load_adapter(str(file), key)
-
-
 class Voices:
     """What the model says with each of the weights, by handles that have nothing else."""
 
     def stage(self, version: AdapterVersion, content: bytes, *labels: str) -> None:
         """Load an adapter beside these weights."""
         for label in labels:
-            _load_adapter(label, content, version.ref.key)
+            load_own_adapter(content, version.ref.key, SEEDS.get(label, 0))
 
     def says(
         self, label: str, ids: tuple[int, ...], count: int, ref: AdapterRef | None = None
     ) -> list[int]:
-        found: list[int] = []
-
-        def sink(step: Step) -> SinkAction:
-            found.extend(piece.token_id for piece in step if piece is not None)
-            return SinkAction.CONTINUE
-
-        params = RunParams(
-            (TokenInput(ids),), max_new_tokens=count, adapter=None if ref is None else ref.key
-        )
-        assert _runtime(label).run(params, sink).end is RunEnd.FINISHED
-        return found
+        key = None if ref is None else ref.key
+        return [piece.token_id for piece in own_answer(ids, count, key, SEEDS.get(label, 0))]
 
     def check(self, client: Listener, *labels: str) -> None:
         """Every token is what its weights say after what was there before it, in this order."""

@@ -16,7 +16,7 @@ from rkserve.core.desired_state import ActivePause, Adoption, PauseMode, Scope, 
 from rkserve.core.messages import ControlAction, Edit, GenerateRequest
 from tests.support.boards.board_bench import Listener, until
 from tests.support.boards.fakes import run_loop
-from tests.support.boards.holding import SAYING, Governed, governed, rest
+from tests.support.boards.holding import SAYING, Governed, governed, rest, undisturbed
 from tests.support.sim.sim_board import FOLDER, GREEDY, TOKENIZER
 
 LEVELS = tuple(SleepLevel)
@@ -40,9 +40,8 @@ def play(place: Path, body: Body, release: str = "1.3.0", n_batch: int = 1, **ex
         async with AsyncExitStack() as stack:
             told, calm = await asyncio.gather(
                 stack.enter_async_context(governed(place, release, n_batch, **extra)),
-                stack.enter_async_context(governed(place / "calm", release)),
+                stack.enter_async_context(undisturbed(place / "calm")),
             )
-            calm.sim.pace(0)
             for board in (told, calm):
                 for version, seed in (("v1", 1), ("v2", 2)):
                     board.stage(version, seed)
