@@ -1,7 +1,8 @@
-"""The chat page as files: what a browser is sent, and what it may do with it.
+"""The chat page and the cluster's page as files, with the headers that restrict them in a browser.
 
-It knows files and headers, and neither routes nor the server behind them; the page itself is in
-``files/``: HTML, CSS and JavaScript modules as they are sent, without a build step.
+It knows files and headers, and neither routes nor the server behind them. The pages themselves are
+in ``files/`` and ``files/cluster/``: HTML, CSS and JavaScript modules as they are sent, without a
+build step.
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ import gzip
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.resources import files
+from pathlib import Path
 
-FRONT = "index.html"
+_FILES = Path(__file__).parent / "files"
+FRONT, CLUSTER_FRONT = "index.html", "cluster/index.html"
 _TYPES = {
     "html": "text/html; charset=utf-8",
     "css": "text/css; charset=utf-8",
@@ -75,9 +77,12 @@ class PageForm:
 
 
 def page_files() -> Mapping[str, PageFile]:
-    """Return the files of the page by their names."""
-    found = files(__package__).joinpath("files").iterdir()
-    return {one.name: _page_file(one.name, one.read_bytes()) for one in found}
+    """Return the files of the pages by their names, such as ``cluster/main.js``."""
+    found = (one for one in _FILES.rglob("*") if one.is_file())
+    return {
+        name: _page_file(name, one.read_bytes())
+        for name, one in ((one.relative_to(_FILES).as_posix(), one) for one in found)
+    }
 
 
 def _page_file(name: str, content: bytes) -> PageFile:

@@ -127,7 +127,7 @@ def test_the_page_needs_no_key_and_what_it_asks_does(tmp_path: Path) -> None:
 def test_the_page_s_own_addresses_are_relative() -> None:
     front = FILES["index.html"].content.decode()
     asked = re.findall(r"(?:src|href)=\"([^\"#]+)\"", front)
-    assert set(asked) == {f"page/{name}" for name in ("icon.svg", "style.css", "main.js")}
+    assert set(asked) == {f"page/{name}" for name in ("icon.svg", "base.css", "style.css", "main.js")}
     for name, file in FILES.items():
         for module in re.findall(r"from \"([^\"]+)\"", file.content.decode()):
             assert module.startswith("./"), name

@@ -13,7 +13,8 @@ export class ApiError extends Error {
   }
 }
 
-async function call(path, key, options = {}) {
+/** Call the server, and return its answer unless it refuses; a string in `body` is JSON. */
+export async function call(path, key, options = {}) {
   const headers = { "content-type": "application/json" };
   if (key) headers.authorization = `Bearer ${key}`;
   let response;

@@ -3,17 +3,8 @@
  * answer to markup, and nothing of it makes the browser fetch something.
  */
 
+import { copy_text, make } from "./elements.js";
 import { parse } from "./markdown.js";
-
-/** Make an element with attributes and children; strings among them become text. */
-export function make(tag, attributes = {}, ...children) {
-  const element = document.createElement(tag);
-  for (const [name, value] of Object.entries(attributes)) {
-    if (value !== undefined && value !== false) element.setAttribute(name, value);
-  }
-  element.append(...children);
-  return element;
-}
 
 /** Shows a text that grows. Blocks that stay as they were keep their elements. */
 export class Prose {
@@ -100,29 +91,4 @@ const PIECES = {
 
 function piece(node) {
   return PIECES[node.kind](node);
-}
-
-/** Put a text into the clipboard, and say so on the button for a moment. */
-export async function copy_text(text, button) {
-  const usual = button.textContent;
-  button.textContent = (await to_clipboard(text)) ? "Copied" : "Cannot copy";
-  setTimeout(() => {
-    button.textContent = usual;
-  }, 1500);
-}
-
-async function to_clipboard(text) {
-  if (navigator.clipboard) {
-    return navigator.clipboard.writeText(text).then(() => true, () => false);
-  }
-  // Without TLS, except on this machine, browsers have only the old way.
-  const holder = make("textarea", { class: "unseen", "aria-hidden": "true" });
-  const focused = document.activeElement;
-  holder.value = text;
-  document.body.append(holder);
-  holder.select();
-  const done = document.execCommand("copy");
-  holder.remove();
-  focused?.focus();
-  return done;
 }

@@ -3,7 +3,7 @@
  * kept, and shown until then. It knows the composer's elements and nothing of the conversation.
  */
 
-import { make } from "./draw.js";
+import { make } from "./elements.js";
 import { cross } from "./panels.js";
 
 const at = (id) => document.getElementById(id);

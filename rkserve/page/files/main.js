@@ -1,7 +1,7 @@
 /** The chat page: what is asked, what is shown, and what is kept. */
 
 import { answer, models } from "./api.js";
-import { make } from "./draw.js";
+import { make } from "./elements.js";
 import * as images from "./images.js";
 import * as panels from "./panels.js";
 import * as store from "./store.js";

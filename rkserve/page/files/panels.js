@@ -1,6 +1,6 @@
 /** What stands around the conversation: the list of others, models, settings and notices. */
 
-import { make } from "./draw.js";
+import { icon, make } from "./elements.js";
 import * as store from "./store.js";
 
 const at = (id) => document.getElementById(id);
@@ -77,14 +77,7 @@ export function list_chats(chats, current, actions) {
 
 /** Return the drawing of a cross. */
 export function cross() {
-  const space = "http://www.w3.org/2000/svg";
-  const drawing = document.createElementNS(space, "svg");
-  drawing.setAttribute("viewBox", "0 0 20 20");
-  drawing.setAttribute("aria-hidden", "true");
-  const path = document.createElementNS(space, "path");
-  path.setAttribute("d", "M6 6l8 8M14 6l-8 8");
-  drawing.append(path);
-  return drawing;
+  return icon("M6 6l8 8M14 6l-8 8");
 }
 
 /** Close the list where it covers the page; return whether it did. */

@@ -3,7 +3,8 @@
  * It knows elements and times, and nothing of the server.
  */
 
-import { copy_text, make, Prose } from "./draw.js";
+import { Prose } from "./draw.js";
+import { copy_text, make } from "./elements.js";
 import { shown } from "./images.js";
 import { fit } from "./panels.js";
 
