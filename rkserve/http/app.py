@@ -41,7 +41,7 @@ from rkserve.http.openapi import (
     returns,
 )
 from rkserve.http.trainer_routes import add_trainers
-from rkserve.page import FRONT, PageFile, page_files
+from rkserve.page import CLUSTER_FRONT, FRONT, PageFile, page_files
 from rkserve.router.cluster_metrics import ClusterMetrics
 from rkserve.router.features.generations import GenerationPeers
 from rkserve.router.membership import Membership
@@ -212,12 +212,13 @@ def _methods(request: Request) -> list[str]:
     return sorted({method for route in same for method in route.methods or ()})
 
 
+_TYPES = ("text/html", "text/css", "text/javascript", "image/svg+xml", "text/markdown")
 _TAGGED = {"etag": "What tells this content from another."}
 _FILE = (
     EndpointAnswer(
         200,
         "The file.",
-        dict.fromkeys(("text/html", "text/css", "text/javascript", "image/svg+xml"), str),
+        dict.fromkeys(_TYPES, str),
         _TAGGED,
     ),
     EndpointAnswer(304, "It is the one that is known already."),
@@ -226,25 +227,30 @@ _KNOWN = EndpointParameter("if-none-match", "header", str, "The `etag` that is k
 
 
 def add_page(app: FastAPI) -> None:
-    """Add the page's routes. The files are read once."""
-    found, route = page_files(), Routes(app, "Chat page")
+    """Add the routes of both pages. The files are read once."""
+    found, route = page_files(), Routes(app, "Pages")
 
     @route("GET,HEAD /", OPEN, *_FILE, headers=(_KNOWN,))
     async def page(request: Request) -> Response:
         """Send the chat page."""
         return _send(request, found[FRONT])
 
+    @route("GET,HEAD /cluster", OPEN, *_FILE, headers=(_KNOWN,))
+    async def cluster_page(request: Request) -> Response:
+        """Send the cluster's page."""
+        return _send(request, found[CLUSTER_FRONT])
+
     @route(
-        "GET,HEAD /page/{name}",
+        "GET,HEAD /page/{name:path}",
         OPEN,
         *_FILE,
         errors=(404,),
-        paths={"name": "The name of the file."},
+        paths={"name": "The name of the file; it may contain `/`."},
         headers=(_KNOWN,),
         example=Example(path={"name": "main.js"}),
     )
     async def file(request: Request, name: str) -> Response:
-        """Send one of the page's files."""
+        """Send one of the pages' files."""
         if name not in found:
             raise RouteNotFound(f"There is nothing at {request.url.path}.")
         return _send(request, found[name])

@@ -38,7 +38,7 @@ _DEFAULT_PORTS = {"http": ":80", "https": ":443"}
 # Machines join and leave; for unknown names the list is renewed at most this often.
 _NAMES_AGE_S = 30.0
 # Pages that other sites may link to: they neither act nor contain secrets.
-_LINKED = ("/", "/openapi.json")
+_LINKED = ("/", "/cluster", "/openapi.json")
 _LINKED_BELOW = "/page/"
 
 Names = Callable[[], Iterable[str]]

@@ -40,7 +40,7 @@ PUSHED_ADAPTER = (
 TAGS = (
     *("OpenAI", "Vectors and ranks", "Tokens", "Gradio", "RKLLM", "Anthropic", "Ollama"),
     *("Trainers", "Generations", "Caches", "Boards", "Cluster", "Operations", "Adapters"),
-    *("Weights", "Catalogue", "Service", "Chat page"),
+    *("Weights", "Catalogue", "Service", "Pages"),
 )
 
 

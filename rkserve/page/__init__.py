@@ -20,6 +20,7 @@ _TYPES = {
     "css": "text/css; charset=utf-8",
     "js": "text/javascript; charset=utf-8",
     "svg": "image/svg+xml",
+    "md": "text/markdown; charset=utf-8",
 }
 
 # The page is given nothing from elsewhere, sends nothing elsewhere and stands in no frame, and no

@@ -1,10 +1,11 @@
-"""The chat page's routes: what is sent, with which headers, and that nothing of it leads elsewhere.
+"""The pages' routes: what is sent, with which headers, and that nothing of it leads elsewhere.
 
-What the page does in a browser is in ``test_page_browser.py``.
+What the pages do in a browser is in ``test_page_browser.py`` and ``test_cluster_browser.py``.
 """
 
 from __future__ import annotations
 
+import posixpath
 import re
 from pathlib import Path
 
@@ -17,11 +18,19 @@ from tests.support.http.router_house import House, house, send
 from tests.support.paths import PROJECT
 
 FILES = page_files()
+FRONTS = {
+    "index.html": ("main.js", "style.css"),
+    "cluster/index.html": ("cluster/main.js", "cluster/style.css", "cluster/views.css"),
+}
 
 
 def test_the_page_and_its_files_are_sent_with_a_policy_that_keeps_to_this_server() -> None:
     of = house()
-    paths = {"/": "index.html", **{f"/page/{name}": name for name in FILES}}
+    paths = {
+        "/": "index.html",
+        "/cluster": "cluster/index.html",
+        **{f"/page/{name}": name for name in FILES},
+    }
     for path, name in paths.items():
         response = send(of, "GET", path)
         assert (response.status_code, response.content) == (200, FILES[name].content)
@@ -93,8 +102,9 @@ def test_files_are_compressed_where_the_client_accepts_it(
     assert sum(len(one.compressed) for one in text) < sum(len(one.content) for one in text) / 2
 
 
-def test_the_page_has_a_description() -> None:
-    front = FILES["index.html"].content.decode()
+@pytest.mark.parametrize("name", FRONTS)
+def test_a_page_has_a_description(name: str) -> None:
+    front = FILES[name].content.decode()
     (description,) = re.findall(r'<meta name="description" content="([^"]+)">', front)
     assert 50 <= len(description) <= 160  # what search results show
 
@@ -111,7 +121,7 @@ def test_nothing_else_is_to_be_had_there(path: str) -> None:
 
 def test_the_page_can_be_turned_off() -> None:
     of = House(FakeBoards.answering("a"), RouterConfig(page=False))
-    for path in ("/", "/page/main.js"):
+    for path in ("/", "/cluster", "/page/main.js"):
         assert send(of, "GET", path).status_code == 404
 
 
@@ -120,20 +130,28 @@ def test_the_page_needs_no_key_and_what_it_asks_does(tmp_path: Path) -> None:
     keys.write_text("secret\n", encoding="utf-8")
     of = House(FakeBoards.answering("a"), RouterConfig(api_keys_file=keys))
     assert send(of, "GET", "/").status_code == 200
+    assert send(of, "GET", "/cluster").status_code == 200
     assert send(of, "GET", "/page/main.js").status_code == 200
     assert send(of, "GET", "/v1/models").status_code == 401
 
 
-def test_the_page_s_own_addresses_are_relative() -> None:
-    front = FILES["index.html"].content.decode()
-    asked = re.findall(r"(?:src|href)=\"([^\"#]+)\"", front)
-    assert set(asked) == {f"page/{name}" for name in ("icon.svg", "base.css", "style.css", "main.js")}
+@pytest.mark.parametrize("name", FRONTS)
+def test_a_page_s_own_addresses_are_relative(name: str) -> None:
+    front = FILES[name].content.decode()
+    asked = re.findall(r"(?:src|href)=\"(page/[^\"#]+)\"", front)
+    assert set(asked) == {f"page/{one}" for one in ("icon.svg", "base.css", *FRONTS[name])}
+    links = re.findall(r"(?:src|href)=\"([^\"#]+)\"", front)
+    assert set(links) - set(asked) <= {"./", "cluster"}  # one page leads to the other
+
+
+def test_modules_import_files_of_the_pages_only() -> None:
     for name, file in FILES.items():
         for module in re.findall(r"from \"([^\"]+)\"", file.content.decode()):
-            assert module.startswith("./"), name
-            assert module.removeprefix("./") in FILES
+            assert module.startswith(("./", "../")), name
+            assert posixpath.normpath(posixpath.join(posixpath.dirname(name), module)) in FILES
 
 
 def test_the_files_are_part_of_what_is_installed() -> None:
     project = (PROJECT / "pyproject.toml").read_text(encoding="utf-8")
-    assert '"rkserve.page" = ["files/*"]' in project
+    assert '"rkserve.page" = ["files/*", "files/cluster/*"]' in project
+    assert {posixpath.dirname(name) for name in FILES} == {"", "cluster"}

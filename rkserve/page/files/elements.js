@@ -25,6 +25,23 @@ export function icon(path) {
   return draw("svg", { viewBox: "0 0 20 20", "aria-hidden": "true" }, draw("path", { d: path }));
 }
 
+/** Show a text in an element; one that it shows already touches nothing. */
+export function put(element, text) {
+  if (element.textContent !== text) element.textContent = text;
+}
+
+/** Set an attribute, or remove it (null); one that is so already touches nothing. */
+export function mark(element, name, value) {
+  if (value === null) element.removeAttribute(name);
+  else if (element.getAttribute(name) !== value) element.setAttribute(name, value);
+}
+
+/** Show the page in light or dark colours, or in those of the system (`auto`). */
+export function wear(theme) {
+  if (theme === "auto") delete document.documentElement.dataset.theme;
+  else document.documentElement.dataset.theme = theme;
+}
+
 /** Put a text into the clipboard, and say so on the button for a moment. */
 export async function copy_text(text, button) {
   const usual = button.textContent;

@@ -1,6 +1,6 @@
 /** What stands around the conversation: the list of others, models, settings and notices. */
 
-import { icon, make } from "./elements.js";
+import { icon, make, wear } from "./elements.js";
 import * as store from "./store.js";
 
 const at = (id) => document.getElementById(id);
@@ -106,11 +106,6 @@ shade.addEventListener("click", () => show_side(false));
 matchMedia("(min-width: 48rem)").addEventListener("change", () => show_side(false));
 
 // -- settings ------------------------------------------------------------------------------------
-
-function wear(theme) {
-  if (theme === "auto") delete document.documentElement.dataset.theme;
-  else document.documentElement.dataset.theme = theme;
-}
 
 function open_settings(focused) {
   const known = store.settings();

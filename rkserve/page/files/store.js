@@ -7,6 +7,7 @@ const PREFIX = `rkserve ${new URL(".", document.baseURI).pathname}`; // one for 
 const CHAT = `${PREFIX} chat `;
 const SETTINGS = `${PREFIX} settings`;
 const KEY = `${PREFIX} key`;
+const ADMIN_KEY = `${PREFIX} admin key`;
 const DEFAULTS = { theme: "auto", system: "", temperature: "", limit: "", model: "" };
 
 function read(storage, name) {
@@ -89,4 +90,14 @@ export function key() {
 /** Keep the API key until the tab is closed. */
 export function set_key(value) {
   write(sessionStorage, KEY, value);
+}
+
+/** Return the admin key, or without one the API key; empty without either. */
+export function admin_key() {
+  return read(sessionStorage, ADMIN_KEY) || key();
+}
+
+/** Keep the admin key until the tab is closed. */
+export function set_admin_key(value) {
+  write(sessionStorage, ADMIN_KEY, value);
 }

@@ -1,0 +1,95 @@
+/** The view of what changes the cluster: rollouts, operations, and pauses in force. */
+
+import { make, mark, put } from "../elements.js";
+import { change_rollout, end_pause } from "./actions.js";
+import { heading, row_button, Table } from "./tables.js";
+import { count, percent, span, time } from "./words.js";
+
+/** Return columns' cell with a bar and its words: so many of so many boards. */
+function progress_cell(figures) {
+  return {
+    fill: () => [make("progress", { max: "1", value: "0", "aria-hidden": "true" }), make("span", {})],
+    update: (cell, value) => {
+      const [bar, words] = cell.children;
+      const { done, failed = 0, total } = figures(value);
+      mark(bar, "max", String(total || 1));
+      mark(bar, "value", String(done));
+      put(words, ` ${count(done)} of ${count(total)}${failed ? `, ${count(failed)} failed` : ""}`);
+    },
+  };
+}
+
+export class Operations {
+  constructor(app) {
+    this.title = "Operations";
+    this.heading = heading("Operations");
+    this.hint = make("p", { class: "hint" });
+    this.rollouts = new Table(
+      "Rollouts",
+      [
+        { head: "Adapter", text: ({ adapter, model }) => `${adapter} of ${model}` },
+        { head: "Serves", text: ({ active }) => active ?? "–" },
+        { head: "Candidate", text: ({ candidate }) => candidate },
+        { head: "Boards", ...progress_cell(({ switched, total }) => ({ done: switched, total })) },
+        { head: "Sessions", numeric: true, text: ({ weight }) => (weight ? percent(100 * weight) : "–") },
+        {
+          head: "Action",
+          fill: (value) => {
+            const { adapter } = value();
+            const promote = row_button("Promote", adapter, () => change_rollout("promote", value(), app));
+            return [row_button("Roll back", adapter, () => change_rollout("rollback", value(), app)), promote];
+          },
+          update: (cell, { weight }) => (cell.lastElementChild.hidden = !weight),
+        },
+      ],
+      "No adapter version is on its way.",
+    );
+    this.operations = new Table(
+      "Operations of the last minutes",
+      [
+        { head: "Operation", text: (_, id) => id },
+        { head: "Kind", text: ({ kind, subject }) => (subject ? `${kind}: ${subject}` : kind) },
+        { head: "State", text: ({ state, phase }) => (phase && state === "running" ? `${state}: ${phase}` : state) },
+        { head: "Boards", ...progress_cell((one) => one) },
+        { head: "Began", text: ({ created_s }) => time(created_s) },
+        { head: "Took", numeric: true, text: ({ created_s, finished_s }) => span((finished_s ?? app.cluster.now_s()) - created_s) },
+        { head: "By", text: ({ who }) => who ?? "–" },
+        { head: "Error", text: ({ error }) => error ?? "" },
+      ],
+      "No operation in the last minutes.",
+    );
+    this.pauses = new Table(
+      "Pauses and sleeps in force",
+      [
+        { head: "Scope", text: ({ models, boards, adapter }) => [...models, ...boards, adapter].filter(Boolean).join(", ") || "whole cluster" },
+        { head: "Mode", text: ({ mode, level }) => (level === undefined ? `pause, ${mode}` : `sleep level ${level}, ${mode}`) },
+        { head: "Since", text: ({ since_s }) => time(since_s) },
+        { head: "Ends", text: ({ expires_s }) => (expires_s ? time(expires_s) : "not by itself") },
+        { head: "By", text: (_, id) => id },
+        { head: "Action", fill: (value, id) => [row_button("End", id, () => end_pause(value(), app))] },
+      ],
+      "No board, model or adapter is paused.",
+    );
+    const section = (words, table) => make("section", {}, make("h2", {}, words), table.element);
+    this.element = make(
+      "div",
+      {},
+      this.heading,
+      section("Rollouts", this.rollouts),
+      section("Pauses and sleeps", this.pauses),
+      section("Operations", this.operations),
+      this.hint,
+    );
+  }
+
+  update({ view }, change) {
+    if (change.has("rollouts")) this.rollouts.show(Object.entries(view.rollouts));
+    if (change.has("pauses")) this.pauses.show(Object.entries(view.pauses));
+    if (change.has("operations")) {
+      const latest_first = ([, a], [, b]) => b.created_s - a.created_s;
+      this.operations.show(Object.entries(view.operations ?? {}).sort(latest_first));
+    }
+    const words = view.operator ? "" : "Operations are for the operator: enter the admin key in the settings.";
+    put(this.hint, words);
+  }
+}
