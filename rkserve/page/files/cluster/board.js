@@ -42,7 +42,7 @@ const FACTS = [
 /** What the engine left behind: its last recovery, and the kinds of its ends. */
 const ENGINE = [
   ["Engine starts", (one) => count(one.engine_starts)],
-  ["Ends out of order", (one) => Object.entries(one.crashes ?? {}).map(([kind, times]) => `${kind} × ${times}`).join(", ") || "none"],
+  ["Ends out of order", (one) => Object.entries(one.crashes ?? {}).map(([kind, times]) => `${kind}: ${times}`).join(", ") || "none"],
   ["Last words", (one) => one.last_recovery || "none since its start"],
   ["Circuit breaker", (one) => (one.circuit ? `${one.circuit.state}: ${one.circuit.reason}` : "")],
 ];

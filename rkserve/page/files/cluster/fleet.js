@@ -75,7 +75,7 @@ class Card extends BoardItem {
     const facts = FIGURES.slice(2).map((one, index) => fact(one.card ?? one.label, this.cells[index + 2]));
     [this.runtime, this.driver] = [make("span", {}), make("span", {})];
     facts.push(fact("Runtime", this.runtime), fact("Driver", this.driver));
-    const head = make("div", { class: "head" }, make("h3", {}, this.link), state);
+    const head = make("div", { class: "head" }, make("h2", {}, this.link), state);
     const pace = make("div", { class: "pace" }, make("div", {}, figure, this.share, this.bar), this.spark.element);
     this.element = make("li", { class: "card" }, head, this.model, this.told, pace, make("dl", {}, ...facts));
   }
