@@ -444,6 +444,19 @@ def test_audit_and_usage_are_fetched_when_they_are_opened(tab: OpenTab) -> None:
     api.expect(one.page.locator("#view .failure")).to_have_text("This call needs the admin key.")
 
 
+def test_a_reason_leads_to_its_section_of_the_runbook(tab: OpenTab) -> None:
+    one = tab()
+    one.page.get_by_role("link", name="Runbook: DdrBelowMax").click()
+    api.expect(one.page.locator("h1")).to_have_text("Runbook: DdrBelowMax")
+    api.expect(one.page.locator("h1")).to_be_focused()
+    api.expect(one.page.locator(".words")).to_contain_text(DDR)
+    api.expect(one.page.locator(".words h3")).to_have_count(0)
+    assert one.violations() == []
+    one.page.get_by_role("link", name="The whole runbook").click()
+    api.expect(one.page.locator(".words h3", has_text="BoardLost")).to_have_count(1)
+    assert one.violations() == []
+
+
 def test_the_lines_for_clients_have_this_cluster_s_address(tab: OpenTab) -> None:
     one = tab(view="connect")
     lines = one.page.locator("pre")

@@ -13,6 +13,7 @@ import pytest
 
 from rkserve.config.router import RouterConfig
 from rkserve.page import POLICY, page_files
+from rkserve.verdicts.rules import RULES
 from tests.support.boards.fake_boards import FakeBoards
 from tests.support.http.router_house import House, house, send
 from tests.support.paths import PROJECT
@@ -149,6 +150,15 @@ def test_modules_import_files_of_the_pages_only() -> None:
         for module in re.findall(r"from \"([^\"]+)\"", file.content.decode()):
             assert module.startswith(("./", "../")), name
             assert posixpath.normpath(posixpath.join(posixpath.dirname(name), module)) in FILES
+
+
+def test_rules_that_mark_a_figure_are_rules_and_lead_to_the_runbook() -> None:
+    figures = FILES["cluster/figures.js"].content.decode()
+    named = re.findall(r'"(\w+)"', " ".join(re.findall(r"rules: \[(.*?)\]", figures)))
+    assert len(named) > 5
+    assert set(named) <= {rule.name for rule in RULES}
+    runbook = (PROJECT / "docs" / "how-to" / "runbook.md").read_bytes()
+    assert FILES["cluster/runbook.md"].content == runbook
 
 
 def test_the_files_are_part_of_what_is_installed() -> None:

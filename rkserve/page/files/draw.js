@@ -44,7 +44,7 @@ function code(node) {
   const words = make("code", {}, node.text);
   const head = make("div", { class: "code-head" }, make("span", {}, node.language || "code"), copy);
   const label = `Code${node.language ? `, ${node.language}` : ""}`;
-  const text = make("pre", { tabindex: "0", role: "region", "aria-label": label }, words);
+  const text = make("pre", { tabindex: "0", role: "group", "aria-label": label }, words);
   return make("div", { class: "code" }, head, text);
 }
 

@@ -2,10 +2,9 @@
 
 import { make, mark, put } from "../elements.js";
 import { Actions, path_of } from "./actions.js";
-import { Chart } from "./charts.js";
+import { Chart, tone_mark } from "./charts.js";
 import { FIGURES, figure_text, is_wanting } from "./figures.js";
 import { Log } from "./log.js";
-import { tone_mark } from "./marks.js";
 import { place, Reason } from "./verdict.js";
 import { count, loaded, megabytes, rate, several, span, standing } from "./words.js";
 

@@ -1,9 +1,8 @@
 /** All boards: as cards up to 12, and above as rows, by model and in two columns where there is room. */
 
 import { make, mark, put } from "../elements.js";
-import { Spark } from "./charts.js";
+import { Spark, tone_mark } from "./charts.js";
 import { FACTS, FIGURES, figure_text, is_wanting, particulars, usual_facts } from "./figures.js";
-import { tone_mark } from "./marks.js";
 import { Table } from "./tables.js";
 import { board_address, MOST_CARDS, place } from "./verdict.js";
 import { count, loaded, measure, NONE, percent, rate, several, standing } from "./words.js";

@@ -4,15 +4,13 @@ import { call } from "../api.js";
 import { make } from "../elements.js";
 import * as store from "../store.js";
 import { Board } from "./board.js";
-import { Connect } from "./connect.js";
 import { ClusterDocument } from "./document.js";
 import { Fleet } from "./fleet.js";
 import { ask_key, say, Staleness, wire_settings } from "./frame.js";
 import { audit, usage } from "./listings.js";
-import { Operations } from "./operations.js";
-import { Requests } from "./requests.js";
-import { Runbook } from "./runbook.js";
+import { Operations, Requests } from "./in_flight.js";
 import { Stream } from "./stream.js";
+import { Connect, Runbook } from "./texts.js";
 import { Verdict } from "./verdict.js";
 
 const at = (id) => document.getElementById(id);

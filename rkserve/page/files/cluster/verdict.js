@@ -1,7 +1,7 @@
 /** The verdict: READY, DEGRADED or NOT READY, and the reasons, each with the command that mends it. */
 
 import { copy_text, make, mark, put } from "../elements.js";
-import { tone_mark } from "./marks.js";
+import { tone_mark } from "./charts.js";
 import { count, measure, rate, several } from "./words.js";
 
 export const MOST_CARDS = 12; // more boards are shown densely
@@ -94,7 +94,7 @@ export class Verdict {
       ...(silent ? [`${several(silent, "Router")} silent`] : []),
       ...(view.coordinator === "reachable" ? [] : ["Coordinator unreachable"]),
       `epoch ${view.epoch}`,
-      ...(view.verdict.more ? [`${several(view.verdict.more, "more reason")} in rkserve status`] : []),
+      ...(view.verdict.more ? [several(view.verdict.more, "more reason")] : []),
     ];
     put(at("verdict-summary"), parts.join(" · "));
   }

@@ -1,5 +1,7 @@
-/** The view that tells how a client of one's own reaches this cluster. */
+/** The views of texts: how a client reaches this cluster, and the runbook. */
 
+import { call } from "../api.js";
+import { Prose } from "../draw.js";
 import { copy_text, make, put } from "../elements.js";
 import { heading } from "./tables.js";
 
@@ -44,6 +46,7 @@ open-webui serve`,
   },
 ];
 
+/** The view of the lines for clients. */
 export class Connect {
   constructor(app) {
     this.app = app;
@@ -84,5 +87,59 @@ export class Connect {
   draw() {
     const facts = { url: this.url, model: this.picker.value || "MODEL", key: this.keyed.checked };
     CLIENTS.forEach(({ text }, index) => put(this.texts[index], text(facts)));
+  }
+}
+
+const FILE = "page/cluster/runbook.md";
+
+/** Return the heading with this anchor in a Markdown text, and the text below it, or null. */
+export function section_of(text, anchor) {
+  const lines = text.split("\n");
+  const heads = headings(lines);
+  const first = heads.find(({ words }) => slug(words) === anchor);
+  if (!first) return null;
+  const next = heads.find(({ line, level }) => line > first.line && level <= first.level);
+  return { words: first.words, text: lines.slice(first.line + 1, next?.line).join("\n") };
+}
+
+function headings(lines) {
+  let fenced = false; // in code, where a hash begins a remark
+  return lines.flatMap((text, line) => {
+    if (/^\s*```/.test(text)) fenced = !fenced;
+    const found = fenced ? null : /^(#+) (.*)$/.exec(text);
+    return found ? [{ line, level: found[1].length, words: found[2] }] : [];
+  });
+}
+
+function slug(words) {
+  return words.toLowerCase().replace(/[^\w\- ]/g, "").trim().replace(/ /g, "-");
+}
+
+/** The view of the runbook: the section of a rule, as the documentation has it. */
+export class Runbook {
+  constructor() {
+    this.title = "Runbook";
+    this.heading = heading("Runbook");
+    this.whole = make("h2", {});
+    this.words = make("div", { class: "words" });
+    const all = make("p", {}, make("a", { href: "#/runbook" }, "The whole runbook"));
+    this.element = make("div", {}, this.heading, this.whole, this.words, all);
+  }
+
+  update() {} // it is a text
+
+  async show(anchor) {
+    this.words.replaceChildren();
+    const prose = new Prose(this.words);
+    put(this.heading, "Runbook");
+    try {
+      const text = await (await call(FILE, "")).text();
+      const section = section_of(text, anchor);
+      put(this.heading, section ? `Runbook: ${section.words}` : "Runbook");
+      put(this.whole, section ? "" : "All rules"); // the level between the view's and the rules' headings
+      prose.show(section?.text ?? text);
+    } catch (error) {
+      prose.show(`The runbook cannot be read: ${error.message}`);
+    }
   }
 }
