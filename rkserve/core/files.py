@@ -7,21 +7,22 @@ can forge those can replace the file anyway.
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import logging
 import os
 import pwd
 import re
-import shutil
 import stat
 import threading
 from collections.abc import Callable, Iterable
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rkserve.core.errors import RequestError
+
+if TYPE_CHECKING:
+    import hashlib
 
 # Errors of a full disk, an exhausted quota, or a file size limit of the process.
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
@@ -32,7 +33,8 @@ T = TypeVar("T")
 
 def free_bytes(folder: Path) -> int:
     """Return the free bytes of the disk of ``folder``. Raises ``OSError``."""
-    return shutil.disk_usage(folder).free
+    found = os.statvfs(folder)
+    return found.f_bavail * found.f_frsize
 
 
 def sync(path: Path) -> None:
@@ -235,7 +237,7 @@ def stamp(path: Path) -> Stamp:
 
 def ids_digest(ids: Iterable[int]) -> str:
     """Return a digest of token ids."""
-    return hashlib.sha256(",".join(map(str, ids)).encode()).hexdigest()[:32]
+    return _sha256(",".join(map(str, ids)).encode()).hexdigest()[:32]
 
 
 class JsonRecord:
@@ -330,13 +332,19 @@ def _read_digest(found: Any) -> tuple[Stamp, str]:
     return (device, inode, size, mtime, ctime), found["digest"]
 
 
+def _sha256(content: bytes = b"") -> hashlib._Hash:
+    import hashlib  # late: it loads OpenSSL, and a starting engine process computes no digest
+
+    return hashlib.sha256(content)
+
+
 @lru_cache(maxsize=REMEMBERED)
 def _whole(path: str, _stamp: Stamp) -> str:
     return _hash(path)
 
 
 def _hash(path: str, stopped: threading.Event | None = None) -> str:
-    digest = hashlib.sha256()
+    digest = _sha256()
     # 1 MiB at a time: hashlib lets other threads run while it works on pieces of this size.
     with Path(path).open("rb") as file:
         while piece := file.read(1 << 20):
@@ -349,7 +357,7 @@ def _hash(path: str, stopped: threading.Event | None = None) -> str:
 @lru_cache(maxsize=REMEMBERED)
 def _sampled(path: str, stamped: Stamp) -> str:
     size = stamped[2]
-    digest = hashlib.sha256(str(size).encode())
+    digest = _sha256(str(size).encode())
     last = max(0, size - BLOCK_BYTES)
     with Path(path).open("rb") as file:
         for n in range(BLOCKS):

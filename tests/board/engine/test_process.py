@@ -316,6 +316,14 @@ def test_an_engine_ends_when_its_stdin_closes() -> None:
         assert process.returncode == 0
 
 
+async def test_an_engine_takes_no_memory_for_openssl_and_numpy(sim: Sim) -> None:
+    async with sim.engine() as engine:
+        maps = Path(f"/proc/{engine.pid}/maps").read_text()
+    assert "librkllmrt-sim" in maps
+    assert "libcrypto" not in maps
+    assert "numpy" not in maps
+
+
 async def test_an_engine_in_the_middle_of_a_run_ends_when_its_stdin_closes(sim: Sim) -> None:
     """What happens when a board's replica is killed: nothing may go on holding the NPU."""
     async with sim.engine() as engine:
