@@ -16,6 +16,7 @@ from rkserve.core.board_metrics import BoardCollector
 from rkserve.core.board_report import BoardReport, BoardState, CpuClock, Hardware
 from rkserve.core.coordinator_metrics import CoordinatorMetrics
 from rkserve.core.metrics import (
+    ControlCollector,
     QueueCollector,
     RouterMetrics,
     RouterUpCollector,
@@ -78,6 +79,7 @@ def _router_metrics() -> RouterMetrics:
     metrics.expect(MODEL, embeds=False)
     metrics.registry.register(QueueCollector(lambda: {MODEL: {0: 0}}))
     metrics.registry.register(StreamCollector(lambda: ({"channel": 0, "ray": 0}, 0)))
+    metrics.registry.register(ControlCollector(lambda: (True, 0.0, True)))
     return metrics
 
 

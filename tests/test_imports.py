@@ -48,7 +48,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "api.responses": BASE | API,
     "api.anthropic": BASE | API,
     "api.ollama": BASE | API | {"api.openai"},
-    "api.admin": BASE | API | {"control.calls", "control.operations"},
+    "api.admin": BASE | API | {"control.calls", "control.operations", "verdicts"},
     "fleet": BASE,
     "control": BASE,
     "router.policies": BASE | {"fleet"},
@@ -62,7 +62,8 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     | {"fleet", "control", "api", "sampling.trial"}
     | {"router.auth", "router.dispatch", "router.images", "router.queue"}
     | {"router.stored_responses"},
-    "router.features": BASE | {"fleet", "control", "api", "router"},
+    # Published speeds are the doctor's.
+    "router.features": BASE | {"fleet", "control", "api", "router", "verdicts", "doctor.known"},
     "coordinator.state": BASE | {"control"},
     "coordinator.boards": BASE | {"control", "fleet", "coordinator.state"},
     "coordinator.artifacts": BASE | {"control"},
@@ -74,6 +75,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "http": BASE | {"api", "router", "page"},
     "deployments": BASE
     | {"api", "board", "control", "coordinator", "fleet", "http", "router", "transport"}
+    | {"verdicts.facts"}
     | ENGINE_PROTOCOL
     | {"native.quirks", "native.sim.build", "native.sim.profiles", "native.sim.telemetry"},
     # A board without Ray: of `deployments`, only the module that knows no Ray either.

@@ -78,7 +78,7 @@ class ObjectivesConfig(Settings):
     """The targets by which the [verdict](../how-to/runbook.md) judges the answers."""
 
     ttft_s: float = Field(
-        30.0,
+        20.0,
         gt=0,
         le=3600,
         description="The first token of a request comes within this time; 99 % of the requests are "

@@ -147,6 +147,13 @@ class RouterMetrics:
             ["model"],
         )
         self.rate_limited = counter("rkserve_rate_limited", "Calls beyond the limits of their key.")
+        self.judged = counter(
+            "rkserve_judged_requests",
+            "Calls by how they were answered: good (in order, and the first token within "
+            "`router.objectives.ttft_s`), late (not within it), or failed by the service. Calls "
+            "that were wrong, or whose clients left in time, are not counted.",
+            ("model", "outcome"),
+        )
         self.goodput = counter(
             "rkserve_goodput_tokens",
             "Tokens of answers that ended in order and in time; boards generated others in vain.",
@@ -268,6 +275,8 @@ class RouterMetrics:
         for one in (self.ttft, self.duration, self.prefill, self.prefill_rate, self.decode_rate):
             one.labels(model)
         self.goodput.labels(model)
+        for outcome in ("good", "late", "failed"):
+            self.judged.labels(model, outcome)
         for word in ("expected", "found"):
             self.prefix_tokens.labels(model, word)
 
@@ -315,6 +324,30 @@ class RouterUpCollector(Collector):
         yield family
 
 
+def counts_by_model(metric: Collector, label: str = "") -> dict[tuple[str, str], int]:
+    """Return a counter by model and one other label, summed over all others."""
+    found: dict[tuple[str, str], int] = {}
+    for family in metric.collect():
+        for sample in family.samples:
+            if sample.name.endswith("_total"):
+                key = (sample.labels["model"], sample.labels.get(label, ""))
+                found[key] = found.get(key, 0) + int(sample.value)
+    return found
+
+
+def buckets_by_model(metric: Collector) -> dict[str, tuple[int, ...]]:
+    """Return the count of each bucket of a histogram by model; the last one has no upper bound."""
+    below: dict[str, list[int]] = {}
+    for family in metric.collect():
+        for sample in family.samples:
+            if sample.name.endswith("_bucket"):
+                below.setdefault(sample.labels["model"], []).append(int(sample.value))
+    return {
+        model: tuple(here - before for before, here in zip((0, *found), found, strict=False))
+        for model, found in below.items()
+    }
+
+
 class QueueCollector(Collector):
     """Exports the queue lengths of this Router, counted at each scrape."""
 
@@ -332,6 +365,38 @@ class QueueCollector(Collector):
             for priority, count in sorted({0: 0, **counts}.items()):
                 waiting.add_metric((model, str(priority)), count)
         yield waiting
+
+
+class ControlCollector(Collector):
+    """Exports a Router's connection to the Coordinator, overdue pauses, and its use of the channel.
+
+    They are what alerts need beside the figures of requests and boards.
+    """
+
+    def __init__(self, look: Callable[[], tuple[bool, float, bool]]) -> None:
+        """``look`` returns whether the Coordinator is reachable, by how many seconds a pause has
+        outlived its lease (0: none has), and whether the channel is switched on.
+        """
+        self._look = look
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        """Yield one figure for each."""
+        reachable, overdue_s, has_channel = self._look()
+        yield GaugeMetricFamily(
+            "rkserve_coordinator_reachable",
+            "1 while the Router reaches the Coordinator.",
+            value=float(reachable),
+        )
+        yield GaugeMetricFamily(
+            "rkserve_pause_overdue_seconds",
+            "Time by which a pause has outlived its lease; 0 where none has.",
+            value=overdue_s,
+        )
+        yield GaugeMetricFamily(
+            "rkserve_channel_enabled",
+            "1 where the configuration has the channel, 0 where all tokens come through Ray.",
+            value=float(has_channel),
+        )
 
 
 class StreamCollector(Collector):

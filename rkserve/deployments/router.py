@@ -48,11 +48,14 @@ from rkserve.models.folder import open_model_folder
 from rkserve.router.cluster_metrics import ClusterMetrics
 from rkserve.router.coordinator_client import CoordinatorClient
 from rkserve.router.dispatch.dispatch import open_dispatch, open_fleet
+from rkserve.router.features.cluster_view import ClusterView
+from rkserve.router.features.view_feed import ViewFeed
 from rkserve.router.membership import Membership
 from rkserve.router.served_models import ServedModel
 from rkserve.router.service import Service
 from rkserve.router.stored_responses import Responses
 from rkserve.transport.client import ChannelClient
+from rkserve.verdicts.facts import RouterView
 
 log = logging.getLogger(__name__)
 
@@ -165,6 +168,14 @@ class RouterReplica:
         )
         self._gradio = GradioCalls(peers)
         self._metrics = await self._open_metrics(config, metrics, peers)
+        self._view = ClusterView(
+            self._service,
+            self._metrics.router,
+            peers or RayPeers(config.router.report_timeout_s),
+            streams=channels.counts,
+            has_channel=config.channel.enabled,
+        )
+        feed = ViewFeed(self._view, self._service)
         self.asgi: ASGIApp = make_app(
             self._service,
             config.coordinator.max_adapter_bytes,
@@ -175,6 +186,8 @@ class RouterReplica:
             gradio=self._gradio,
             membership=Membership.of(os.environ),
             metrics=self._metrics,
+            view=self._view,
+            feed=feed,
         )
         self.hides_clients = await asyncio.to_thread(hides_clients)
         # A Router that replaces another one should know the boards and the desired state
@@ -186,6 +199,7 @@ class RouterReplica:
             loop.create_task(cluster.follow(), name="follow the Coordinator"),
             loop.create_task(self._responses.forget_old(), name="forget old responses"),
             loop.create_task(self._metrics.begin(), name="announce this Router"),
+            loop.create_task(feed.follow(), name="sample the cluster"),
         ]
 
     async def _open_metrics(
@@ -210,6 +224,13 @@ class RouterReplica:
         """Return this Router's metrics and its replica's ID; None if it asks itself."""
         replica: str = serve.get_replica_context().replica_id.unique_id
         return None if asked_by == replica else (replica, await self._metrics.own())
+
+    async def cluster_view(self, asked_by: str) -> tuple[str, RouterView] | None:
+        """Return this Router's share of the cluster's view and its replica's ID; None if it asks
+        itself.
+        """
+        replica: str = serve.get_replica_context().replica_id.unique_id
+        return None if asked_by == replica else (replica, self._view.own())
 
     async def router_began(self, router: str) -> None:
         """Forget an earlier Router of that name."""

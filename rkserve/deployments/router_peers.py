@@ -26,6 +26,7 @@ from rkserve.core.messages import ControlAction
 from rkserve.deployments.board_link import Replicas, wait_for_all
 from rkserve.http.gradio_routes import PendingCall
 from rkserve.router.features.generations import ROUTERS
+from rkserve.verdicts.facts import RouterView
 
 log = logging.getLogger(__name__)
 
@@ -91,23 +92,34 @@ class RayPeers:
 
     async def figures(self, timeout_s: float) -> tuple[Sequence[RouterFigures], Sequence[str]]:
         """Return the metrics of the other Routers; see ``MetricsPeers``."""
+        return await self._others("figures", timeout_s)
+
+    async def views(self, timeout_s: float) -> tuple[Sequence[RouterView], Sequence[str]]:
+        """Return the shares of the other Routers in the cluster's view; see ``ViewPeers``."""
+        return await self._others("cluster_view", timeout_s)
+
+    async def _others(self, method: str, timeout_s: float) -> tuple[list[Any], list[str]]:
+        """Ask the other Routers for values with their names (``router``).
+
+        Returns those of the Routers that answered in time, and the names of the silent ones.
+        """
         if self._replicas.listed() == {self._replica}:
-            return (), ()
-        found: dict[str, RouterFigures] = {}
+            return [], []
+        found: dict[str, Any] = {}
 
         async def one(answer: Any) -> None:
             if (answered := await answer) is not None:
-                replica, figures = answered
-                found[replica] = figures
+                replica, value = answered
+                found[replica] = value
 
         # Of a public broadcast, one silent replica would withhold the answers of all.
         until_s = time.monotonic() + timeout_s
         try:
             answers = await asyncio.wait_for(
-                self._replicas.broadcast("figures", self._replica), timeout_s
+                self._replicas.broadcast(method, self._replica), timeout_s
             )
         except (RayError, RayServeException, TimeoutError, asyncio.TimeoutError) as exc:
-            log.warning("the other Routers' metrics are missing: %s", type(exc).__name__)
+            log.warning("%s of the other Routers is missing: %s", method, type(exc).__name__)
         else:
             left_s = max(0.0, until_s - time.monotonic())
             await wait_for_all([one(answer) for answer in answers], left_s)

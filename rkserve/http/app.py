@@ -41,9 +41,12 @@ from rkserve.http.openapi import (
     returns,
 )
 from rkserve.http.trainer_routes import add_trainers
+from rkserve.http.view_routes import add_view
 from rkserve.page import CLUSTER_FRONT, FRONT, PageFile, page_files
 from rkserve.router.cluster_metrics import ClusterMetrics
+from rkserve.router.features.cluster_view import ClusterView
 from rkserve.router.features.generations import GenerationPeers
+from rkserve.router.features.view_feed import ViewFeed
 from rkserve.router.membership import Membership
 from rkserve.router.service import Service
 from rkserve.router.stored_responses import Responses
@@ -62,13 +65,16 @@ def make_app(
     gradio: GradioCalls | None = None,
     membership: Membership | None = None,
     metrics: ClusterMetrics | None = None,
+    view: ClusterView | None = None,
+    feed: ViewFeed | None = None,
 ) -> ASGIApp:
     """Return the ASGI application of one Router.
 
     ``peers`` are all Routers of the application, if there are several; ``responses`` are the stored
     responses, ``hosts`` the allowed host names, ``gradio`` the posted calls of Gradio's clients,
-    ``membership`` the joining of boards, and ``metrics`` those of the cluster. Adapters and base
-    weights have length limits of their own.
+    ``membership`` the joining of boards, ``metrics`` those of the cluster, and ``view`` and
+    ``feed`` the cluster as this Router sees it. Adapters and base weights have length limits of
+    their own.
     """
     # Without redirects a trailing slash is a 404 in OpenAI's format instead of an empty 307.
     # The framework's API pages would load scripts from elsewhere; the document is our own, because
@@ -91,6 +97,9 @@ def make_app(
     if service.config.page:
         add_page(app)
     add_document(app)
+    view = view or ClusterView(service)
+    # Before the calls of single boards: one of its paths fits those, too.
+    add_view(app, service, view, feed or ViewFeed(view, service))
     add_control(app, service, peers)
     add_cluster(app, service, max_adapter_bytes, max_model_bytes)
     add_catalog(app, service)

@@ -209,17 +209,20 @@ def check_operator(request: Request, keys: Keys) -> str:
     Raises:
         Forbidden: the caller is not the operator; the message explains the remedy.
     """
+    if is_operator(request, keys):
+        return f"{'local' if keys.admin is None else 'admin'} {_host(request)}"
     if keys.admin is None:
-        if _is_local(request):
-            return f"local {_host(request)}"
         raise Forbidden(
             "Without an admin key this call is taken from the Router's own machine only. Set "
             "RKSERVE_ADMIN_KEY (or router.admin_key) where the application is started, and send it "
             "as 'Authorization: Bearer <key>'."
         )
-    if not keys.is_admin(bearer_of(request)):
-        raise Forbidden("This call needs the admin key: send 'Authorization: Bearer <key>'.")
-    return f"admin {_host(request)}"
+    raise Forbidden("This call needs the admin key: send 'Authorization: Bearer <key>'.")
+
+
+def is_operator(request: Request, keys: Keys) -> bool:
+    """Return whether the caller is the operator; see ``check_operator``."""
+    return _is_local(request) if keys.admin is None else keys.is_admin(bearer_of(request))
 
 
 def check_client(request: Request, keys: Keys) -> ClientKey | None:

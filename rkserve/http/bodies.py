@@ -15,7 +15,7 @@ from typing import Any
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.requests import ClientDisconnect
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from rkserve.api.common.answer import AnyCall, Dialect
 from rkserve.api.common.output import (
@@ -325,8 +325,10 @@ class StreamedAnswer(StreamingResponse):
         events: AsyncGenerator[bytes, None],
         end: Callable[[], Awaitable[None]],
         headers: Mapping[str, str],
+        send_limit_s: float | None = None,
     ) -> None:
-        self._events, self._end = events, end
+        """A client that takes no byte for ``send_limit_s`` is disconnected."""
+        self._events, self._end, self._send_limit_s = events, end, send_limit_s
         self._direct: Send | None = None
         super().__init__(events, headers=dict(headers))
 
@@ -348,6 +350,20 @@ class StreamedAnswer(StreamingResponse):
         start = {"type": "http.response.start", "status": self.status_code}
         await send({**start, "headers": self.raw_headers})
         direct = self._direct or send
+        if self._send_limit_s is not None:
+            direct = _limited(direct, self._send_limit_s)
         async for chunk in self._events:
             await direct({"type": "http.response.body", "body": chunk, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def _limited(send: Send, limit_s: float) -> Send:
+    """Return a ``send`` that raises ``ClientDisconnect`` if the client does not read in time."""
+
+    async def limited(message: Message) -> None:
+        try:
+            await asyncio.wait_for(send(message), limit_s)
+        except (TimeoutError, asyncio.TimeoutError):  # two classes before Python 3.11
+            raise ClientDisconnect from None
+
+    return limited

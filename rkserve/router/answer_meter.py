@@ -10,8 +10,19 @@ from collections.abc import Sequence
 
 from rkserve.api.common.output import error_object
 from rkserve.core.answer_metrics import ERROR, HANG_UP
+from rkserve.core.errors import (
+    BoardAsleep,
+    BoardTimeExceeded,
+    EnginePaused,
+    ModelAsleep,
+    PoisonRequest,
+    QueueFull,
+    RkserveError,
+)
 from rkserve.core.messages import Delta, Finished, GenerateRequest, Timings
 from rkserve.core.metrics import RouterMetrics
+
+SERVER_ERROR = 500  # statuses from here on are no fault of a request
 
 
 class AnswerMeter:
@@ -24,8 +35,11 @@ class AnswerMeter:
         metrics: RouterMetrics,
         requests: Sequence[GenerateRequest],
         started_s: float,
+        target_s: float,
     ) -> None:
-        """``requests`` are those of the choices, and ``started_s`` is the call's arrival."""
+        """``requests`` are those of the choices, ``started_s`` is the call's arrival, and
+        ``target_s`` the time within which its first token should come.
+        """
         # The base model, never the client's spelling.
         model, self._adapter = requests[0].model, requests[0].adapter_name
         if self._adapter is not None:
@@ -34,6 +48,7 @@ class AnswerMeter:
         self._figures = metrics.answers(model)  # bound: tokens cost no lookup of labels
         self._unfinished = len(requests)
         self._waits_for_first = True  # token
+        self._target_s, self._late = target_s, False
         self._token_s: dict[int, float] = {}  # by choice, the time of its latest token
         self.tokens = 0  # given out, also those of an answer that does not come to its end
         metrics.in_flight.inc()
@@ -44,6 +59,7 @@ class AnswerMeter:
         if self._waits_for_first and (delta.text or tokens):
             self._waits_for_first = False
             ttft_s = now_s - self._started_s
+            self._late = ttft_s > self._target_s
             self._metrics.ttft.labels(self._model).observe(ttft_s)
             if self._metrics.first_token is not None:
                 self._metrics.first_token(self._model, ttft_s)
@@ -70,9 +86,15 @@ class AnswerMeter:
         took_s = time.monotonic() - self._started_s
         self._metrics.duration.labels(self._model).observe(took_s)
         self._metrics.goodput.labels(self._model).inc(self.tokens)
+        self._metrics.judged.labels(self._model, "late" if self._late else "good").inc()
 
     def broken(self, exc: BaseException) -> None:
         """Count a call that ends by an error or because its client left."""
+        waited_s = time.monotonic() - self._started_s if self._waits_for_first else 0.0
+        if is_fault(exc):
+            self._metrics.judged.labels(self._model, "failed").inc()
+        elif self._late or waited_s > self._target_s:
+            self._metrics.judged.labels(self._model, "late").inc()
         if isinstance(exc, (asyncio.CancelledError, GeneratorExit)):
             self._figures.broken(HANG_UP, self._unfinished)
             self._metrics.hang_ups.inc()
@@ -86,6 +108,20 @@ class AnswerMeter:
         self._metrics.in_flight.dec()
         if self._adapter is not None:
             self._metrics.adapters.running[self._adapter] -= 1
+
+
+def is_fault(exc: BaseException) -> bool:
+    """Return whether the service failed a call: no limit of the caller's, no order of the operator.
+
+    A client that left is no error.
+    """
+    if isinstance(exc, (asyncio.CancelledError, GeneratorExit)):
+        return False
+    if not isinstance(exc, RkserveError):
+        return True
+    if isinstance(exc, (EnginePaused, BoardAsleep, ModelAsleep, BoardTimeExceeded)):
+        return False
+    return exc.http_status >= SERVER_ERROR or isinstance(exc, (QueueFull, PoisonRequest))
 
 
 def record_timings(metrics: RouterMetrics, model: str, timings: Timings) -> None:

@@ -45,7 +45,7 @@ from rkserve.core.messages import (
 )
 from rkserve.core.metrics import RouterMetrics
 from rkserve.core.run_params import Picture
-from rkserve.router.answer_meter import AnswerMeter
+from rkserve.router.answer_meter import AnswerMeter, is_fault
 from rkserve.router.auth import Caller, Callers, open_keys, queue_terms
 from rkserve.router.coordinator_client import CoordinatorClient, WakeOnRequest
 from rkserve.router.dispatch.dispatch import Dispatch
@@ -177,7 +177,7 @@ class Service:
         started_s = time.monotonic()
         caller = caller or self.callers.anybody
         self.admit(caller)
-        completion = ""
+        completion, model = "", ""
         try:
             call = await read_call(body, dialect.parse)
             if memory is not None:
@@ -191,7 +191,7 @@ class Service:
                 meant = ResolvedModel(call.model)
             else:
                 meant = await self.models.resolve(call.model, policy)
-            served = self.models.by_name[meant.model]
+            served = self.models.by_name[model := meant.model]
             settings, renderer = served.folder.settings, served.renderer
             call = held(call, renderer)
             await self._check_grammar(call, caller)
@@ -217,9 +217,8 @@ class Service:
                 requests = await off_loop(max(len(body), INLINE_BODY_BYTES + 1), work)
             lexicon = await _lexicon(call, served, requests)
             choices, accepted = await self._woken(meant.model, requests, terms)
-        except BaseException:
-            self._named.discard(completion)
-            caller.leave()
+        except BaseException as exc:
+            self._rejected(completion, caller, model, exc)
             raise
         caller.spend(sum(len(one.prompt_ids) or one.counted for one in requests) // call.tries)
         # Sampling values that the board ignored are defaults.
@@ -236,8 +235,15 @@ class Service:
             sampling=replace(requests[0].sampling, **ignored),
         )
         answer = dialect.answer(call, completion, int(time.time()), origin)
-        meter = AnswerMeter(self.metrics, requests, started_s)
+        meter = AnswerMeter(self.metrics, requests, started_s, self.config.objectives.ttft_s)
         return Opened(call, dialect, answer, choices, accepted, requests, caller, meter, memory)
+
+    def _rejected(self, completion: str, caller: Caller, model: str, exc: BaseException) -> None:
+        """End a call that no board has accepted; ``model`` is empty if it was not found."""
+        self._named.discard(completion)
+        caller.leave()
+        if model and is_fault(exc):
+            self.metrics.judged.labels(model, "failed").inc()
 
     async def _check_grammar(self, call: AnyCall, caller: Caller) -> None:
         """Check the grammar of a call, if any. Raises ``RequestError``, ``RateLimited``."""

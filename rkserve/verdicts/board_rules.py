@@ -190,14 +190,17 @@ _SPEED = (
     "/ (max by (board, model) (rate(rkserve_decode_seconds_total[10m])) > 0)) "
     "* on (board, model) group_left (soc) max by (board, model, soc) (rkserve_board_info)"
 )
-_BUSY = "max by (board, model) (min_over_time(rkserve_board_running[1m])) > 0"
+_BUSY = "max by (board) (min_over_time(rkserve_board_running[1m])) > 0"
 
 BOARD_LOST = ClusterRule(
     "BoardLost",
     Gravity.CRITICAL,
     _lost,
     PrometheusAlert(
-        f"{_board_state('lost|failed|stopped')} == 1",
+        # A Router lists a lost board for half a minute.
+        f"{_board_state('lost|failed|stopped')} == 1 or (max by (board, model) "
+        '(max_over_time(rkserve_board_state{state="lost"}[30m])) == 1 '
+        "unless on (board) max by (board) (rkserve_board_state))",
         30,
         "Board {{ $labels.board }} serves nothing: it is lost, failed or stopped.",
     ),
@@ -217,8 +220,11 @@ BOARD_RECOVERING = ClusterRule(
     Gravity.WARNING,
     _recovering,
     PrometheusAlert(
-        f"{_board_state('recovering|hung')} == 1 or max by (board, model) "
-        f'(min_over_time(rkserve_board_state{{state=~"loading|joining|fetching"}}[10m])) == 1',
+        # A series of another state than ready is there only while the board has it.
+        f"{_board_state('recovering|hung')} == 1 or ({_board_state('loading|joining|fetching')} "
+        "== 1 and on (board, model) max by (board, model) "
+        '(max_over_time(rkserve_board_state{state="ready"}[10m])) == 0 and on (board, model) '
+        'max by (board, model) (rkserve_board_state{state="ready"} offset 10m) == 0)',
         60,
         "Board {{ $labels.board }} is recovering, or has been loading for ten minutes.",
     ),
@@ -238,8 +244,8 @@ DDR_BELOW_MAX = ClusterRule(
     Gravity.WARNING,
     _of_hardware("DdrBelowMax", low_ddr, busy=True),
     PrometheusAlert(
-        "max by (board, model) (rkserve_ddr_frequency_hertz) "
-        f"< {NEARLY} * max by (board, model) (rkserve_ddr_max_frequency_hertz) and {_BUSY}",
+        "max by (board) (rkserve_ddr_frequency_hertz) "
+        f"< {NEARLY} * max by (board) (rkserve_ddr_max_frequency_hertz) and {_BUSY}",
         60,
         "The DDR clock of board {{ $labels.board }} is {{ $value | humanize }}Hz while it works.",
     ),
@@ -250,9 +256,9 @@ NPU_BELOW_MAX = ClusterRule(
     Gravity.WARNING,
     _of_hardware("NpuClockBelowMaxUnderLoad", _loaded_npu, busy=True),
     PrometheusAlert(
-        "max by (board, model) (rkserve_npu_frequency_hertz) "
-        f"< {NEARLY} * max by (board, model) (rkserve_npu_max_frequency_hertz) and {_BUSY} "
-        f"and max by (board, model) (rkserve_npu_load_ratio) >= {LOADED_PERCENT / 100}",
+        "max by (board) (rkserve_npu_frequency_hertz) "
+        f"< {NEARLY} * max by (board) (rkserve_npu_max_frequency_hertz) and {_BUSY} "
+        f"and max by (board) (rkserve_npu_load_ratio) >= {LOADED_PERCENT / 100}",
         60,
         "The NPU clock of board {{ $labels.board }} is {{ $value | humanize }}Hz while it works.",
     ),
@@ -263,7 +269,7 @@ HOT = ClusterRule(
     Gravity.WARNING,
     _of_hardware("Hot", heat),
     PrometheusAlert(
-        f"max by (board, model) (rkserve_temperature_celsius) >= {HOT_C:g}",
+        f"max by (board) (rkserve_temperature_celsius) >= {HOT_C:g}",
         60,
         "Board {{ $labels.board }} has {{ $value }} degrees Celsius.",
     ),
@@ -273,8 +279,8 @@ MEMORY_LOW = ClusterRule(
     Gravity.WARNING,
     _of_hardware("MemoryLow", low_memory),
     PrometheusAlert(
-        "min by (board, model) (rkserve_memory_available_bytes) "
-        f"< min by (board, model) (rkserve_memory_total_bytes) / {SCARCE}",
+        "min by (board) (rkserve_memory_available_bytes) "
+        f"< min by (board) (rkserve_memory_total_bytes) / {SCARCE}",
         60,
         "Board {{ $labels.board }} has {{ $value | humanize1024 }}B of memory left.",
     ),
@@ -284,7 +290,7 @@ DISK_LOW = ClusterRule(
     Gravity.WARNING,
     _of_hardware("DiskLow", lambda hardware: low_disk("", hardware.disk_free_bytes)),
     PrometheusAlert(
-        f"min by (board, model) (rkserve_disk_free_bytes) < {LOW_BYTES}",
+        f"min by (board) (rkserve_disk_free_bytes) < {LOW_BYTES}",
         300,
         "The disk of board {{ $labels.board }} has {{ $value | humanize1024 }}B left.",
     ),

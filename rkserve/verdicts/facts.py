@@ -8,7 +8,9 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from enum import Enum
+from types import MappingProxyType
+from typing import Literal, TypeAlias
 
 from rkserve.config.router import ObjectivesConfig
 from rkserve.core.board_report import BoardReport, BoardState
@@ -16,7 +18,10 @@ from rkserve.core.desired_state import BoardTarget, Desired
 from rkserve.core.skew import crosses_versions
 
 # Windows of traffic by name, in seconds. Two together make an error budget's alert.
-WINDOWS: dict[str, float] = {"5m": 300, "30m": 1800, "1h": 3600, "6h": 6 * 3600, "3d": 72 * 3600}
+WindowName: TypeAlias = Literal["5m", "30m", "1h", "6h", "3d"]
+WINDOWS: Mapping[WindowName, float] = MappingProxyType(
+    {"5m": 300.0, "30m": 1800.0, "1h": 3600.0, "6h": 6 * 3600.0, "3d": 72 * 3600.0}
+)
 FEWEST = 20  # requests in a window below which its shares and percentiles say nothing
 
 
@@ -132,6 +137,49 @@ def _added(one: Sequence[int], other: Sequence[int], sign: int) -> tuple[int, ..
 
 
 NO_TRAFFIC = TrafficCounts()
+
+
+class RequestPhase(str, Enum):
+    """The phase of a request in flight at a Router."""
+
+    QUEUED = "queued"  # it waits for its first board
+    PREFILL = "prefill"
+    DECODE = "decode"
+    PAUSED = "paused"
+    MOVING = "moving"  # it has lost its board, and waits for the next one
+
+
+@crosses_versions
+@dataclass(frozen=True, slots=True)
+class RequestView:
+    """A request in flight at a Router: its arrival, the replica that has it, and its key's name.
+
+    ``key`` is empty for a call without a key.
+    """
+
+    id: str
+    phase: RequestPhase
+    since_s: float
+    model: str
+    board: str = ""
+    failovers: int = 0
+    key: str = ""
+
+
+@crosses_versions
+@dataclass(frozen=True, slots=True)
+class RouterView:
+    """The share of one Router in the facts: its windows of traffic, by model, and its requests.
+
+    ``streams`` are its token streams of the last five minutes by path.
+    """
+
+    router: str
+    traffic: Mapping[str, Mapping[str, TrafficCounts]] = field(default_factory=dict)
+    streams: Mapping[str, int] = field(default_factory=dict)
+    requests: tuple[RequestView, ...] = ()
+
+
 # By model and name of the window.
 Traffic: TypeAlias = Mapping[str, Mapping[str, TrafficCounts]]
 
@@ -160,8 +208,8 @@ class ClusterFacts:
     ``epoch_since_s`` is the time at which the desired state came. ``streams`` are the token streams
     of the last five minutes by path, ``channel`` or ``ray``; ``has_channel`` is False where the
     configuration switches the channel off. ``ttft_bounds_s`` and ``wait_bounds_s`` are the upper
-    bounds of the histograms of ``traffic``. ``waiting`` are the requests in Routers' queues, by
-    model.
+    bounds of the histograms of ``traffic``. ``requests`` are those in flight at the Routers that
+    are ``routers_up``.
     """
 
     now_s: float
@@ -179,7 +227,12 @@ class ClusterFacts:
     coordinator_silent_s: float | None = None
     routers_up: tuple[str, ...] = ()
     routers_silent: tuple[str, ...] = ()
-    waiting: Mapping[str, int] = field(default_factory=dict)
+    requests: tuple[RequestView, ...] = ()
+
+    def waiting(self, model: str) -> int:
+        """Return the number of a model's requests that wait for a board."""
+        waits = (RequestPhase.QUEUED, RequestPhase.MOVING)
+        return sum(one.model == model and one.phase in waits for one in self.requests)
 
     def window(self, model: str, name: str) -> TrafficCounts:
         """Return the counts of a model in a window."""

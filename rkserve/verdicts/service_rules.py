@@ -119,7 +119,7 @@ def _queue_wait(facts: ClusterFacts) -> Iterator[Reason]:
     for model in facts.models:
         found = _p95(facts.window(model, SHORT).queue_wait, facts.wait_bounds_s)
         if found is not None and found > facts.objectives.queue_wait_s:
-            waiting = facts.waiting.get(model, 0)
+            waiting = facts.waiting(model)
             yield Reason(
                 "QueueWaitP95",
                 f"One request in twenty waits {found:.1f} s or longer for a board; the target is "
@@ -151,7 +151,7 @@ def _turned_away(facts: ClusterFacts) -> Iterator[Reason]:
                 figure=100 * counts.turned_away / total,
                 limit=100 * TURNED_AWAY,
                 unit="%",
-                evidence=(f"{facts.waiting.get(model, 0)} requests wait",),
+                evidence=(f"{facts.waiting(model)} requests wait",),
             )
 
 

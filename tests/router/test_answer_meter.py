@@ -61,7 +61,7 @@ def request(choice: int = 0, **more: Any) -> GenerateRequest:
 
 
 def metered(*requests: GenerateRequest) -> AnswerMeter:
-    return AnswerMeter(RouterMetrics(CollectorRegistry()), requests, time.monotonic())
+    return AnswerMeter(RouterMetrics(CollectorRegistry()), requests, time.monotonic(), 20.0)
 
 
 def gaps(meter: AnswerMeter) -> tuple[float, float]:

@@ -14,13 +14,17 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
+from pydantic import Field
 from typing_extensions import NotRequired, TypedDict
 
-from rkserve.api.json.schemas import Count, Seconds, one_of
+from rkserve.api.json.schemas import Count, RequestModel, Seconds, one_of
 from rkserve.core.board_report import BoardState
+from rkserve.verdicts.facts import WindowName
 
 VerdictName = Literal["READY", "DEGRADED", "NOT READY"]
 Place = Literal["board", "head", "anywhere"]
+# Proxies in between may buffer without bound for a reader that does not read; it comes back.
+MAX_SECONDS = 900.0
 
 
 class ReasonEntry(TypedDict):
@@ -138,14 +142,14 @@ class BoardEntry(TypedDict):
 class RequestEntry(TypedDict):
     """A request in flight. `since_s` is its arrival in seconds since 1970.
 
-    `failovers` counts the boards that it has lost. `key` is the name of its API key, for the
-    operator only.
+    `model` is there while it has no `board`, of whose model it is otherwise. `failovers` counts the
+    boards that it has lost. `key` is the name of its API key, for the operator only.
     """
 
     phase: Literal["queued", "prefill", "decode", "paused", "moving"]
     since_s: float
-    model: str
     board: NotRequired[str]
+    model: NotRequired[str]
     failovers: NotRequired[Count]
     key: NotRequired[str]
 
@@ -162,7 +166,6 @@ class OperationView(TypedDict):
     created_s: float
     finished_s: NotRequired[float]
     who: NotRequired[str]
-    subject: NotRequired[str]
     error: NotRequired[str]
 
 
@@ -215,7 +218,7 @@ class ModelView(TypedDict):
     boards: Count
     ready: Count
     waiting: Count
-    traffic: dict[Literal["5m", "30m", "1h", "6h", "3d"], WindowEntry]
+    traffic: dict[WindowName, WindowEntry]
 
 
 class ViewDocument(TypedDict):
@@ -259,6 +262,18 @@ class HistoryEntry(TypedDict):
     end_s: float
     columns: dict[str, dict[str, list[float | None]]]
     states: dict[str, list[StateSpan]]
+
+
+class ViewQuery(RequestModel):
+    """Query of the live events."""
+
+    seconds: float | None = Field(
+        None,
+        ge=0,
+        le=MAX_SECONDS,
+        description="The stream ends after so many seconds, with 0 after the snapshot. Without it, "
+        "and at the latest, after 900.",
+    )
 
 
 class SnapshotEvent(TypedDict):

@@ -46,6 +46,7 @@
     +-- TooManyPaused                429  too_many_paused
     +-- QueueTimeout                 503  queue_timeout
     +-- RateLimited                  429  rate_limit_exceeded
+    +-- TooManyViewers               429  too_many_viewers
     +-- DeadlineUnreachable          503  deadline_unreachable
     +-- DeadlineExceeded             504  deadline_exceeded
     +-- BoardTimeExceeded            504  board_time_exceeded

@@ -375,6 +375,23 @@ class OriginNotAllowed(Forbidden):
         )
 
 
+class TooManyViewers(RkserveError):
+    """As many clients as are allowed watch the cluster already."""
+
+    http_status = 429
+    kind = "rate_limit_error"
+    code = "too_many_viewers"
+    retry_after_s = 10
+    sentence = (
+        "This Router sends the cluster's events to {limit} viewers, which is its limit "
+        "(router.max_viewers)."
+    )
+
+    def __init__(self, limit: int) -> None:
+        super().__init__(limit)
+        self.limit = limit
+
+
 class RateLimited(RkserveError):
     """The caller's key has exhausted a limit: requests or tokens per minute, or concurrent
     requests.

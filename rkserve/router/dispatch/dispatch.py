@@ -169,7 +169,7 @@ class Dispatch:
         progress = GenerationProgress(request, self._limits.continuations)
         tried = TriedBoards()
         terms = terms or QueueTerms()
-        location = RequestLocation(progress, self.fleet, self.unassigned.known)
+        location = RequestLocation(progress, self.fleet, self.unassigned.known, terms)
         aborts = self.unassigned.aborts
         location.ended = bool(aborts) and self.unassigned.is_aborted(request, terms)
         with location:

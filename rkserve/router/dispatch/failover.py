@@ -49,6 +49,7 @@ from rkserve.core.messages import (
     VersionSpan,
 )
 from rkserve.fleet.fleet import Fleet
+from rkserve.router.queue.admission import QueueTerms
 
 BY_CLUSTER = "cluster"  # the origin of a pause that ends with the cluster's
 # Deltas kept one by one take many times the memory of their text.
@@ -324,9 +325,13 @@ class RequestLocation:
     """
 
     def __init__(
-        self, progress: GenerationProgress, fleet: Fleet, known: dict[str, RequestLocation]
+        self,
+        progress: GenerationProgress,
+        fleet: Fleet,
+        known: dict[str, RequestLocation],
+        terms: QueueTerms | None = None,
     ) -> None:
-        self.progress = progress
+        self.progress, self.terms = progress, terms or QueueTerms()
         self.id = progress.asked.request_id
         self.ended = False  # aborted, with or without a board
         # Of a pause by the cluster: its begin, and the weights that were served before it.

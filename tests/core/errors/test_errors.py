@@ -81,6 +81,7 @@ SAMPLES: list[RkserveError] = [
     errors.DeadlineUnreachable(0.5, 3.0),
     errors.DeadlineExceeded(20.0),
     errors.RateLimited("60 requests per minute", 3),
+    errors.TooManyViewers(32),
     errors.NoBoard("sim-chat", "every board is loading", 9),
     errors.ModelFetching("sim-chat", 500_000_000, 2_000_000_000, 17, "piece 2 was corrupted"),
     errors.DiskFull("sim-chat", "/opt/models", 1_000_000_000, 2_000_000_000, 64_000_000),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -20,6 +22,8 @@ from rkserve.models.folder import open_model_folder
 from rkserve.router.cluster_metrics import ClusterMetrics
 from rkserve.router.coordinator_client import CoordinatorClient
 from rkserve.router.dispatch.dispatch import open_dispatch, open_fleet
+from rkserve.router.features.cluster_view import ClusterView, ViewPeers
+from rkserve.router.features.view_feed import ViewFeed
 from rkserve.router.served_models import ServedModel
 from rkserve.router.service import Service
 from rkserve.router.stored_responses import ResponsePeers, Responses
@@ -50,6 +54,8 @@ class House:
     head: FakeHead = field(default_factory=FakeHead)
     kept: Path | None = None  # where responses are stored; none are without it
     others: ResponsePeers | None = None  # all Routers, where there are several
+    viewers: ViewPeers | None = None  # the others, where there are some
+    clock: Callable[[], float] = time.time
 
     def __post_init__(self) -> None:
         model_id = self.served.folder.id
@@ -64,12 +70,20 @@ class House:
         if self.kept is None:
             config = config.model_copy(update={"responses": ResponsesConfig(store="never")})
         self.responses = Responses(config, self.kept or Path(), self.others)
+        self.view = ClusterView(self.service, peers=self.viewers, clock=self.clock)
+        self.feed = ViewFeed(self.view, self.service)
         self.use_metrics(ClusterMetrics(self.service))
 
     def use_metrics(self, metrics: ClusterMetrics) -> None:
         """Answer scrapes with these."""
         self.app: ASGIApp = make_app(
-            self.service, MAX_ADAPTER_BYTES, MAX_MODEL_BYTES, self.responses, metrics=metrics
+            self.service,
+            MAX_ADAPTER_BYTES,
+            MAX_MODEL_BYTES,
+            self.responses,
+            metrics=metrics,
+            view=self.view,
+            feed=self.feed,
         )
 
     async def __call__(

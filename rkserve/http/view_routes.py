@@ -1,0 +1,90 @@
+"""Routes of the cluster's view: its verdict, its live events, and the history of a board."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+
+from rkserve.api.admin.cluster_view import (
+    MAX_SECONDS,
+    BoardHistoryAnswer,
+    SnapshotEvent,
+    VerdictAnswer,
+    ViewQuery,
+)
+from rkserve.api.admin.query import ControlRequest
+from rkserve.api.admin.view_document import board_history, verdict_answer
+from rkserve.api.json.schemas import Example
+from rkserve.http.auth import check_client, is_operator
+from rkserve.http.bodies import StreamedAnswer, query_of
+from rkserve.http.openapi import CLIENT, EVENTS, EndpointAnswer, Routes, returns
+from rkserve.router.features.cluster_view import ClusterView
+from rkserve.router.features.view_feed import ViewFeed
+from rkserve.router.service import Service
+
+# A reader that takes nothing for so long has gone, or has no use for what is live.
+STUCK_S = 60.0
+_HEADERS: Mapping[str, str] = {
+    "content-type": EVENTS,
+    "cache-control": "no-cache",
+    "x-accel-buffering": "no",
+}
+_STREAM = EndpointAnswer(
+    200,
+    "The events, until the stream ends after a quarter of an hour: call again.",
+    {EVENTS: str},
+    pieces={EVENTS: SnapshotEvent},
+)
+
+
+def add_view(app: FastAPI, service: Service, view: ClusterView, feed: ViewFeed) -> None:
+    """Add the routes to the application."""
+    route = Routes(app, "Cluster")
+
+    @route("GET /v1/cluster/verdict", CLIENT, returns(VerdictAnswer, "The verdict."))
+    async def verdict(request: Request) -> Response:
+        """Judge the cluster: ready, degraded or not ready, with reasons and commands."""
+        check_client(request, service.keys)
+        await asyncio.gather(view.look(), service.cluster.catch_up(), service.fleet.refresh())
+        return JSONResponse(verdict_answer(*view.verdict()))
+
+    @route(
+        "GET /v1/cluster/events",
+        CLIENT,
+        _STREAM,
+        errors=(400, 429),
+        query=ViewQuery,
+        example=Example(query={"seconds": "0"}),
+        says="Server-sent events. The data of the first one, `snapshot`, has the whole `view` and "
+        "the `history` of half an hour. The data of each `delta` is a JSON Merge Patch (RFC 7396) "
+        "of the `view`; one comes every five seconds, and at once when the state of a board "
+        "changes. Another `snapshot` replaces everything. The operator's view has operations and "
+        "the names of keys.",
+    )
+    async def events(request: Request) -> Response:
+        """Watch the cluster live."""
+        check_client(request, service.keys)
+        asked = ControlRequest(query_of(request)).read(ViewQuery).seconds
+        reader = await feed.open(operator=is_operator(request, service.keys))
+
+        async def close() -> None:
+            reader.close()
+
+        stream = reader.events(MAX_SECONDS if asked is None else asked)
+        return StreamedAnswer(stream, close, _HEADERS, send_limit_s=STUCK_S)
+
+    @Routes(app, "Boards")(
+        "GET /v1/boards/{board_id:path}/history",
+        CLIENT,
+        returns(BoardHistoryAnswer, "The last half an hour."),
+        errors=(404,),
+        paths={"board_id": "Its name; it may contain `/`."},
+        example=Example(path={"board_id": "sim-0"}),
+    )
+    async def history(request: Request, board_id: str) -> Response:
+        """Show what a board did in the last half an hour."""
+        check_client(request, service.keys)
+        return JSONResponse(board_history(board_id, view.history(board_id), view.sampled_s))
