@@ -34,11 +34,13 @@ from rkserve.cli.models import models, weights
 from rkserve.cli.probe import EXIT_CODES as PROBE_EXIT_CODES
 from rkserve.cli.probe import probe
 from rkserve.cli.update import update
+from rkserve.client import NotFound
 from rkserve.client.answers import PARTIAL, SUCCEEDED
 from rkserve.core.errors import ConfigError
 from rkserve.deployments.haproxy import default_folder, prepare
 from rkserve.native.sim import models as sim_models
 
+NOT_READY = "NOT READY"
 sim = typer.Typer(help="Make files for simulated boards.", no_args_is_help=True)
 app = typer.Typer(
     name="rkserve",
@@ -81,9 +83,19 @@ Limit = Annotated[int, typer.Option(min=1, max=1000, help="How many, the newest 
 
 @app.command(cls=ClusterCommand)
 def status(context: CommandContext) -> None:
-    """Show the cluster: boards, pauses, epoch."""
+    """Show the cluster: its verdict with reasons and commands, boards, pauses, epoch.
+
+    Exit codes: 0 it is READY, or DEGRADED and answers; 1 it is NOT READY, since a model has no
+    board, or the call was refused; 2 wrong usage; 4 rkserve cannot be reached.
+    """
     cluster = context.client.cluster()
-    context.show(cluster, lambda: show.status(cluster))
+    try:
+        verdict = context.client.verdict()
+    except NotFound:  # the head is of a version that gives none
+        verdict = None
+    context.show({**cluster, "verdict": verdict}, lambda: show.status(cluster, verdict))
+    if verdict is not None and verdict["verdict"] == NOT_READY:
+        raise typer.Exit(Exit.FAILED)
 
 
 @app.command(cls=ClusterCommand)

@@ -14,6 +14,8 @@ from rich.table import Table
 from rkserve.client import Operation
 
 SHORT_DIGEST = 12
+_COLOURS = {"READY": "green", "DEGRADED": "yellow"}
+_PLACES = {"board": " (on the board)", "head": " (on the head)"}
 Row: TypeAlias = Mapping[str, Any]
 T = TypeVar("T")
 
@@ -43,17 +45,35 @@ def _value(key: str, row: Row) -> object:
     return row.get(key)
 
 
-def status(cluster: Mapping[str, Any]) -> RenderableType:
+def status(cluster: Row, verdict: Row | None = None) -> RenderableType:
     """Return how the cluster stands."""
     total, head = cluster["total"], cluster["coordinator"]
     lines = [
+        *(() if verdict is None else _verdict(verdict)),
         f"epoch {cluster['epoch']}, {total['ready']} of {total['boards']} boards ready, "
         f"{total['paused_boards'] - total['asleep']} paused, {total['asleep']} asleep; "
-        f"{total['running']} requests run, {total['queued']} wait, {total['paused']} are held"
+        f"{total['running']} requests run, {total['queued']} wait, {total['paused']} are held",
     ]
     if not head["reachable"]:
         lines.append("[bold]The Coordinator cannot be reached: nothing can be changed now.[/bold]")
     return Group(*lines, *_pauses(cluster["pauses"]), _boards(cluster["boards"]))
+
+
+def _verdict(verdict: Row) -> Iterable[str]:
+    """Return the verdict in one word, and its reasons as the doctor shows its findings."""
+    word = verdict["verdict"]
+    yield f"[bold {_COLOURS.get(word, 'red')}]{word}[/]"
+    for one in verdict["reasons"]:
+        colour = "red" if one["severity"] == "critical" else "yellow"
+        sentence = escape(one["sentence"])
+        yield f"[{colour}]{one['severity']}[/{colour}] {one['rule']}: {sentence}"
+        yield from (f"    seen: {escape(line)}" for line in one["evidence"])
+        place = _PLACES.get(one["run_on"], "")
+        yield f"    mend{place}: {escape(one['command'])}"
+    if verdict["more"]:
+        yield f"and {verdict['more']} more"
+    if silent := verdict["routers"]["silent"]:
+        yield f"without the figures of Routers that do not answer: {escape(', '.join(silent))}"
 
 
 def _boards(rows: Sequence[Row]) -> Table:

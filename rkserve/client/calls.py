@@ -344,6 +344,16 @@ class ClusterCalls(Calls):
         return self._ask("/v1/cluster", dict)
 
     @call
+    def verdict(self) -> Flow[dict[str, Any]]:
+        """Return the verdict on the cluster, with its reasons and their commands."""
+        return self._ask("/v1/cluster/verdict", dict)
+
+    @call
+    def board_history(self, board: str) -> Flow[dict[str, Any]]:
+        """Return the figures of one board over the last half an hour, every five seconds."""
+        return self._ask(path_of("/v1/boards", board, "history"), dict)
+
+    @call
     def boards(self) -> Flow[list[dict[str, Any]]]:
         """Return the reports of all boards."""
         return self._ask("/v1/boards", answers.rows)

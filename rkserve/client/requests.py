@@ -24,6 +24,7 @@ from rkserve.core.files import file_digest
 DEFAULT_URL = "http://127.0.0.1:8000"
 CONNECT_S = 5.0
 READ_S = 30.0
+WATCH_S = 120.0  # a stream without news has comments more often than that
 # Serve restarts a Router or a Coordinator within this time.
 PATIENCE_S = 30.0
 PIECE_BYTES = 1 << 20

@@ -40,13 +40,16 @@ from rkserve.client.requests import (
     DEFAULT_URL,
     PATIENCE_S,
     READ_S,
+    WATCH_S,
     Level,
     Mode,
     Request,
     arguments,
     check_url,
+    fetch,
     headers,
 )
+from rkserve.core.merge_patch import patched
 
 T = TypeVar("T")
 
@@ -196,6 +199,32 @@ class Client(ClusterCalls, ModelCalls, WeightCalls, GenerationCalls, Runner):
                 for line in response.iter_lines():
                     if (event := answers.event_of(line)) is not None:
                         yield event
+        except httpx.RequestError as exc:
+            raise Unreachable(flows.transport_error(request, exc)) from exc
+
+    def watch(self, seconds: float | None = None) -> Iterator[dict[str, Any]]:
+        """Yield the view of the cluster whenever it changes: the object with the key ``view``.
+
+        ``history`` beside it are the sparklines up to the first one. The stream ends after
+        ``seconds``, or a quarter of an hour at the latest; call again.
+
+        Raises:
+            CallError: it was refused.
+            Unreachable: the connection was lost.
+        """
+        request = fetch("/v1/cluster/events", seconds=None if seconds is None else f"{seconds:g}")
+        options = arguments(request, max(self._read_s, WATCH_S))
+        known: dict[str, Any] = {}
+        try:
+            with self._http.stream("GET", request.path, **options) as response:
+                if response.is_error:
+                    response.read()
+                    answers.json_of(response)
+                for line in response.iter_lines():
+                    if (event := answers.event_of(line)) is not None:
+                        whole = "view" in event
+                        known = event if whole else {**known, "view": patched(known["view"], event)}
+                        yield known
         except httpx.RequestError as exc:
             raise Unreachable(flows.transport_error(request, exc)) from exc
 

@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 
 from rkserve.cli import show
-from tests.support.cluster.fake_control import PARTLY, FakeControl, ok, stored
+from tests.support.cluster.fake_control import PARTLY, FakeControl, error, ok, stored
 from tests.support.http.terminal import Terminal
 
 CLUSTER: dict[str, Any] = {
@@ -44,10 +44,65 @@ CLUSTER: dict[str, Any] = {
 }
 
 
+READY: dict[str, Any] = {
+    "verdict": "READY",
+    "reasons": [],
+    "more": 0,
+    "routers": {"up": ["0"], "silent": []},
+}
+SLOW = {
+    "rule": "DdrBelowMax",
+    "severity": "warning",
+    "sentence": "rock-2: The DDR clock is 528 of 2112 MHz [slow].",
+    "boards": ["rock-2"],
+    "evidence": ["cur_freq: 528000000"],
+    "command": "echo performance | sudo tee /sys/class/devfreq/dmc/governor",
+    "run_on": "board",
+    "runbook": "docs/how-to/runbook.md#ddrbelowmax",
+}
+
+
+def test_status_begins_with_the_verdict_and_the_commands_of_its_reasons(
+    server: FakeControl, rkserve: Terminal
+) -> None:
+    silent = {"up": ["0"], "silent": ["1"]}
+    verdict = {**READY, "verdict": "DEGRADED", "reasons": [SLOW], "more": 2, "routers": silent}
+    server.on("GET /v1/cluster", ok(CLUSTER))
+    server.on("GET /v1/cluster/verdict", ok(verdict))
+    code, out, _ = rkserve("status")
+    assert code == 0
+    assert [line.rstrip() for line in out.splitlines()[:6]] == [
+        "DEGRADED",
+        "warning DdrBelowMax: rock-2: The DDR clock is 528 of 2112 MHz [slow].",
+        "    seen: cur_freq: 528000000",
+        "    mend (on the board): echo performance | sudo tee /sys/class/devfreq/dmc/governor",
+        "and 2 more",
+        "without the figures of Routers that do not answer: 1",
+    ]
+
+
+def test_status_ends_with_1_where_a_model_is_not_served(
+    server: FakeControl, rkserve: Terminal
+) -> None:
+    server.on("GET /v1/cluster", ok(CLUSTER))
+    server.on("GET /v1/cluster/verdict", ok({**READY, "verdict": "NOT READY"}))
+    code, out, _ = rkserve("status")
+    assert (code, out.splitlines()[0].rstrip()) == (1, "NOT READY")
+    assert rkserve("status", "--json")[0] == 1
+
+
+def test_status_of_a_head_without_verdicts_has_none(server: FakeControl, rkserve: Terminal) -> None:
+    server.on("GET /v1/cluster", ok(CLUSTER))
+    server.on("GET /v1/cluster/verdict", error(404, "not_found"))
+    code, out, _ = rkserve("status", "--json")
+    assert (code, json.loads(out)["verdict"]) == (0, None)
+
+
 def test_status_shows_boards_pauses_and_a_coordinator_that_is_away(
     server: FakeControl, rkserve: Terminal
 ) -> None:
     server.on("GET /v1/cluster", ok(CLUSTER))
+    server.on("GET /v1/cluster/verdict", ok(READY))
     code, out, _ = rkserve("status")
     assert code == 0
     assert (
@@ -58,7 +113,7 @@ def test_status_shows_boards_pauses_and_a_coordinator_that_is_away(
     assert "paused (keep): sim-chat, until 1970-01-01T" in out
     assert "[bold]not markup[/bold]" in out
     assert "12.3" in out
-    assert json.loads(rkserve("status", "--json")[1]) == CLUSTER
+    assert json.loads(rkserve("status", "--json")[1]) == {**CLUSTER, "verdict": READY}
 
 
 def test_lists_are_tables_or_json(server: FakeControl, rkserve: Terminal) -> None:
@@ -92,8 +147,9 @@ def test_status_shows_what_sleeps_and_which_weights_are_loaded(
     sleep = {**pause, "level": 2, "expires_s": None, "wake_on_request": True}
     total = {**CLUSTER["total"], "paused_boards": 1, "asleep": 1}
     server.on("GET /v1/cluster", ok({**CLUSTER, "total": total, "boards": rows, "pauses": [sleep]}))
+    server.on("GET /v1/cluster/verdict", ok(READY))
     lines = [" ".join(line.split()) for line in rkserve("status")[1].splitlines()]
-    assert "0 paused, 1 asleep" in lines[0]
+    assert "0 paused, 1 asleep" in lines[1]
     said = "asleep (level 2, keep): sim-chat, until a request comes, by operation op-1"
     assert said in lines
     assert any("asleep keep, level 2 3 4 2 12.3 12 cdcdcdcdcdcd" in line for line in lines)

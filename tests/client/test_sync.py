@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import json
 from pathlib import Path
 
 import httpx
@@ -11,6 +12,7 @@ import pytest
 
 from rkserve.client import (
     AsyncClient,
+    CallError,
     Client,
 )
 from tests.support.cluster.control_clients import (
@@ -21,7 +23,7 @@ from tests.support.cluster.control_clients import (
     pushing,
     waiting,
 )
-from tests.support.cluster.fake_control import FakeControl, envelope, ok, stored
+from tests.support.cluster.fake_control import FakeControl, envelope, error, ok, stored
 
 
 def test_a_pause_is_sent_with_its_scope_key_and_time_limits(
@@ -97,3 +99,39 @@ def test_a_call_takes_and_says_the_same_in_both_clients(name: str) -> None:
         assert inspect.signature(bound) == inspect.signature(getattr(Client("http://head"), name))
     else:
         assert inspect.isasyncgenfunction(inspect.unwrap(other))
+
+
+VIEW = {"tick": 1, "boards": {"a": {"state": "ready"}, "b": {"state": "ready"}}}
+
+
+def test_watching_yields_the_view_after_each_delta(server: FakeControl, client: Client) -> None:
+    lines = (
+        "retry: 1000",
+        "event: snapshot\nid: 1\ndata: " + json.dumps({"view": VIEW, "history": {"every_s": 30}}),
+        ": ",
+        "event: delta\nid: 2\ndata: " + json.dumps({"tick": 2, "boards": {"b": None}}),
+    )
+    text = "".join(f"{line}\n\n" for line in lines)
+    server.on("GET /v1/cluster/events", lambda _: httpx.Response(200, text=text))
+    first, second = client.watch(seconds=0)
+    assert first == {"view": VIEW, "history": {"every_s": 30}}
+    assert second["view"] == {"tick": 2, "boards": {"a": {"state": "ready"}}}
+    assert second["history"] == {"every_s": 30}
+    assert server.asked[0].url.query == b"seconds=0"
+
+
+def test_watching_beyond_the_limit_of_viewers_is_an_error(
+    server: FakeControl, client: Client
+) -> None:
+    server.on("GET /v1/cluster/events", error(429, "too_many_viewers"))
+    with pytest.raises(CallError, match="too_many_viewers"):
+        next(iter(client.watch()))
+
+
+def test_verdict_and_history_are_what_the_router_answers(
+    server: FakeControl, client: Client
+) -> None:
+    server.on("GET /v1/cluster/verdict", ok({"verdict": "READY"}))
+    server.on("GET /v1/boards/a/history", ok({"board": "a"}))
+    assert client.verdict() == {"verdict": "READY"}
+    assert client.board_history("a") == {"board": "a"}
