@@ -17,7 +17,7 @@ GCS_PORT, DASHBOARD_PORT = 6379, 8265
 # Ray's default is a third of the memory; rkserve puts no large objects into it.
 OBJECT_STORE_BYTES = 100_000_000
 SLOW_START = (
-    "Ray gives 30 s by default; a busy machine or a board with a cold SD card takes longer."
+    "Ray gives 30 s or less by default; a busy machine or a board with a cold SD card takes longer."
 )
 
 

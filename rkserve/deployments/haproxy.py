@@ -29,13 +29,15 @@ from rkserve.core.errors import ConfigError
 from rkserve.core.files import UnsafeFolder, private_folder
 
 # Ray's time limits for its own start, in its environment. A busy machine may take minutes for what
-# they give 30 s by default. One more limit of 30 s has no variable: start once more then.
+# they give 30 s by default, and Serve's proxy 5 s: it is replaced by another one then, which has to
+# begin anew. Two more limits, of 30 s and 60 s, have no variable: start once more then.
 PATIENCE = {
     "RAY_gcs_server_port_wait_time_s": "180",
     "RAY_py_gcs_connect_timeout_s": "180",
     "RAY_raylet_start_wait_time_s": "180",
     "RAY_agent_register_timeout_ms": "180000",
     "RAY_worker_register_timeout_seconds": "180",
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "180",
 }
 FLAG = "RAY_SERVE_ENABLE_HA_PROXY"
 BINARY = "RAY_SERVE_HAPROXY_BINARY_PATH"
