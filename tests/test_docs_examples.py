@@ -1,4 +1,5 @@
-"""The examples of the README and docs, run as they stand there, against what `make demo` starts.
+"""The examples of the README and docs, run as they stand there, against what `serve run` starts
+with the file of the project, in a process of its own.
 
 Those of docs/how-to/interrupting.md have their own boards, and their answers are looked at.
 docs/how-to/local.md and docs/tutorial/first-board.md have tests of their own, because their
@@ -7,12 +8,15 @@ examples need no cluster.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,9 +26,18 @@ import httpx
 import pytest
 import yaml
 
+from compat.application import serve_run
+from rkserve.core.child_process import free_port
 from rkserve.native.sim import models
-from tests.support.cluster.local_cluster import App, LocalCluster
-from tests.support.http.talk import CHAT, chat_body
+from tests.support.cluster.local_cluster import (
+    NO_TLS,
+    START_S,
+    App,
+    LocalCluster,
+    expect_no_process_of,
+    wait_for,
+)
+from tests.support.http.talk import CHAT, MODEL, chat_body
 from tests.support.paths import PROJECT
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
@@ -127,25 +140,111 @@ def test_every_block_of_every_page_is_one_that_this_file_knows() -> None:
         assert len([*block.commands()]) == len(re.findall(r"^\s*curl ", text, re.M)), block.place
 
 
-@pytest.fixture(scope="module")
-def demo(ray_cluster: LocalCluster) -> Iterator[App]:
-    """The boards of serve_config.yaml, only faster."""
+@dataclass(frozen=True)
+class Demo:
+    """``serve run`` with the file that the project ships."""
+
+    process: subprocess.Popen[bytes]
+    folder: Path
+    url: str
+
+    @property
+    def log(self) -> Path:
+        """What it has printed."""
+        return self.folder / "serve.log"
+
+    def http(self) -> httpx.Client:
+        """A client; paths are relative to the application."""
+        return httpx.Client(base_url=self.url, timeout=60, verify=NO_TLS)
+
+    def has_started(self) -> bool:
+        """Return whether every model has a board, or the process has ended."""
+        if self.process.poll() is not None:
+            return True
+        try:
+            with self.http() as http:
+                return http.get("/ready").status_code == 200
+        except httpx.TransportError:
+            return False
+
+    def end(self) -> None:
+        """End it as Ctrl-C does, and by force if that takes a minute."""
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(timeout=60)
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+        expect_no_process_of(self.folder)
+
+    def ready_boards(self) -> list[str]:
+        """Return the boards of the chat model that serve."""
+        with self.http() as http:
+            boards = http.get(f"/v1/models/{MODEL}").json()["rkserve"]["boards"]
+        return [board["id"] for board in boards if board["state"] == "ready"]
+
+
+def shipped_config(folder: Path, port: int) -> Path:
+    """Write serve_config.yaml with faster boards, and so that it disturbs no other Ray."""
     config = yaml.safe_load((PROJECT / "serve_config.yaml").read_text(encoding="utf-8"))
+    config["http_options"]["port"] = port
     args = config["applications"][0]["args"]
     for group in args["boards"]:
         group["simulated"] |= {"time_scale": 0.05, "load_s": 0.2}
-    # Its group `sim` shares the name, and would share the slots, of other tests' boards.
-    args["state_dir"] = str(ray_cluster.folder / "state-of-the-demo")
-    ray_cluster.deploy("demo", args)
-    deployed = App(ray_cluster, "demo", "sim", 3)
-    deployed.ready()
-    yield deployed
-    ray_cluster.delete("demo")
+    args["state_dir"] = str(folder / "state")
+    args["coordinator"] = {"data_dir": str(folder / "data")}
+    file = folder / "serve_config.yaml"
+    file.write_text(yaml.safe_dump(config), encoding="utf-8")
+    return file
 
 
-def test_every_example_is_answered_with_200_or_says_what_it_needs(demo: App) -> None:
+# `make demo`, too, starts once more where Ray itself did not start on a busy machine.
+ATTEMPTS = 2
+
+
+@pytest.fixture(scope="module")
+def demo() -> Iterator[Demo]:
+    """The boards of serve_config.yaml, all ready; no process of it outlives the tests."""
+    # Short, for the paths of Ray's sockets.
+    with tempfile.TemporaryDirectory(prefix="rk-", dir="/tmp", ignore_cleanup_errors=True) as name:
+        started = _serve_run(Path(name), ATTEMPTS)
+        try:
+            boards = ["sim-0", "sim-1", "sim-2"]
+            wait_for("three boards", lambda: started.ready_boards() == boards, START_S)
+            yield started
+        finally:
+            started.end()
+
+
+def _serve_run(parent: Path, attempts: int) -> Demo:
+    folder, port = parent / str(attempts), free_port()
+    folder.mkdir()
+    with (folder / "serve.log").open("wb") as log:
+        process = serve_run(shipped_config(folder, port), folder, log.fileno())
+    started = Demo(process, folder, f"http://127.0.0.1:{port}")
+    try:
+        wait_for("`serve run` to serve", started.has_started, START_S)
+    except BaseException:
+        started.end()
+        raise
+    if process.poll() is None:
+        return started
+    started.end()
+    sys.stdout.write(started.log.read_text(errors="replace"))
+    assert attempts > 1, f"`serve run` ended with {process.returncode}"
+    return _serve_run(parent, attempts - 1)
+
+
+def test_serve_run_serves_with_the_file_of_the_project(demo: Demo) -> None:
+    with demo.http() as http:
+        answer = http.post(CHAT, json=chat_body("Repeat after me: served")).json()
+    assert answer["choices"][0]["message"]["content"] == "served"
+
+
+def test_every_example_is_answered_with_200_or_says_what_it_needs(demo: Demo) -> None:
     wrong = []
-    with demo.http_sync() as http:
+    with demo.http() as http:
         for block in CURLS:
             for words in block.commands():
                 if any("$" in word for word in words):  # to be put in place, or another program's
@@ -163,7 +262,7 @@ def test_every_example_is_answered_with_200_or_says_what_it_needs(demo: App) -> 
 
 @pytest.mark.parametrize("name", TUTORIALS)
 def test_the_commands_of_a_tutorial_print_what_it_shows(
-    demo: App, name: str, tmp_path: Path
+    demo: Demo, name: str, tmp_path: Path
 ) -> None:
     text = (PROJECT / "docs" / "tutorial" / name).read_text(encoding="utf-8")
     steps = re.findall(r"^```sh\n(.*?)^```$(?:\s*^```text\n(.*?)^```$)?", text, re.S | re.M)
@@ -189,7 +288,7 @@ def test_the_commands_of_a_tutorial_print_what_it_shows(
 
 @pytest.mark.parametrize("block", PYTHON, ids=lambda block: block.place)
 def test_every_example_in_python_runs_or_says_what_it_needs(
-    demo: App, block: Block, tmp_path: Path
+    demo: Demo, block: Block, tmp_path: Path
 ) -> None:
     compile(block.text, block.place, "exec")
     if block.needs:
@@ -201,6 +300,12 @@ def test_every_example_in_python_runs_or_says_what_it_needs(
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout
+
+
+def test_serve_run_ends_with_ctrl_c_and_leaves_no_process(demo: Demo) -> None:
+    os.killpg(demo.process.pid, signal.SIGINT)  # what a terminal does at Ctrl-C
+    demo.process.wait(timeout=60)
+    expect_no_process_of(demo.folder)
 
 
 def test_every_example_is_found() -> None:

@@ -35,8 +35,8 @@ MODEL = "sim-chat"
 SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 0.25
 # For addresses that begin with http, where it only spares httpx to read 140 certificates each time.
 NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-# Two busy cores: a cluster starts in 10 s on idle ones.
-START_S = 120.0
+# A cluster starts in 10 s on two idle cores, and in minutes where others compute, too.
+START_S = 300.0
 _ENVIRON = {
     "RAY_AUTH_MODE": "disabled",
     "RAY_USAGE_STATS_ENABLED": "0",
