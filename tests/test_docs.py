@@ -18,7 +18,6 @@ from typer.main import get_command
 
 from rkserve.cli import app as cli
 from rkserve.config.serve_config import RkserveConfig, inner_model
-from rkserve.core.errors import RkserveError
 from rkserve.models.settings import FolderSettings
 from rkserve.native.quirks import NAMES as QUIRKS
 from rkserve.native.sim import profiles
@@ -66,20 +65,6 @@ def test_a_generated_page_that_is_behind_is_named_and_written_anew(
     assert make_docs.main(["--docs", str(tmp_path)]) == 0
     assert quirks.read_text(encoding="utf-8") == page("reference/quirks.md")
     assert make_docs.main(["--check", "--docs", str(tmp_path)]) == 0
-
-
-def subclasses(parent: type[RkserveError]) -> Iterator[type[RkserveError]]:
-    yield parent
-    for child in parent.__subclasses__():
-        yield from subclasses(child)
-
-
-CODES = sorted({error.code for error in subclasses(RkserveError) if error.code is not None})
-
-
-def test_every_error_code_is_explained() -> None:
-    explained = page("reference/api.md")
-    assert not [code for code in CODES if f"`{code}`" not in explained]
 
 
 def test_every_metric_is_explained() -> None:

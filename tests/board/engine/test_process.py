@@ -316,9 +316,13 @@ def test_an_engine_ends_when_its_stdin_closes() -> None:
         assert process.returncode == 0
 
 
+def maps_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/maps").read_text(encoding="utf-8")
+
+
 async def test_an_engine_takes_no_memory_for_openssl_and_numpy(sim: Sim) -> None:
     async with sim.engine() as engine:
-        maps = Path(f"/proc/{engine.pid}/maps").read_text()
+        maps = maps_of(engine.pid)
     assert "librkllmrt-sim" in maps
     assert "libcrypto" not in maps
     assert "numpy" not in maps
