@@ -31,6 +31,7 @@ RULES = (
     (r"\basynccontextmanager\b", "contextmanager"),
     (r"\ba(close|read)\b", r"\1"),
     (r"\baiter_lines\b", "iter_lines"),
+    (r"for line in response\.iter_lines\(\):\n\s+yield line", "yield from response.iter_lines()"),
     (r"\b(leased|pieces)_async\b", r"\1"),
     (r"\bAsync(?=[A-Z])", ""),
 )

@@ -33,6 +33,7 @@ from rkserve.cli.models import commands as model_commands
 from rkserve.cli.models import models, weights
 from rkserve.cli.probe import EXIT_CODES as PROBE_EXIT_CODES
 from rkserve.cli.probe import probe
+from rkserve.cli.top import top
 from rkserve.cli.update import update
 from rkserve.client import NotFound
 from rkserve.client.answers import PARTIAL, SUCCEEDED
@@ -141,6 +142,7 @@ def resume(
         context.note(lambda: show.still_held(context.client.cluster()["pauses"], asleep=True))
 
 
+app.command(cls=ClusterCommand)(top)
 app.command(cls=ClusterCommand)(chat)
 app.command(cls=ClusterCommand)(doctor)
 app.command(cls=ClusterCommand)(approve)

@@ -190,16 +190,24 @@ class AsyncClient(ClusterCalls, ModelCalls, WeightCalls, GenerationCalls, AsyncR
             Unreachable: the connection was lost.
         """
         request = Request("POST", path, body={**body, "stream": True})
-        options = arguments(request, self._read_s)
-        options["headers"].update(headers(api_key) if api_key else {})
+        more = headers(api_key) if api_key else {}
+        async for line in self._lines(request, more, self._read_s):
+            if (event := answers.event_of(line)) is not None:
+                yield event
+
+    async def _lines(
+        self, request: Request, more: Mapping[str, str], read_s: float
+    ) -> AsyncIterator[str]:
+        """Yield the lines of a streamed answer."""
+        options = arguments(request, read_s)
+        options["headers"].update(more)
         try:
-            async with self._http.stream("POST", path, **options) as response:
+            async with self._http.stream(request.method, request.path, **options) as response:
                 if response.is_error:
                     await response.aread()
                     answers.json_of(response)
                 async for line in response.aiter_lines():
-                    if (event := answers.event_of(line)) is not None:
-                        yield event
+                    yield line
         except httpx.RequestError as exc:
             raise Unreachable(flows.transport_error(request, exc)) from exc
 
@@ -214,20 +222,17 @@ class AsyncClient(ClusterCalls, ModelCalls, WeightCalls, GenerationCalls, AsyncR
             Unreachable: the connection was lost.
         """
         request = fetch("/v1/cluster/events", seconds=None if seconds is None else f"{seconds:g}")
-        options = arguments(request, max(self._read_s, WATCH_S))
         known: dict[str, Any] = {}
-        try:
-            async with self._http.stream("GET", request.path, **options) as response:
-                if response.is_error:
-                    await response.aread()
-                    answers.json_of(response)
-                async for line in response.aiter_lines():
-                    if (event := answers.event_of(line)) is not None:
-                        whole = "view" in event
-                        known = event if whole else {**known, "view": patched(known["view"], event)}
-                        yield known
-        except httpx.RequestError as exc:
-            raise Unreachable(flows.transport_error(request, exc)) from exc
+        async for line in self._lines(request, {}, max(self._read_s, WATCH_S)):
+            event = answers.event_of(line)
+            if event is None:
+                continue
+            if "view" in event:
+                known = event
+            elif known:
+                known = {**known, "view": patched(known["view"], event)}
+            if known:
+                yield known
 
     # Steps of flows
 

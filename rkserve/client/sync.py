@@ -189,16 +189,21 @@ class Client(ClusterCalls, ModelCalls, WeightCalls, GenerationCalls, Runner):
             Unreachable: the connection was lost.
         """
         request = Request("POST", path, body={**body, "stream": True})
-        options = arguments(request, self._read_s)
-        options["headers"].update(headers(api_key) if api_key else {})
+        more = headers(api_key) if api_key else {}
+        for line in self._lines(request, more, self._read_s):
+            if (event := answers.event_of(line)) is not None:
+                yield event
+
+    def _lines(self, request: Request, more: Mapping[str, str], read_s: float) -> Iterator[str]:
+        """Yield the lines of a streamed answer."""
+        options = arguments(request, read_s)
+        options["headers"].update(more)
         try:
-            with self._http.stream("POST", path, **options) as response:
+            with self._http.stream(request.method, request.path, **options) as response:
                 if response.is_error:
                     response.read()
                     answers.json_of(response)
-                for line in response.iter_lines():
-                    if (event := answers.event_of(line)) is not None:
-                        yield event
+                yield from response.iter_lines()
         except httpx.RequestError as exc:
             raise Unreachable(flows.transport_error(request, exc)) from exc
 
@@ -213,20 +218,17 @@ class Client(ClusterCalls, ModelCalls, WeightCalls, GenerationCalls, Runner):
             Unreachable: the connection was lost.
         """
         request = fetch("/v1/cluster/events", seconds=None if seconds is None else f"{seconds:g}")
-        options = arguments(request, max(self._read_s, WATCH_S))
         known: dict[str, Any] = {}
-        try:
-            with self._http.stream("GET", request.path, **options) as response:
-                if response.is_error:
-                    response.read()
-                    answers.json_of(response)
-                for line in response.iter_lines():
-                    if (event := answers.event_of(line)) is not None:
-                        whole = "view" in event
-                        known = event if whole else {**known, "view": patched(known["view"], event)}
-                        yield known
-        except httpx.RequestError as exc:
-            raise Unreachable(flows.transport_error(request, exc)) from exc
+        for line in self._lines(request, {}, max(self._read_s, WATCH_S)):
+            event = answers.event_of(line)
+            if event is None:
+                continue
+            if "view" in event:
+                known = event
+            elif known:
+                known = {**known, "view": patched(known["view"], event)}
+            if known:
+                yield known
 
     # Steps of flows
 
