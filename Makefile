@@ -16,7 +16,7 @@ help:
 	@echo "make test-quick  tests without Ray and engine processes, in a minute and a half"
 	@echo "make unit    tests that need no Ray"
 	@echo "make cluster tests on a local Ray cluster"
-	@echo "make page-test  the chat page in a real Chromium, with axe"
+	@echo "make page-test  both pages in a real Chromium, with axe"
 	@echo "make fuzz    odd requests by the thousand, held to the OpenAPI document; SEED=n makes others"
 	@echo "make mutation  change the pure rooms at random and run their tests; SEED=n draws others"
 	@echo "make compat  other people's clients against a cluster; SUITES=\"openai-2 llm\" for some"
@@ -72,7 +72,7 @@ page-test: $(READY)
 	@command -v chromium > /dev/null || \
 		{ echo "make page-test needs a browser: apt-get install chromium"; exit 1; }
 	@$(PIP) install $(PAGE_TOOLS)
-	$(BIN)/python -m pytest --page tests/page/test_page_browser.py
+	$(BIN)/python -m pytest --page tests/page/test_page_browser.py tests/page/test_cluster_browser.py
 
 # In a virtual environment of its own: it would change packages that are pinned in the other one.
 FUZZ_TOOLS := schemathesis==4.32.5
