@@ -36,6 +36,7 @@ from rkserve.client import (
 )
 
 PAUSES_S = (1.0, 2.0, 4.0, 8.0, 15.0)  # before the next attempts at a lost stream
+WHOLE_S = 10.0  # a stream that lasted so long and ended in order is opened again at once
 REDRAWN_S = 1.0  # also without events: the age of a lost stream, and the size of the terminal
 QUIT = b"q\x03\x04"  # also Ctrl-C and Ctrl-D, where the terminal passes them on
 NONE = "-"
@@ -276,7 +277,7 @@ class Watch:
         """Read until the server refuses."""
         failures = 0
         while self.refused is None:
-            why = "the stream has ended"
+            why, began_s = "the stream has ended", self._clock()
             try:
                 for document in self._client.watch():
                     self.view, self._lost, failures = document["view"], None, 0
@@ -287,6 +288,9 @@ class Watch:
                 return
             except ClientError as exc:
                 why = exc.message if isinstance(exc, CallError) else str(exc)
+            else:
+                if self._clock() - began_s > WHOLE_S:
+                    continue
             pause_s = PAUSES_S[min(failures, len(PAUSES_S) - 1)]
             failures += 1
             since_s = self._clock() if self._lost is None else self._lost[0]

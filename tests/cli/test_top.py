@@ -151,6 +151,20 @@ def test_a_lost_stream_is_opened_again_after_growing_pauses_until_it_is_refused(
     assert found.view["boards"]["rock-03"]["state"] == "lost"
 
 
+def test_a_stream_that_ends_in_order_after_a_while_is_opened_again_at_once(
+    server: FakeControl,
+) -> None:
+    def whole(_: httpx.Request) -> httpx.Response:
+        server.now += 900
+        return stream(*EXAMPLE["events"])
+
+    server.on(EVENTS, whole, whole, error(403, "forbidden"))
+    client = Client("http://head:8000", transport=httpx.MockTransport(server.handle))
+    found = Watch(client, server.clock, server.sleep)
+    found.read()
+    assert (len(server.asked), server.slept, found.notice()) == (3, [], "")
+
+
 def test_events_are_documents_of_their_own(server: FakeControl) -> None:
     server.on(EVENTS, stream(*EXAMPLE["events"]))
     client = Client("http://head:8000", transport=httpx.MockTransport(server.handle))

@@ -1,11 +1,13 @@
 /**
- * The stream of the cluster's events. It is read by fetch, because EventSource sends no key. A lost
- * stream is opened again, after pauses that grow; one without a byte for a while counts as lost.
+ * The stream of the cluster's events. It is read by fetch, because EventSource sends no key. The server
+ * ends it from time to time; a lost stream is opened again after pauses that grow, and one without a
+ * byte for a while counts as lost.
  */
 
 import { call } from "../api.js";
 
 const PAUSES_S = [1, 2, 4, 8, 15];
+const WHOLE_MS = 10_000; // a stream that lasted so long and ended in order is opened again at once
 const REFUSED = new Set([401, 403, 404]); // another attempt with the same key would fare no better
 
 /** Yield server-sent events as `{ event, data }` with parsed data; `heard` is called for each piece. */
@@ -50,13 +52,15 @@ export class Stream {
 
   async run() {
     while (!this.stopped) {
-      let failure;
+      let failure = null;
+      const began = Date.now();
       try {
-        failure = await this.read();
+        await this.read();
       } catch (error) {
         failure = error;
       }
       if (this.stopped) return;
+      if (!failure && Date.now() - began > WHOLE_MS) continue;
       if (REFUSED.has(failure?.status)) {
         this.handle.refused(failure);
         return;
@@ -75,7 +79,7 @@ export class Stream {
     try {
       const response = await call("v1/cluster/events", this.key(), { signal });
       for await (const { event, data } of server_events(response.body, () => this.listen())) {
-        if (this.stopped) return null;
+        if (this.stopped) return;
         // Whoever is handed only deltas has missed the document that they change.
         if (event === "snapshot") {
           this.failures = 0;
@@ -88,7 +92,6 @@ export class Stream {
       clearTimeout(this.timer);
       this.abort.abort(); // what is still open of an answer that could not be read
     }
-    return null;
   }
 
   /** Start the time again after which silence means that the stream is lost. */
