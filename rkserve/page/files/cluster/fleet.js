@@ -89,7 +89,7 @@ class Card extends BoardItem {
     this.bar.hidden = !known;
     if (known) mark(this.bar, "value", String(Math.min(100, Math.round((100 * speed) / expected))));
     const share = known ? percent((100 * speed) / expected) : "";
-    put(this.share, known ? `${share} of ${measure(expected, "expected", rate)}` : "no expected speed known");
+    put(this.share, known ? `${share} of ${measure(expected, "expected", rate)}` : "expected speed unknown");
     mark(this.share, "title", known ? `While decoding, ${rate(speed)} tokens/s; ${entry.basis ?? ""}` : "");
     put(this.runtime, entry.runtime ?? NONE);
     put(this.driver, entry.driver ?? NONE);
