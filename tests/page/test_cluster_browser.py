@@ -37,12 +37,10 @@ LOST: Json = EXAMPLE["events"][2]["data"]
 DDR = "echo performance | sudo tee /sys/class/devfreq/dmc/governor"
 # The keyboard's way to an action: its button, and what is sent when it is confirmed.
 BOARD_ACTIONS = {
-    "Drain": ("/v1/boards/rock-02/drain", {}),
     "Pause": ("/pause", {"boards": ["rock-02"], "mode": "keep", "clear_cache": False}),
     "Sleep": ("/sleep", {"boards": ["rock-02"], "level": 1, "mode": "keep"}),
     "Restart engine": ("/v1/boards/rock-02/restart", {}),
     "Clear KV": ("/v1/cache/kv/clear", {"boards": ["rock-02"]}),
-    "Measure": ("/v1/boards/rock-02/measure", {}),
 }
 
 
@@ -356,12 +354,11 @@ def test_an_action_on_a_board_is_confirmed_by_keyboard(tab: OpenTab, verb: str) 
 
 def test_states_offer_the_action_that_ends_them(tab: OpenTab) -> None:
     one = tab(view="board/rock-01")
-    held = {"state": "asleep", "level": 1, "hold": None, "drained": True}
+    held = {"state": "asleep", "level": 1, "hold": None}
     api.expect(one.page.get_by_role("button", name="Resume")).to_be_visible()
     api.expect(one.page.get_by_role("button", name="Pause")).to_be_hidden()
     one.server.send({"boards": {"rock-01": held}})
-    for shown in ("Wake", "End drain"):
-        api.expect(one.page.get_by_role("button", name=shown)).to_be_visible()
+    api.expect(one.page.get_by_role("button", name="Wake")).to_be_visible()
     for hidden in ("Resume", "Pause", "Sleep"):
         api.expect(one.page.get_by_role("button", name=hidden, exact=True)).to_be_hidden()
 

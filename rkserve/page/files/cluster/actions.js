@@ -18,20 +18,6 @@ function of_board(verb) {
 /** The actions in the order of their buttons; `fits` decides which of a pair is offered. */
 const ACTIONS = [
   {
-    verb: "Drain",
-    fits: (board) => !board.drained,
-    consequence: () => "It finishes what it runs and takes no new requests until you end the drain. Others take over its share.",
-    call: of_board("drain"),
-    done: (name) => `${name} is drained.`,
-  },
-  {
-    verb: "End drain",
-    fits: (board) => board.drained,
-    consequence: () => "It takes new requests again.",
-    call: of_board("undrain"),
-    done: (name) => `${name} takes requests again.`,
-  },
-  {
     verb: "Pause",
     fits: (board) => !board.hold && board.level === undefined,
     consequence: (running) => `It stops generating at the next token. ${running} Requests on it wait, and lose nothing.`,
@@ -72,13 +58,6 @@ const ACTIONS = [
     consequence: () => "Cached prefixes are dropped: the next request of each conversation has its whole prompt computed again.",
     call: (name) => ["v1/cache/kv/clear", JSON_POST({ boards: [name] })],
     done: (name) => `The KV cache of ${name} is cleared.`,
-  },
-  {
-    verb: "Measure",
-    fits: () => true,
-    consequence: () => "It generates for some seconds to find its speed; requests wait for so long.",
-    call: of_board("measure"),
-    done: (name) => `${name} is measured.`,
   },
 ];
 
