@@ -81,8 +81,6 @@ def standing(board: Mapping[str, Any]) -> Standing:
         return Standing("avoided", *_WARN)
     if board.get("hold"):
         return Standing("paused", *_IDLE)
-    if board.get("drained"):
-        return Standing("drained", *_IDLE)
     return Standing(state, *(_WARN if board.get("rules") else _OK))
 
 

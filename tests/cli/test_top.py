@@ -89,7 +89,6 @@ def test_boards_beyond_the_height_are_left_out_the_gravest_last() -> None:
         ({}, "ready"),
         ({"rules": ["Hot"]}, "ready"),
         ({"hold": "keep"}, "paused"),
-        ({"drained": True}, "drained"),
         ({"circuit": {"state": "open", "reason": "errors"}}, "avoided"),
         ({"state": "asleep", "level": 1}, "asleep"),
         ({"state": "quarantined"}, "quarantined"),

@@ -98,8 +98,8 @@ class BoardEntry(TypedDict):
     """A board without its figures: the facts that change rarely.
 
     `state_since_s` is in seconds since 1970. `rules` are the names of the rules that fire for it.
-    `behind` is the number of epochs that it lags. `hold` is the mode of a pause in force, `level`
-    the depth of a sleep, and `drained` is set while it takes no new requests.
+    `behind` is the number of epochs that it lags. `hold` is the mode of a pause in force, and
+    `level` the depth of a sleep.
     `expected_tokens_per_s` is the decoding speed that its SoC and model should reach, on the
     `basis` given. `crashes` counts the engines that ended out of order since the replica's start.
     """
@@ -115,7 +115,6 @@ class BoardEntry(TypedDict):
     behind: NotRequired[Count]
     hold: NotRequired[str]
     level: NotRequired[int]
-    drained: NotRequired[Literal[True]]
     circuit: NotRequired[CircuitView]
     fetch: NotRequired[FetchView]
     node: NotRequired[str]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 from rkserve import __version__
@@ -67,7 +67,6 @@ class ViewContext:
     router: str
     tick: int
     operations: Sequence[ControlOperation] | None = None
-    drained: frozenset[str] = field(default_factory=frozenset)
 
 
 def document(facts: ClusterFacts, verdict: ClusterVerdict, about: ViewContext) -> ViewDocument:
@@ -243,7 +242,6 @@ def _board(
         "behind": max(0, facts.desired.epoch - (report.epoch or 0)) or None,
         "hold": None if target.hold is None else target.hold.mode.value,
         "level": None if target.level is None else int(target.level),
-        "drained": board.id in about.drained or None,
         "node": report.node,
         "runtime": report.release,
         "version": report.version,

@@ -81,7 +81,6 @@ export function standing(board) {
     return { word: "Avoided", tone: "warn", told: told || board.circuit.reason };
   }
   if (board.hold) return { word: "Paused", tone: "idle", told: told || `Paused (${board.hold}).` };
-  if (board.drained) return { word: "Drained", tone: "idle", told: told || "It takes no new requests." };
   if (board.rules?.length) return { word, tone: "warn", told };
   return { word, tone, told };
 }
