@@ -92,7 +92,7 @@ def document(facts: ClusterFacts, verdict: ClusterVerdict, about: ViewContext) -
         "rollouts": dict(_rollouts(desired, facts.boards)),
         "order": [board.id for board in facts.boards],
         "now": now,
-        "boards": {board.id: _board(board, facts, verdict, about) for board in facts.boards},
+        "boards": {board.id: _board(board, facts, verdict) for board in facts.boards},
         "requests": {one.id: _request(one, operator=operator) for one in facts.requests},
         "operations": {one.id: _operation(one) for one in about.operations or ()},
     }
@@ -221,9 +221,7 @@ def _rollout(line: AdapterVersions, boards: Sequence[str]) -> RolloutView:
     return entry
 
 
-def _board(
-    board: BoardView, facts: ClusterFacts, verdict: ClusterVerdict, about: ViewContext
-) -> BoardEntry:
+def _board(board: BoardView, facts: ClusterFacts, verdict: ClusterVerdict) -> BoardEntry:
     report, target = board.report, board.target
     entry: BoardEntry = {
         "state": report.state.value,
