@@ -49,6 +49,7 @@ from rkserve.core.errors import (
     RunFailed,
     SamplingFixed,
 )
+from rkserve.core.logs import log_for
 from rkserve.core.messages import Accepted, EmbedRequest, Event, Finished, GenerateRequest
 
 __all__ = ["Board", "BoardSettings"]
@@ -203,6 +204,7 @@ class Board:
             BoardFailed: the board is out of order, or lost its engine during the answer.
             BoardBehind, EnginePaused, BoardAsleep: the board accepts no such request now.
         """
+        log_for(request.request_id)
         live = self._open_for(request)
         ignored = () if live.facts.per_run_sampling else self.settings.ignored(request)
         if ignored and request.strict_sampling:
@@ -247,6 +249,7 @@ class Board:
 
     async def embed(self, request: EmbedRequest) -> AsyncGenerator[Event, None]:
         """Yield ``Accepted``, ``Embedded`` and ``Finished``; see ``EmbeddingService.events``."""
+        log_for(request.request_id)
         self._open_for(request)
         if self.settings.n_batch > 1:
             raise EmbeddingUnsupported(

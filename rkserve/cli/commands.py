@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from pathlib import Path
 from typing import Annotated
@@ -140,6 +141,29 @@ def resume(
     context.done(one, "resumed")
     if not (model or board or adapter):
         context.note(lambda: show.still_held(context.client.cluster()["pauses"], asleep=True))
+
+
+@app.command(cls=ClusterCommand)
+def logs(
+    context: CommandContext,
+    *,
+    board: Annotated[
+        str | None, typer.Argument(help="Only this board; else all of them, Routers and so on.")
+    ] = None,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Show new lines as they come, until Ctrl-C.")
+    ] = False,
+    tail: Annotated[
+        int | None, typer.Option(min=0, max=1000, help="How many lines of each come first.")
+    ] = None,
+    request: Annotated[
+        str | None, typer.Option(help="Only lines of this request, by the beginning of its id.")
+    ] = None,
+) -> None:
+    """Show the latest log lines of boards, Routers and the Coordinator."""
+    lines = context.client.logs(board, tail=tail, follow=follow, request_id=request)
+    for line in lines:
+        typer.echo(json.dumps(line, ensure_ascii=False) if context.as_json else show.log_line(line))
 
 
 app.command(cls=ClusterCommand)(top)

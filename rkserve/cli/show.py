@@ -364,6 +364,17 @@ def _figures(found: Any, prefix: str = "") -> str:
     return ", ".join(part for part in parts if part)
 
 
+def log_line(line: Row) -> str:
+    """Return a log line in one line, except for tracebacks; escape sequences are shown as text."""
+    at = datetime.fromtimestamp(line["time_s"], timezone.utc).astimezone()
+    about = f" {line['request_id']}" if line.get("request_id") else ""
+    text = f"{at.isoformat(timespec='milliseconds')} {line['source']} {line['level']}{about} -- "
+    return "".join(
+        one if one.isprintable() or one == "\n" else f"\\x{ord(one):02x}"
+        for one in f"{text}{line['message']}"
+    )
+
+
 def facts(found: Mapping[str, Any]) -> RenderableType:
     """Return an object as a table of two columns."""
     rows = []

@@ -232,6 +232,17 @@ def event_of(line: str) -> dict[str, Any] | None:
     return event
 
 
+def line_of(text: str) -> dict[str, Any]:
+    """Return a line of a log. Raises ``UnexpectedAnswer``."""
+    try:
+        line = json.loads(text)
+    except ValueError as exc:
+        raise UnexpectedAnswer(f"The line is no JSON: {text[:SHOWN_CHARACTERS]}") from exc
+    if not isinstance(line, dict):
+        raise UnexpectedAnswer(f"The line is no object: {text[:SHOWN_CHARACTERS]}")
+    return line
+
+
 def rows(body: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the rows of a list. Raises ``UnexpectedAnswer``."""
     found = body.get("data")

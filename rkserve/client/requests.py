@@ -25,6 +25,7 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 CONNECT_S = 5.0
 READ_S = 30.0
 WATCH_S = 120.0  # a stream without news has comments more often than that
+QUIET_S = 300.0  # a log that is followed has empty lines meanwhile, every few seconds
 # Serve restarts a Router or a Coordinator within this time.
 PATIENCE_S = 30.0
 PIECE_BYTES = 1 << 20

@@ -39,6 +39,7 @@ from rkserve.client.requests import (
     CONNECT_S,
     DEFAULT_URL,
     PATIENCE_S,
+    QUIET_S,
     READ_S,
     WATCH_S,
     Level,
@@ -48,6 +49,7 @@ from rkserve.client.requests import (
     check_url,
     fetch,
     headers,
+    path_of,
 )
 from rkserve.core.merge_patch import patched
 
@@ -229,6 +231,29 @@ class Client(ClusterCalls, ModelCalls, WeightCalls, GenerationCalls, Runner):
                 known = {**known, "view": patched(known["view"], event)}
             if known:
                 yield known
+
+    def logs(
+        self,
+        board: str | None = None,
+        *,
+        tail: int | None = None,
+        follow: bool = False,
+        request_id: str | None = None,
+    ) -> Iterator[dict[str, Any]]:
+        """Yield the last log lines of a board, or of all boards, Routers and the Coordinator.
+
+        With ``follow`` new lines come until the loop is left; with ``request_id`` only those of
+        requests whose ids begin so.
+
+        Raises:
+            NotFound: there is no such board.
+            Unreachable: the connection was lost.
+        """
+        path = "/v1/logs" if board is None else path_of("/v1/boards", board, "logs")
+        request = fetch(path, tail=tail, follow="true" if follow else None, request_id=request_id)
+        for line in self._lines(request, {}, max(self._read_s, QUIET_S)):
+            if line:
+                yield answers.line_of(line)
 
     # Steps of flows
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Annotated, ClassVar, Literal, TypeAlias
 
@@ -338,7 +338,7 @@ class OperationRequest:
     ``who`` names the caller without any secret. ``key`` is its idempotency key. Parts not done
     after ``timeout_s`` seconds (None: the Coordinator's own limit) are undone. With
     ``expected_epoch`` the call is refused (``StaleEpoch``) unless that is the current epoch.
-    ``background`` answers at once, with a running operation.
+    ``background`` answers at once, with a running operation. ``request_id`` is for the log.
     """
 
     action: AnyAction
@@ -347,6 +347,7 @@ class OperationRequest:
     timeout_s: float | None = None
     expected_epoch: int | None = None
     background: bool = False
+    request_id: str = field(default="", compare=False)
 
     @property
     def kind(self) -> OperationKind:

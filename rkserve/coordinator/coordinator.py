@@ -63,6 +63,7 @@ from rkserve.core.errors import (
     RequestError,
     RkserveError,
 )
+from rkserve.core.logs import log_for
 from rkserve.fleet.fleet import Fleet
 
 log = logging.getLogger(__name__)
@@ -260,6 +261,7 @@ class Coordinator:
         Raises:
             RkserveError: it was refused before it began, and nothing was changed.
         """
+        log_for(call.request_id)
         try:
             repeated = await self._repeated(call)
             if repeated is not None:

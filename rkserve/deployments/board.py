@@ -38,6 +38,7 @@ from rkserve.core.errors import (
     RkserveError,
 )
 from rkserve.core.files import write_private
+from rkserve.core.logs import LogPage, LogQuery
 from rkserve.core.messages import (
     AdapterRef,
     ControlAction,
@@ -139,7 +140,7 @@ class BoardReplica:
         catalog: CatalogPlace | None = None,
     ) -> None:
         """``catalog`` is the place of a group's model in the head's catalogue."""
-        log_with_serve()
+        self._log_ring = log_with_serve()
         self._replica = serve.get_replica_context().replica_id.unique_id
         state_dir = _on_this_node(state_dir)
         node = find_node(ray.nodes(), ray.get_runtime_context().get_node_id())
@@ -295,6 +296,10 @@ class BoardReplica:
         if self._copies is None:
             return ModelCopy(CopyState.PRESENT, reason="the head serves its catalogue")
         return self._copies.look(name, max_bytes_per_s, again=again)
+
+    async def logs(self, query: LogQuery) -> LogPage:
+        """Return lines of this board's log, those of its engine included."""
+        return self._log_ring.page(query)
 
     async def forgive(self) -> None:
         """Do not count the last loss of the engine; see ``Board.forgive``."""

@@ -67,7 +67,6 @@ def build(args: dict[str, Any]) -> serve.Application:
         graceful_shutdown_wait_loop_s=0.2,
         # What it leaves undone its successor finds in the ledger; Routers' long polls never end.
         graceful_shutdown_timeout_s=COORDINATOR_DRAIN_S,
-        logging_config={"enable_access_log": False},
         # Its ledger is on the head's disk.
         ray_actor_options={"num_cpus": 0, "resources": {HEAD: MARKER_SHARE}},
     ).bind(config, handles)
@@ -99,8 +98,6 @@ def _boards(group: BoardGroupConfig, config: RkserveConfig) -> DeploymentHandle:
         health_check_timeout_s=group.health_check_timeout_s,
         graceful_shutdown_wait_loop_s=0.5,
         graceful_shutdown_timeout_s=group.drain_timeout_s + FAREWELL_S,
-        # The Router asks every board for its report once a second: not a line of log each.
-        logging_config={"enable_access_log": False},
         # Where the head's RAY_SERVE_MAX_PER_REPLICA_RETRY_COUNT allows it; Ray takes the smaller.
         max_constructor_retry_count=1000,
         request_router_config=RequestRouterConfig(

@@ -35,6 +35,7 @@ from rkserve.core.desired_state import (
     DesiredCache,
 )
 from rkserve.core.errors import ConfigError, LedgerFailed, RkserveError
+from rkserve.core.logs import LogPage, LogQuery
 from rkserve.deployments.board_link import RayLink
 from rkserve.deployments.model_origin import ModelHolder
 from rkserve.deployments.replica import ROUTER, log_with_serve
@@ -66,7 +67,7 @@ class CoordinatorReplica:
     async def __init__(  # type: ignore[misc] # Ray awaits an async constructor
         self, config: RkserveConfig, handles: dict[str, Any]
     ) -> None:
-        log_with_serve()
+        self._log_ring = log_with_serve()
         settings = config.coordinator
         folder = settings.data_dir.expanduser()
         self._channels = channels = ChannelClient(config.channel)
@@ -147,6 +148,10 @@ class CoordinatorReplica:
     async def metrics(self) -> bytes:
         """Return the Coordinator's metrics in Prometheus' text format."""
         return self._coordinator.metrics()
+
+    async def logs(self, query: LogQuery) -> LogPage:
+        """Return lines of the Coordinator's log."""
+        return self._log_ring.page(query)
 
     # -- files ---------------------------------------------------------------------------------
 

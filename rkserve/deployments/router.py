@@ -14,6 +14,7 @@ import os
 import platform
 import random
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from rkserve.core.board_report import GenerationInfo, RouterGenerations
 from rkserve.core.desired_state import Scope as ClusterScope
 from rkserve.core.errors import CoordinatorAway, RkserveError
 from rkserve.core.exposition import RouterFigures
+from rkserve.core.logs import LogPage, LogQuery
 from rkserve.core.messages import ControlAction
 from rkserve.core.metrics import RouterMetrics, StreamCollector
 from rkserve.deployments.board_factory import NodeSlot, claim_slot
@@ -49,6 +51,8 @@ from rkserve.router.cluster_metrics import ClusterMetrics
 from rkserve.router.coordinator_client import CoordinatorClient
 from rkserve.router.dispatch.dispatch import open_dispatch, open_fleet
 from rkserve.router.features.cluster_view import ClusterView
+from rkserve.router.features.logs import ROUTER as ROUTER_LOG
+from rkserve.router.features.logs import OwnLogs
 from rkserve.router.features.view_feed import ViewFeed
 from rkserve.router.membership import Membership
 from rkserve.router.served_models import ServedModel
@@ -143,7 +147,7 @@ class RouterReplica:
     async def __init__(  # type: ignore[misc] # Ray awaits an async constructor
         self, config: RkserveConfig, handles: dict[str, Any], coordinator: Any
     ) -> None:
-        log_with_serve()
+        self._log_ring = log_with_serve()
         check_environ(os.environ)  # of this node: the head may have another one
         # A thread that reads a long prompt lets go of the interpreter this often at the latest; a
         # token waits for that at every call into the kernel.
@@ -188,6 +192,7 @@ class RouterReplica:
             metrics=self._metrics,
             view=self._view,
             feed=feed,
+            logs=peers or OwnLogs(self._log_ring),
         )
         self.hides_clients = await asyncio.to_thread(hides_clients)
         # A Router that replaces another one should know the boards and the desired state
@@ -253,6 +258,12 @@ class RouterReplica:
     async def abort_waiting(self, scope: ClusterScope, request_ids: list[str] | None) -> int:
         """Abort this Router's requests without a board; return their number."""
         return self._service.unassigned.abort(scope, request_ids)
+
+    async def logs(self, after: dict[str, int], tail: int) -> LogPage:
+        """Return lines of this Router's log; see ``RouterLogs``."""
+        ring = self._log_ring
+        page = ring.page(LogQuery(after.get(ring.process), tail))
+        return replace(page, source=f"{ROUTER_LOG}-{self._metrics.router}")
 
     async def kept_chain(
         self, owner: str, response_id: str, most_bytes: int | None

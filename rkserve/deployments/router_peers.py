@@ -10,7 +10,7 @@ import asyncio
 import contextvars
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ray import serve
@@ -22,6 +22,7 @@ from rkserve.core.board_report import GenerationInfo, RouterGenerations
 from rkserve.core.desired_state import Scope as ClusterScope
 from rkserve.core.errors import BoardFailed, RkserveError
 from rkserve.core.exposition import RouterFigures
+from rkserve.core.logs import LogPage
 from rkserve.core.messages import ControlAction
 from rkserve.deployments.board_link import Replicas, wait_for_all
 from rkserve.http.gradio_routes import PendingCall
@@ -64,6 +65,11 @@ class RayPeers:
             tuple(one for answer in answers for one in answer.ended),
             any(answer.known for answer in answers),
         )
+
+    async def logs(self, after: Mapping[str, int], tail: int) -> list[LogPage]:
+        """Return lines of all Routers; see ``RouterLogs``. Raises ``BoardFailed``."""
+        answers: list[LogPage] = await self._ask("logs", dict(after), tail)
+        return answers
 
     async def kept_chain(
         self, owner: str, response_id: str, most_bytes: int | None

@@ -27,6 +27,7 @@ from rkserve.http.cluster_routes import add_cluster, add_join, add_updates
 from rkserve.http.dialect_routes import add_dialects, error_of
 from rkserve.http.generation_routes import add_control
 from rkserve.http.gradio_routes import GradioCalls, add_gradio
+from rkserve.http.log_routes import add_logs
 from rkserve.http.openai_routes import add_openai
 from rkserve.http.openapi import (
     GENERATION,
@@ -46,6 +47,7 @@ from rkserve.page import CLUSTER_FRONT, FRONT, PageFile, page_files
 from rkserve.router.cluster_metrics import ClusterMetrics
 from rkserve.router.features.cluster_view import ClusterView
 from rkserve.router.features.generations import GenerationPeers
+from rkserve.router.features.logs import RouterLogs
 from rkserve.router.features.view_feed import ViewFeed
 from rkserve.router.membership import Membership
 from rkserve.router.service import Service
@@ -67,14 +69,15 @@ def make_app(
     metrics: ClusterMetrics | None = None,
     view: ClusterView | None = None,
     feed: ViewFeed | None = None,
+    logs: RouterLogs | None = None,
 ) -> ASGIApp:
     """Return the ASGI application of one Router.
 
     ``peers`` are all Routers of the application, if there are several; ``responses`` are the stored
     responses, ``hosts`` the allowed host names, ``gradio`` the posted calls of Gradio's clients,
-    ``membership`` the joining of boards, ``metrics`` those of the cluster, and ``view`` and
-    ``feed`` the cluster as this Router sees it. Adapters and base weights have length limits of
-    their own.
+    ``membership`` the joining of boards, ``metrics`` those of the cluster, ``view`` and ``feed``
+    the cluster as this Router sees it, and ``logs`` the logs of all Routers. Adapters and base
+    weights have length limits of their own.
     """
     # Without redirects a trailing slash is a 404 in OpenAI's format instead of an empty 307.
     # The framework's API pages would load scripts from elsewhere; the document is our own, because
@@ -100,6 +103,7 @@ def make_app(
     view = view or ClusterView(service)
     # Before the calls of single boards: one of its paths fits those, too.
     add_view(app, service, view, feed or ViewFeed(view, service))
+    add_logs(app, service, logs)  # one of its paths fits that of a board, too
     add_control(app, service, peers)
     add_cluster(app, service, max_adapter_bytes, max_model_bytes)
     add_catalog(app, service)

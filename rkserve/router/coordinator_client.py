@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import replace
 from typing import Any, Protocol
 
 from rkserve.control.calls import DeclaredArtifact, OperationRequest, StoredArtifact
@@ -13,6 +14,7 @@ from rkserve.control.operations import ControlOperation, OperationOutcome
 from rkserve.control.sleep import REQUEST, requested, wakeable
 from rkserve.core.desired_state import Artifact, Desired, DesiredCache
 from rkserve.core.errors import CoordinatorAway, ModelAsleep, RkserveError
+from rkserve.core.logs import LogPage, LogQuery, request_id
 from rkserve.fleet.fleet import Fleet
 from rkserve.models.incoming import UploadProgress
 from rkserve.models.index import ModelIndex
@@ -137,6 +139,7 @@ class CoordinatorClient:
         """
         if not self.reachable:
             await self.refresh()  # Ray would wait without limit for one that is gone
+        call = replace(call, request_id=request_id())
         asked = asyncio.ensure_future(self._link.call("perform", call, timeout_s=CHANGE_S))
         asked.add_done_callback(_look_at_error)
         outcome: OperationOutcome = await asyncio.shield(asked)
@@ -170,6 +173,11 @@ class CoordinatorClient:
         if not self.reachable:
             raise CoordinatorAway("The Coordinator does not respond at the moment.")
         found: bytes = await self._link.call("metrics", timeout_s=METRICS_S)
+        return found
+
+    async def logs(self, query: LogQuery) -> LogPage:
+        """Return lines of the Coordinator's log. Raises ``CoordinatorAway``."""
+        found: LogPage = await self._link.call("logs", query, timeout_s=METRICS_S)
         return found
 
     # -- prompt caches ------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from typing import Any
 
 from rkserve.config.router import ChannelConfig
 from rkserve.core.errors import BoardFailed, BoardSilent, RkserveError
+from rkserve.core.logs import apart
 from rkserve.core.messages import Delta, Event, Finished, GenerateRequest, merged
 from rkserve.transport import codec
 from rkserve.transport.connection import ChannelConnection, Disconnect, Heartbeat, RouterHandshake
@@ -237,7 +238,8 @@ class ChannelClient:
             self._again_s.clear()  # mostly replicas that no longer exist
             self._logged.clear()
         self._again_s[replica] = loop.time() + self._config.retry_s
-        task = loop.create_task(self._keep(replica, find), name=f"channel to {replica}")
+        name = f"channel to {replica}"
+        task = apart(loop.create_task, self._keep(replica, find), name=name)
         self._tasks[replica] = task
         task.add_done_callback(lambda _: self._tasks.pop(replica, None))
 

@@ -27,6 +27,7 @@ from rkserve.core import errors
 from rkserve.core.board_report import BoardReport, Emitted
 from rkserve.core.desired_state import Adoption, Desired
 from rkserve.core.errors import BoardFailed, RkserveError
+from rkserve.core.logs import LogPage, LogQuery
 from rkserve.core.messages import (
     Accepted,
     Delta,
@@ -263,6 +264,7 @@ METHODS: dict[str, tuple[tuple[type[Any], ...], type[Any]]] = {
     "report": ((), BoardReport),
     "emitted": ((), Emitted),
     "adopt": ((Desired,), Adoption),
+    "logs": ((LogQuery,), LogPage),
 }
 _ARGS = {
     name: tuple(DataclassCodec(kind) for kind in kinds) for name, (kinds, _) in METHODS.items()

@@ -18,6 +18,7 @@ from rkserve.config.router import ChannelConfig
 from rkserve.core.board_report import BoardReport, Emitted
 from rkserve.core.desired_state import Adoption, Desired
 from rkserve.core.errors import BoardFailed, RkserveError
+from rkserve.core.logs import LogPage, LogQuery
 from rkserve.core.messages import Delta, EmbedRequest, Event, GenerateRequest, merged
 from rkserve.core.skew import crosses_versions
 from rkserve.transport import codec
@@ -64,6 +65,9 @@ class BoardMethods(Protocol):
 
     def adopt(self, desired: Desired) -> Awaitable[Adoption]:
         """Apply the desired state."""
+
+    def logs(self, query: LogQuery) -> Awaitable[LogPage]:
+        """Return lines of the board's log."""
 
 
 class RouterConnection:

@@ -155,3 +155,42 @@ def test_front_prints_the_environment_in_which_ray_starts(rkserve: Terminal) -> 
 
 def test_the_version_is_said(rkserve: Terminal) -> None:
     assert rkserve("--version")[:2] == (0, f"rkserve {__version__}\n")
+
+
+LOG_LINE = {
+    "source": "sim-0",
+    "time_s": 1.5,
+    "level": "INFO",
+    "logger": "rkserve.x",
+    "request_id": "chatcmpl-1/0",
+    "message": "loaded\x1b[31m",
+}
+
+
+def test_logs_are_lines_for_people_and_lines_of_json(
+    server: FakeControl, rkserve: Terminal
+) -> None:
+    quiet = {**LOG_LINE, "request_id": "", "message": "ready"}
+    text = f"\n{json.dumps(LOG_LINE)}\n\n{json.dumps(quiet)}\n"
+    server.on("GET /v1/boards/sim-0/logs", httpx.Response(200, text=text))
+    code, out, _ = rkserve("logs", "sim-0", "--tail", "2", "--request", "chat", "-f")
+    first, second = out.splitlines()
+    assert code == 0
+    assert first.endswith(" sim-0 INFO chatcmpl-1/0 -- loaded\\x1b[31m"), (
+        "nothing that a terminal obeys"
+    )
+    assert second.endswith(" sim-0 INFO -- ready")
+    query = dict(server.asked[0].url.params)
+    assert query == {"tail": "2", "follow": "true", "request_id": "chat"}
+    code, out, _ = rkserve("logs", "sim-0", "--json")
+    assert [json.loads(line) for line in out.splitlines()] == [LOG_LINE, quiet]
+
+
+def test_logs_of_an_unknown_board_or_of_another_server_fail(
+    server: FakeControl, rkserve: Terminal
+) -> None:
+    server.on("GET /v1/boards/nobody/logs", error(404, "board_not_found"))
+    assert rkserve("logs", "nobody")[0] == Exit.FAILED
+    server.on("GET /v1/logs", httpx.Response(200, text="<html>"))
+    code, _, err = rkserve("logs")
+    assert (code, "no JSON: <html>" in err) == (Exit.FAILED, True)

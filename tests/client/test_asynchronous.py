@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import logging
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import httpx
@@ -20,12 +21,14 @@ from rkserve.control.operations import (
     ResultStatus,
 )
 from rkserve.core.desired_state import BaseVersion, Desired
+from rkserve.core.logs import LogPage, LogRing
 from rkserve.models.files import Parameter
 from tests.support.boards.fake_boards import FakeBoards, report
 from tests.support.cluster.fake_head import FakeHead, line, version
 from tests.support.http.router_house import House
 from tests.support.values.control_values import recorded
 
+NOTHING: Mapping[Any, Any] = {}
 TENSORS = [{"name": "lm_head", "shape": [4, 8], "dtype": "torch.bfloat16"}]
 
 
@@ -43,11 +46,13 @@ class Head(FakeHead):
         return recorded(name, call.kind, self.end, results=self.results, error=error)
 
 
-def drive(head: FakeHead, use: Callable[[AsyncClient], Awaitable[Any]]) -> Any:
+def drive(
+    head: FakeHead, use: Callable[[AsyncClient], Awaitable[Any]], says: Mapping[Any, Any] = NOTHING
+) -> Any:
     """Let a client use a Router; return what it makes of it."""
 
     async def main() -> Any:
-        house = House(FakeBoards([report("a")], {}), head=head)
+        house = House(FakeBoards([report("a")], says=dict(says)), head=head)
         await house.service.fleet.refresh()
         await house.cluster.refresh()
         transport = httpx.ASGITransport(house.app, client=("127.0.0.1", 1))
@@ -215,3 +220,21 @@ def test_everything_that_can_be_looked_at_is_read() -> None:
 def test_an_operation_that_nobody_knows_is_not_found() -> None:
     with pytest.raises(NotFound, match="operation_not_found"):
         drive(FakeHead(), lambda client: client.operation("none"))
+
+
+def test_the_log_of_a_board_and_of_all_processes() -> None:
+    """Also with characters at which clients split lines."""
+    ring = LogRing()
+    for message in ("one", "two\u2028", "three"):
+        ring.handle(logging.LogRecord("rkserve.x", logging.INFO, "", 1, message, None, None))
+    asked = head(says={"logs": LogPage("p")})
+
+    async def use(client: AsyncClient) -> None:
+        found = [line["message"] async for line in client.logs("a", tail=2)]
+        assert found == ["two\u2028", "three"]
+        found = [line["source"] async for line in client.logs()]
+        assert found == ["a", "a", "a"]
+        with pytest.raises(NotFound, match="nobody"):
+            await anext(client.logs("nobody"))
+
+    drive(asked, use, {("replica of a", "logs"): ring.page})

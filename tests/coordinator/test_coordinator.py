@@ -24,6 +24,7 @@ from rkserve.core.errors import (
     RkserveError,
     StaleEpoch,
 )
+from rkserve.core.logs import LogQuery, LogRing
 from tests.support.boards.fake_boards import eventually
 from tests.support.cluster.fake_cluster import MODEL, Control, FakeCluster, controlled, started
 from tests.support.values.control_values import recorded
@@ -494,6 +495,22 @@ async def test_every_board_that_followed_late_is_one_line_of_the_log(
         await eventually(lambda: it.follows)
         await asyncio.sleep(0.1)
         assert caplog.text.count("board b obeys epoch 1") == 1
+
+
+async def test_a_line_about_an_operation_has_the_id_of_its_request(tmp_path: Path) -> None:
+    ring, logger = LogRing(), logging.getLogger("rkserve.coordinator.coordinator")
+    logger.addHandler(ring)
+    logger.setLevel(logging.INFO)
+    try:
+        async with controlled(tmp_path) as it:
+            await it.pause(request_id="req-1")
+            await it.resume()
+    finally:
+        logger.removeHandler(ring)
+        logger.setLevel(logging.NOTSET)
+    lines = ring.page(LogQuery()).lines
+    found = {line.message.split()[0]: line.request_id for line in lines if " is " in line.message}
+    assert found == {"pause": "req-1", "resume": ""}
 
 
 async def test_a_lost_ledger_goes_on_after_what_the_boards_obey(tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ from rkserve.core.errors import (
     NativeError,
     ReleaseRefused,
 )
+from rkserve.core.logs import ENGINE, apart
 from rkserve.native import engine_frames
 from rkserve.native.engine_frames import FrameKind
 from rkserve.native.runtime import Perf, RunEnd
@@ -99,7 +100,8 @@ class EngineProcess:
                 library's error lines, if any.
         """
         engine = cls(board_id)
-        await engine._spawn(spec)
+        # Its pipes and tasks outlive the request that it is started for.
+        await apart(asyncio.create_task, engine._spawn(spec))
         try:
             await engine._load(spec)
         except BaseException:
@@ -370,7 +372,8 @@ class EngineProcess:
                 return
             text = line.decode(errors="replace").rstrip()[:MAX_LINE]
             self._stderr.append(text)
-            log.info("board %s engine %d: %s", self._board_id, self.pid, text)
+            extra = {ENGINE: self.pid}
+            log.info("board %s engine %d: %s", self._board_id, self.pid, text, extra=extra)
 
     async def _describe_end(self) -> str:
         """Return how the process ended: the signal or code, and the library's last error lines."""

@@ -26,6 +26,7 @@ from rkserve.core.errors import (
     QueueTimeout,
     RkserveError,
 )
+from rkserve.core.logs import current_request, log_for
 from rkserve.core.messages import AdapterRef
 from rkserve.models.adapters import AdapterFolder, open_adapter
 
@@ -141,6 +142,7 @@ class EngineTask:
         self.ticket = ticket
         self.barred = barred
         self._work = work
+        self._request = current_request()  # the runs of all requests have a context of their own
         self.done: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         # The caller may be gone: an unread error must not be reported by the event loop.
         self.done.add_done_callback(lambda done: done.cancelled() or done.exception())
@@ -149,6 +151,8 @@ class EngineTask:
         """Do the work, unless it was withdrawn. Raises what the work raises."""
         if self.done.cancelled():
             return
+        if self._request is not None:
+            log_for(self._request)
         result = await self._work()
         if not self.done.done():
             self.done.set_result(result)

@@ -28,6 +28,7 @@ from rkserve.core.errors import (
     RkserveError,
     RunFailed,
 )
+from rkserve.core.logs import log_for
 from rkserve.core.messages import Finished
 from rkserve.native.runtime import Perf, RunEnd
 
@@ -57,6 +58,7 @@ class RequestRunner:
 
         Raises ``RkserveError`` for the jobs that still have the board.
         """
+        log_for(",".join(job.request.request_id for job in jobs))
         now_s = loop_time_s()
         for job in jobs:
             if self._settings.n_batch > 1 and job.queued_s is not None:

@@ -27,6 +27,7 @@ from rkserve.core.errors import (
     Misuse,
     RkserveError,
 )
+from rkserve.core.logs import apart
 
 log = logging.getLogger(__name__)
 
@@ -419,7 +420,7 @@ class EngineSupervisor:
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run a background task until the board stops; an exception in it is a bug of rkserve."""
-        task = asyncio.create_task(work)
+        task = apart(asyncio.create_task, work)  # it may outlive the request that needs it
         self._tasks.add(task)
         task.add_done_callback(self._reap)
         return task

@@ -11,6 +11,7 @@ from typing import Any
 from rkserve.config.router import ChannelConfig
 from rkserve.core.board_report import BoardReport, Emitted
 from rkserve.core.desired_state import Adoption, Desired
+from rkserve.core.logs import LogLine, LogPage, LogQuery
 from rkserve.core.messages import Embedded, EmbedRequest, Event, GenerateRequest
 from rkserve.deployments.board_link import RayLink
 from rkserve.transport.client import ChannelClient
@@ -136,6 +137,10 @@ class Callee:
 
     async def emitted(self) -> Emitted:
         return Emitted(self._board.name, (("r", 7),))
+
+    async def logs(self, query: LogQuery) -> LogPage:
+        line = LogLine(query.tail, 1.5, "INFO", "rkserve.x", "é", "r/0", 7)
+        return LogPage("p", (line,), query.tail)
 
     async def adopt(self, desired: Desired) -> Adoption:
         """Wait for the end of what is told, as a pause does."""

@@ -440,7 +440,7 @@ class Control:
         """Make one call."""
         options = {
             name: params.pop(name)
-            for name in ("timeout_s", "expected_epoch", "background", "who")
+            for name in ("timeout_s", "expected_epoch", "background", "who", "request_id")
             if name in params
         }
         return await self.it.perform(
