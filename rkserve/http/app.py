@@ -11,6 +11,7 @@ from typing import Any, Literal
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Match, Route
@@ -20,6 +21,7 @@ from typing_extensions import TypedDict
 from rkserve import __version__
 from rkserve.api.json.schemas import Example
 from rkserve.core.errors import MethodNotAllowed, NoBoard, RequestError, RkserveError, RouteNotFound
+from rkserve.core.request_record import record_of_request
 from rkserve.http.auth import BrowserGuard, HostAllowList, host_names
 from rkserve.http.bodies import DIRECT
 from rkserve.http.catalog_routes import add_catalog
@@ -50,6 +52,7 @@ from rkserve.router.features.generations import GenerationPeers
 from rkserve.router.features.logs import RouterLogs
 from rkserve.router.features.view_feed import ViewFeed
 from rkserve.router.membership import Membership
+from rkserve.router.request_log import failed
 from rkserve.router.service import Service
 from rkserve.router.stored_responses import Responses
 
@@ -120,7 +123,7 @@ def make_app(
     _begin_counts(app, service)
     hosts = hosts or host_names(service.config)
     guarded = BrowserGuard(inner, hosts, allowed, _refusal)
-    return _Counted(guarded, service)  # outside of everything, so that a 500 counts as well
+    return _Recorded(guarded, service)  # outside of everything, so that a 500 counts as well
 
 
 class HealthAnswer(TypedDict):
@@ -166,8 +169,8 @@ def _begin_counts(app: FastAPI, service: Service) -> None:
                 service.metrics.requests.labels(route.path, str(status))
 
 
-class _Counted:
-    """Counts answers by the pattern of their route, never by the client's path.
+class _Recorded:
+    """Records, counts and logs requests, by the pattern of their route, never by the client's path.
 
     Plain ASGI: the framework's middleware class would pass every token through another queue.
     """
@@ -177,23 +180,42 @@ class _Counted:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope[DIRECT] = send
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        log = self._service.log
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        record = log.begin(scope["method"], path, Headers(scope=scope))
 
         async def counted(message: Message) -> None:
             if message["type"] == "http.response.start":
-                route = getattr(scope.get("route"), "path", "unknown")
-                self._service.metrics.requests.labels(route, str(message["status"])).inc()
+                record.status = message["status"]
+                record.route = getattr(scope.get("route"), "path", "unknown")
+                self._service.metrics.requests.labels(record.route, str(record.status)).inc()
+                if record.trace is not None:
+                    header = (b"traceparent", record.trace.traceparent.encode())
+                    message = {**message, "headers": [*message["headers"], header]}
             await send(message)
 
-        await self._app(scope, receive, counted if scope["type"] == "http" else send)
+        try:
+            await self._app(scope, receive, counted)
+        except BaseException as exc:
+            failed(record, exc)
+            raise
+        finally:
+            record.route = record.route or getattr(scope.get("route"), "path", "unknown")
+            log.end(record)
 
 
 def _refusal(request: Request, exc: RkserveError) -> ASGIApp:
+    failed(record_of_request(), exc)
     status, headers, body = error_of(request)(exc)
     return JSONResponse(body, status, headers)
 
 
 async def _on_error(request: Request, exc: Exception) -> JSONResponse:
     # The framework raises other exceptions again after this answer, and logs them.
+    failed(record_of_request(), exc)
     status, headers, body = error_of(request)(exc)
     return JSONResponse(body, status, headers)
 
@@ -209,6 +231,7 @@ async def _on_http_error(request: Request, exc: Exception) -> JSONResponse:
         refusal = MethodNotAllowed(f"{request.method} is not allowed on {path}.")
     elif exc.status_code == RouteNotFound.http_status:
         refusal = RouteNotFound(f"There is nothing at {path}.")
+    failed(record_of_request(), refusal)
     _, headers, body = error_of(request)(refusal)
     return JSONResponse(body, exc.status_code, {**more, **headers})
 

@@ -40,6 +40,7 @@ from rkserve.core.errors import (
     RkserveError,
     UnsupportedMediaType,
 )
+from rkserve.core.request_record import record_of_request
 from rkserve.http.auth import check_client, is_browser
 from rkserve.http.openapi import (
     CLIENT,
@@ -54,6 +55,7 @@ from rkserve.http.openapi import (
     returns,
 )
 from rkserve.router.auth import Caller, ClientKey
+from rkserve.router.request_log import failed
 from rkserve.router.service import Opened, Service, read_call
 from rkserve.router.stored_responses import CallMemory
 
@@ -246,6 +248,7 @@ async def stream_late(
             async for chunk in events:
                 yield chunk
     except Exception as exc:
+        failed(record_of_request(), exc)
         if not isinstance(exc, RkserveError):
             log.exception("a call could not be opened, in a way that should not happen")
         yield dialect.broken(exc)
@@ -337,7 +340,7 @@ class StreamedAnswer(StreamingResponse):
         try:
             await super().__call__(scope, receive, send)
         except ClientDisconnect:
-            log.debug("a client left in the middle of its answer")
+            record_of_request().left = True
         finally:
             await self._events.aclose()
             await self._end()

@@ -251,10 +251,14 @@ class _Handlers:
         owner, caller = self.caller(request)
         session = gradio.check_session(request.query_params.get("session_hash", ""))
 
-        def events(
+        async def events(
             pending: PendingCall, framing: gradio.CallFraming
         ) -> AsyncGenerator[bytes, None]:
-            return self.events(pending, framing, caller)
+            # One connection has the answers of several calls.
+            with self._service.log.part(request.method, f"{request.url.path}#call"):
+                async with aclosing(self.events(pending, framing, caller)) as chunks:
+                    async for chunk in chunks:
+                        yield chunk
 
         stream = _SessionStream(self._calls, owner, session, events)
         return _streamed(stream.chunks(self._service.config.ping_s))

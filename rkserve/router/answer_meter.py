@@ -1,5 +1,5 @@
-"""The measurement of one call for the metrics: time to the first token, inter-token latencies,
-lengths, and ends of its answers.
+"""The measurement of one call for the metrics and for its record: time to the first token,
+inter-token latencies, lengths, and ends of its answers.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 
+from rkserve.api.common.answer import UsageAnswer
 from rkserve.api.common.output import error_object
 from rkserve.core.answer_metrics import ERROR, HANG_UP
 from rkserve.core.errors import (
@@ -21,6 +22,8 @@ from rkserve.core.errors import (
 )
 from rkserve.core.messages import Delta, Finished, GenerateRequest, Timings
 from rkserve.core.metrics import RouterMetrics
+from rkserve.core.request_record import RequestRecord
+from rkserve.router.request_log import failed
 
 SERVER_ERROR = 500  # statuses from here on are no fault of a request
 
@@ -36,15 +39,18 @@ class AnswerMeter:
         requests: Sequence[GenerateRequest],
         started_s: float,
         target_s: float,
+        record: RequestRecord | None = None,
     ) -> None:
-        """``requests`` are those of the choices, ``started_s`` is the call's arrival, and
-        ``target_s`` the time within which its first token should come.
+        """``requests`` are those of the choices, ``started_s`` is the call's arrival, ``target_s``
+        the time within which its first token should come, and ``record`` that of the HTTP request,
+        if any.
         """
         # The base model, never the client's spelling.
         model, self._adapter = requests[0].model, requests[0].adapter_name
         if self._adapter is not None:
             metrics.adapters.running[self._adapter] += 1
         self._metrics, self._model, self._started_s = metrics, model, started_s
+        self._record = record or RequestRecord("")
         self._figures = metrics.answers(model)  # bound: tokens cost no lookup of labels
         self._unfinished = len(requests)
         self._waits_for_first = True  # token
@@ -58,11 +64,14 @@ class AnswerMeter:
         now_s, tokens = time.monotonic(), len(delta.token_ids)
         if self._waits_for_first and (delta.text or tokens):
             self._waits_for_first = False
+            self._record.first_s = now_s
             ttft_s = now_s - self._started_s
             self._late = ttft_s > self._target_s
             self._metrics.ttft.labels(self._model).observe(ttft_s)
             if self._metrics.first_token is not None:
                 self._metrics.first_token(self._model, ttft_s)
+        if self._record.output:  # texts are recorded
+            self._record.answered(index, delta)
         if not tokens:
             return
         self.tokens += tokens
@@ -78,11 +87,15 @@ class AnswerMeter:
     def finished(self, event: Finished) -> None:
         """Measure a choice that its board has ended."""
         self._unfinished -= 1
+        self._record.finish.append(event.reason.value)
         self._figures.finished(event)
         record_timings(self._metrics, self._model, event.timings)
 
-    def done(self) -> None:
+    def done(self, usage: UsageAnswer | None = None) -> None:
         """Measure a call whose answers have all ended in order."""
+        if usage is not None:
+            self._record.prompt_tokens = usage["prompt_tokens"]
+            self._record.cached_tokens = usage["prompt_tokens_details"]["cached_tokens"]
         took_s = time.monotonic() - self._started_s
         self._metrics.duration.labels(self._model).observe(took_s)
         self._metrics.goodput.labels(self._model).inc(self.tokens)
@@ -90,6 +103,7 @@ class AnswerMeter:
 
     def broken(self, exc: BaseException) -> None:
         """Count a call that ends by an error or because its client left."""
+        failed(self._record, exc)
         waited_s = time.monotonic() - self._started_s if self._waits_for_first else 0.0
         if is_fault(exc):
             self._metrics.judged.labels(self._model, "failed").inc()
@@ -105,6 +119,7 @@ class AnswerMeter:
 
     def close(self) -> None:
         """End the call; exactly once."""
+        self._record.completion_tokens += self.tokens
         self._metrics.in_flight.dec()
         if self._adapter is not None:
             self._metrics.adapters.running[self._adapter] -= 1

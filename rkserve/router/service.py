@@ -44,6 +44,7 @@ from rkserve.core.messages import (
     Paused,
 )
 from rkserve.core.metrics import RouterMetrics
+from rkserve.core.request_record import RequestRecord, Tracing, record_of_request
 from rkserve.core.run_params import Picture
 from rkserve.router.answer_meter import AnswerMeter, is_fault
 from rkserve.router.auth import Caller, Callers, open_keys, queue_terms
@@ -52,6 +53,7 @@ from rkserve.router.dispatch.dispatch import Dispatch
 from rkserve.router.images import ImageInputs, fetch_of
 from rkserve.router.off_loop import INLINE_BODY_BYTES, GrammarChecker, off_loop
 from rkserve.router.queue.admission import QueueTerms
+from rkserve.router.request_log import RequestLog, noted
 from rkserve.router.served_models import ServedModel, ServedModels
 from rkserve.router.stored_responses import CallMemory
 from rkserve.router.streams import Choices, OpenStreams
@@ -110,9 +112,12 @@ class Service:
         dispatch: Dispatch,
         cluster: CoordinatorClient,
         metrics: RouterMetrics,
+        *,
+        tracing: Tracing | None = None,
     ) -> None:
         """Raises ``ConfigError``: a key file cannot be used."""
         self.config = config
+        self.log = RequestLog(tracing)
         self.keys = open_keys(config)
         self.callers = Callers(self.keys, metrics, config.metrics.keys)
         self.fleet = fleet = dispatch.fleet
@@ -176,16 +181,19 @@ class Service:
         """
         started_s = time.monotonic()
         caller = caller or self.callers.anybody
-        self.admit(caller)
+        record = self.admit(caller)
         completion, model = "", ""
         try:
             call = await read_call(body, dialect.parse)
             if memory is not None:
                 call = await memory.recall(call)
             call = replace(call, model=call.model or self.models.only, salt=caller.salt(call.salt))
-            timeouts_s = (timeout_s, call.timeout_s)
             terms = queue_terms(
-                caller, self.config, started_s, priority=call.priority, timeouts_s=timeouts_s
+                caller,
+                self.config,
+                started_s,
+                priority=call.priority,
+                timeouts_s=(timeout_s, call.timeout_s),
             )
             if policy is ANY and call.model in self.models.by_name:
                 meant = ResolvedModel(call.model)
@@ -194,8 +202,8 @@ class Service:
             served = self.models.by_name[model := meant.model]
             settings, renderer = served.folder.settings, served.renderer
             call = held(call, renderer)
-            await self._check_grammar(call, caller)
-            completion = self._name(dialect, call)
+            await self._check_grammar(call, caller, record)
+            completion = noted(record, call, meant, self._name(dialect, call))
             pictures: tuple[Picture, ...] = ()
             if isinstance(call, ChatCall) and call.images:
                 pictures = await self._sight.pictures(call.images, settings.vision)
@@ -220,7 +228,8 @@ class Service:
         except BaseException as exc:
             self._rejected(completion, caller, model, exc)
             raise
-        caller.spend(sum(len(one.prompt_ids) or one.counted for one in requests) // call.tries)
+        tokens = sum(len(one.prompt_ids) or one.counted for one in requests)
+        caller.spend(record.prompted(tokens // call.tries))
         # Sampling values that the board ignored are defaults.
         ignored = {name: getattr(served.sampling, name) for name in accepted[0].sampling_ignored}
         origin = AnswerOrigin(
@@ -235,7 +244,8 @@ class Service:
             sampling=replace(requests[0].sampling, **ignored),
         )
         answer = dialect.answer(call, completion, int(time.time()), origin)
-        meter = AnswerMeter(self.metrics, requests, started_s, self.config.objectives.ttft_s)
+        target_s = self.config.objectives.ttft_s
+        meter = AnswerMeter(self.metrics, requests, started_s, target_s, record)
         return Opened(call, dialect, answer, choices, accepted, requests, caller, meter, memory)
 
     def _rejected(self, completion: str, caller: Caller, model: str, exc: BaseException) -> None:
@@ -245,17 +255,23 @@ class Service:
         if model and is_fault(exc):
             self.metrics.judged.labels(model, "failed").inc()
 
-    async def _check_grammar(self, call: AnyCall, caller: Caller) -> None:
+    async def _check_grammar(self, call: AnyCall, caller: Caller, record: RequestRecord) -> None:
         """Check the grammar of a call, if any. Raises ``RequestError``, ``RateLimited``."""
         if call.steps.guide is not None:
             param, guide = call.steps.guide
-            with self._counts_rejections():
+            with self._counts_rejections(), record.checks_grammar():
                 await self.guiding.check(guide, param, caller.name)
 
-    def admit(self, caller: Caller) -> None:
-        """Admit a call of the caller until ``caller.leave``. Raises ``RateLimited``, counted."""
+    def admit(self, caller: Caller) -> RequestRecord:
+        """Admit a call of the caller until ``caller.leave``, and return the request's record.
+
+        Raises ``RateLimited``, counted.
+        """
+        record = record_of_request()
+        record.key = caller.name
         with self._counts_rejections():
             caller.enter()
+        return record
 
     @contextmanager
     def _counts_rejections(self) -> Iterator[None]:
@@ -347,7 +363,7 @@ class Service:
                 else:
                     meter.finished(event)
                     answer.end(index, event)
-            meter.done()
+            meter.done(answer.usage())
             await opened.keep()
             return answer.whole()
         except BaseException as exc:
@@ -380,7 +396,7 @@ class Service:
                 # The generator resumes only after the chunk was sent.
                 for index, event in events:
                     self.flows.sent(opened.requests[index].request_id, event)
-            opened.meter.done()
+            opened.meter.done(answer.usage())
             # Before the client sees the end, because its next call may refer to this answer.
             await opened.keep()
             yield answer.closing()

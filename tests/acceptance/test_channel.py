@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 from collections.abc import Iterator
@@ -55,6 +56,24 @@ def test_tokens_take_the_channel(connected: App) -> None:
         assert after["ray"] == before["ray"]
 
     run_loop(main(), 300.0)
+
+
+def test_the_log_of_every_process_is_read_and_a_request_is_found_in_it(connected: App) -> None:
+    """Serve's own filters, which set its request id on every line, stand between the two."""
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 4}
+    with connected.http_sync() as http:
+        answer = http.post("/v1/chat/completions", json=body, headers={"x-request-id": "a b"})
+        request = answer.json()["id"]
+        lines = [json.loads(line) for line in http.get("/v1/logs").text.splitlines()]
+        found = http.get("/v1/logs", params={"request_id": request}).text.splitlines()
+        engine = http.get("/v1/boards/sim-0/logs", params={"tail": 1}).text
+    boards = {f"sim-{number}" for number in range(connected.boards)}
+    assert {line["source"] for line in lines} == {*boards, "router", "coordinator"}
+    (access,) = [json.loads(line) for line in found]
+    assert access["message"].startswith("POST /v1/chat/completions 200 ")
+    assert "x_request_id=a_b" in access["message"]
+    assert "Hello" not in access["message"]
+    assert '"engine_pid":' in engine, "its last words come first"
 
 
 def test_a_board_that_is_frozen_in_mid_answer_costs_its_client_nothing(connected: App) -> None:

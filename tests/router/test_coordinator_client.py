@@ -255,3 +255,10 @@ def test_a_request_that_is_refused_because_its_model_fell_asleep_meanwhile_wakes
 def test_a_router_whose_models_were_put_to_sleep_is_ready(wakes: bool) -> None:
     of = napping(desired=slept(wakes=wakes))
     assert send(of, "GET", "/ready").status_code == 200
+
+
+def test_the_coordinator_learns_the_id_of_the_request_for_its_log() -> None:
+    of = house("a")
+    answer = send(of, "POST", "/pause", headers={"x-request-id": "theirs"})
+    assert answer.status_code == 200
+    assert [call.request_id for call in of.head.calls] == ["theirs"]

@@ -29,8 +29,21 @@ from rkserve.core.errors import (
     QueueTimeout,
     RkserveError,
 )
-from rkserve.core.messages import Delta, Event, Finished, GenerateRequest, Paused
+from rkserve.core.messages import (
+    Delta,
+    EmbedRequest,
+    Event,
+    Finished,
+    GenerateRequest,
+    Paused,
+)
 from rkserve.core.metrics import QueueCollector, RouterMetrics
+from rkserve.core.request_record import (
+    BoardVisit,
+    GenerationRecord,
+    code_of,
+    record_generation,
+)
 from rkserve.fleet.fleet import BoardLink, Fleet
 from rkserve.fleet.measurements import Circuit, CircuitBreaker
 from rkserve.router.dispatch.failover import (
@@ -86,6 +99,10 @@ class BoardReservation(Protocol):
     request: GenerateRequest
     waited_ms: float
 
+    @property
+    def expected_tokens(self) -> int:
+        """The tokens of the cached prefix that is expected at the board."""
+
     def observe(self, event: Event) -> None:
         """Process an event of the board."""
 
@@ -114,9 +131,21 @@ class ReservationQueue(Protocol):
 class _Attempt:
     """The outcome of a request on one board."""
 
-    def __init__(self, reservation: BoardReservation) -> None:
-        self.reservation = reservation
+    def __init__(self, reservation: BoardReservation, visit: BoardVisit) -> None:
+        self.reservation, self.visit = reservation, visit
         self.accepted = self.finished = self.left = False
+
+    def observe(self, event: Event) -> None:
+        """Process an event of the board."""
+        self.finished = isinstance(event, Finished)
+        self.reservation.observe(event)
+        if self.visit.first_s is None or self.finished:
+            self.visit.observe(event)
+
+    def failed(self, exc: BaseException) -> None:
+        """Note the error that ends it."""
+        if not self.finished:
+            self.visit.failure = "moved" if isinstance(exc, ControlChange) else code_of(exc)
 
 
 class Dispatch:
@@ -172,9 +201,10 @@ class Dispatch:
         location = RequestLocation(progress, self.fleet, self.unassigned.known, terms)
         aborts = self.unassigned.aborts
         location.ended = bool(aborts) and self.unassigned.is_aborted(request, terms)
+        record = record_generation(request.request_id)
         with location:
-            while (reservation := await self._reservation(location, tried, terms)) is not None:
-                one = _Attempt(reservation)
+            while (one := await self._attempt(location, tried, terms, record)) is not None:
+                reservation = one.reservation
                 link = self.fleet.links[reservation.group]
                 try:
                     async with aclosing(
@@ -185,12 +215,11 @@ class Dispatch:
                         )
                         one.accepted = True
                         location.enter(reservation.group, reservation.replica)
-                        reservation.observe(event)
+                        one.observe(event)
                         if (sent := progress.observe(event)) is not None:
                             yield sent
                         async for event in events:
-                            one.finished = isinstance(event, Finished)
-                            reservation.observe(event)
+                            one.observe(event)
                             if progress.waits or location.paused or isinstance(event, Paused):
                                 self._noted(location, event)
                             if (sent := progress.observe(event)) is not None:
@@ -198,32 +227,53 @@ class Dispatch:
                         self._require_end(one)
                 except (ControlChange, *_ELSEWHERE) as exc:
                     self._left(location, one, exc, tried)
-                except BaseException:
+                except BaseException as exc:
+                    one.failed(exc)
                     # After the last event there is no need to wait for the end of the stream.
                     one.left = not one.finished
                     raise
                 else:
                     return
                 finally:
+                    record.left(one.visit, progress.times)
                     self._give_back(reservation, left=one.left)
                 await self._between(location)
             for last in self.unassigned.end(location):
                 yield last
 
-    async def _reservation(
-        self, location: RequestLocation, tried: TriedBoards, terms: QueueTerms
-    ) -> BoardReservation | None:
-        """Return a reservation, through any control calls meanwhile; None if aborted.
+    async def _attempt(
+        self,
+        location: RequestLocation,
+        tried: TriedBoards,
+        terms: QueueTerms,
+        record: GenerationRecord,
+    ) -> _Attempt | None:
+        """Wait for a reservation, through any control calls meanwhile; None if aborted.
 
         Raises the error for which no board takes it.
         """
-        while not location.ended:
-            with suppress(ControlChange):
-                reservation = await location.unless_changed(
-                    self._take(location.progress, tried, terms), self._give_back
-                )
-                location.progress.queued_ms += reservation.waited_ms
-                return reservation
+        progress, wait = location.progress, record.wait()
+        try:
+            while not location.ended:
+                with suppress(ControlChange):
+                    reservation = await location.unless_changed(
+                        self._take(progress, tried, terms), self._give_back
+                    )
+                    progress.queued_ms += reservation.waited_ms
+                    return _Attempt(
+                        reservation,
+                        record.visit(
+                            reservation.replica,
+                            progress.tokens,
+                            reservation.expected_tokens,
+                            embeds=isinstance(progress.asked, EmbedRequest),
+                        ),
+                    )
+        except BaseException as exc:
+            wait.failure = code_of(exc)
+            raise
+        finally:
+            wait.ended_s = time.monotonic()
         return None
 
     async def _between(self, location: RequestLocation) -> None:
@@ -324,6 +374,7 @@ class Dispatch:
         tried: TriedBoards,
     ) -> None:
         """Handle a request that has no board. Raises as ``_missed``."""
+        one.failed(exc)
         if isinstance(exc, ControlChange):
             one.left = True
             return
@@ -360,7 +411,8 @@ class Dispatch:
             if isinstance(error, PoisonRequest):
                 self._forgive(progress)
             raise error
-        self._metrics.continued(why(exc))
+        one.visit.why = why(exc)
+        self._metrics.continued(one.visit.why)
         log.warning(
             "%s goes on elsewhere after %d tokens: %s",
             reservation.request.request_id,

@@ -52,6 +52,7 @@ from rkserve.core.messages import (
     Finished,
     GenerateRequest,
 )
+from rkserve.core.request_record import RequestRecord, record_of_request
 from rkserve.core.run_params import Pooling
 from rkserve.models.settings import EmbeddingSettings
 from rkserve.router.auth import Caller, queue_terms
@@ -258,6 +259,8 @@ class RequestSpread(Generic[RequestT, T]):
         self, service: Service, visit: CallContext, terms: QueueTerms, requests: Sequence[RequestT]
     ) -> None:
         self._service, self._visit, self._terms = service, visit, terms
+        self._record = record_of_request()
+        _note_requests(self._record, requests)
         self._left = deque(enumerate(requests))
         self._values: dict[int, T] = {}
         self._versions: list[str] = []
@@ -333,10 +336,18 @@ class RequestSpread(Generic[RequestT, T]):
                     self._versions.append(version)
                     self.accepted.append(accepted)
                     self.tokens += event.usage.prompt_tokens
+                    self._record.prompt_tokens = self.tokens
                     return found
                 elif accepted is not None and found is None:
                     found = value(request, event, accepted.board_id)
         raise NoBoard(request.model, "an answer ended before its end")
+
+
+def _note_requests(record: RequestRecord, requests: Sequence[GenerateRequest]) -> None:
+    for first in requests[:1]:
+        record.id, record.model = first.request_id.rpartition("/")[0], first.model
+        record.adapter = first.line or (first.adapter.name if first.adapter else "")
+        record.operation = "embeddings" if isinstance(first, EmbedRequest) else "rerank"
 
 
 def boards_at_work(service: Service, model: str) -> int:

@@ -277,6 +277,11 @@ class Reservation:
         return self._in_flight.expected
 
     @property
+    def expected_tokens(self) -> int:
+        """The tokens of that prefix."""
+        return self._in_flight.expected.tokens
+
+    @property
     def keeps(self) -> bool:
         """Return whether the request would occupy the board while paused."""
         return (

@@ -236,6 +236,7 @@ class Seat:
     request: GenerateRequest
     group: str = "g"
     waited_ms: float = 0.0
+    expected_tokens: int = 0
     ends: list[bool] = field(default_factory=list)
 
     def observe(self, event: Event) -> None:

@@ -31,9 +31,9 @@ def report(board: str, **changes: Any) -> BoardReport:
     return BoardReport(board, **{**known, "replica": f"replica of {board}", **changes})
 
 
-def accepted(board: str, ignored: tuple[str, ...] = ()) -> Accepted:
+def accepted(board: str, ignored: tuple[str, ...] = (), *, waits: bool = False) -> Accepted:
     """The board has taken the request."""
-    return Accepted(board, "1.3.0", 0, ignored)
+    return Accepted(board, "1.3.0", 0, ignored, waits=waits)
 
 
 def finished(

@@ -17,6 +17,7 @@ from starlette.types import ASGIApp
 
 from rkserve.config.router import ResponsesConfig, RouterConfig
 from rkserve.core.metrics import RouterMetrics
+from rkserve.core.request_record import Tracing
 from rkserve.http.app import make_app
 from rkserve.models.folder import open_model_folder
 from rkserve.router.cluster_metrics import ClusterMetrics
@@ -56,6 +57,7 @@ class House:
     others: ResponsePeers | None = None  # all Routers, where there are several
     viewers: ViewPeers | None = None  # the others, where there are some
     clock: Callable[[], float] = time.time
+    tracing: Tracing | None = None
 
     def __post_init__(self) -> None:
         model_id = self.served.folder.id
@@ -64,7 +66,12 @@ class House:
         metrics = RouterMetrics(CollectorRegistry())
         dispatch = open_dispatch(self.config, fleet, metrics, random.Random(5))
         self.service = Service(
-            self.config, {model_id: self.served}, dispatch, self.cluster, metrics
+            self.config,
+            {model_id: self.served},
+            dispatch,
+            self.cluster,
+            metrics,
+            tracing=self.tracing,
         )
         config = self.config
         if self.kept is None:
