@@ -132,6 +132,7 @@ OWNERS: dict[str, frozenset[str]] = {
             "models",
         }
     ),
+    "opentelemetry": frozenset({"deployments.tracing"}),
     "prometheus_client": frozenset({"core", "http", "coordinator", "deployments"}),
     "httpx": frozenset({"catalog.hub", "client", "coordinator.artifacts"}),
     "typer": frozenset({"cli"}),

@@ -15,6 +15,7 @@ from rkserve.core.block_hashes import FILES
 ADMIN_KEY_VARIABLE = "RKSERVE_ADMIN_KEY"
 MAX_PORT = 65535
 _HOST_PATTERN = re.compile(r"\*|(\*\.)?[A-Za-z0-9_]([A-Za-z0-9._-]*[A-Za-z0-9_])?")
+_URL = re.compile(r"https?://[^\s/?#]+[^\s?#]*")
 _ORIGIN = re.compile(r"\*|[A-Za-z][A-Za-z0-9+.-]*://[^\s/?#@*]+")
 
 
@@ -109,6 +110,43 @@ class MetricsConfig(Settings):
         description="API keys whose usage is counted by name: the first ones of `api_keys_file`. "
         "Those after them are counted together as `(other)`.",
     )
+
+
+class TracingConfig(Settings):
+    """Traces of requests by OpenTelemetry
+    ([logs-and-traces.md](../how-to/logs-and-traces.md#traces)).
+    """
+
+    enabled: bool = Field(
+        False,
+        description="Whether requests are traced. It needs `rkserve[otel]` on the nodes of the "
+        "Routers.",
+    )
+    endpoint: str | None = Field(
+        None,
+        description="Where spans are sent in OTLP over HTTP, such as `http://collector:4318`, "
+        "without `/v1/traces`. Empty: as `OTEL_EXPORTER_OTLP_ENDPOINT` in the environment of Ray "
+        "has it, else port 4318 of the Router's node. Headers with secrets are for "
+        "`OTEL_EXPORTER_OTLP_HEADERS`.",
+    )
+    sampling_ratio: float = Field(
+        0.01,
+        ge=0,
+        le=1,
+        description="Which part of the requests is recorded, where their clients do not decide by "
+        "a `traceparent`.",
+    )
+    prompts: bool = Field(
+        False,
+        description="Whether prompts and answers are recorded too, for all readers of the traces.",
+    )
+
+    @field_validator("endpoint")
+    @classmethod
+    def _is_a_url(cls, url: str | None) -> str | None:
+        if url is not None and not _URL.fullmatch(url):
+            raise ValueError("must be a URL such as http://collector:4318")
+        return url
 
 
 class RouterConfig(Settings):
@@ -279,6 +317,7 @@ class RouterConfig(Settings):
         description="Streams of `GET /v1/cluster/events` that one Router serves at once; then 429.",
     )
     metrics: MetricsConfig = MetricsConfig()
+    tracing: TracingConfig = TracingConfig()
     page: bool = Field(True, description="Whether `/` is the [chat page](../how-to/page.md).")
 
     @field_validator("allowed_hosts")

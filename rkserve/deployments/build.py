@@ -21,6 +21,7 @@ from rkserve.deployments.preflight import check_args, check_folders
 from rkserve.deployments.ray_extensions import RESOURCE
 from rkserve.deployments.replica import HEAD, ROUTER
 from rkserve.deployments.router import RouterReplica
+from rkserve.deployments.tracing import check_tracing
 
 # Requests beyond the board's own queue are rejected by the board, never by Serve.
 BOARD_HEADROOM = 64
@@ -53,6 +54,8 @@ def build(args: dict[str, Any]) -> serve.Application:
         config = check_args(args)
         check_folders(config)
         check_environ(os.environ)
+        if config.router.nodes == "head":
+            check_tracing(config.router.tracing)
     except ConfigError as exc:
         raise ConfigurationRefused(str(exc)) from exc
     handles = {group.name: _boards(group, config) for group in config.deployed}

@@ -43,6 +43,7 @@ from rkserve.deployments.haproxy import check_environ, is_loopback
 from rkserve.deployments.ray_metrics import RayRouterMetrics
 from rkserve.deployments.replica import Node, find_node, log_with_serve
 from rkserve.deployments.router_peers import SHORT_ID, RayPeers
+from rkserve.deployments.tracing import OpenTelemetry, open_tracing
 from rkserve.http.app import make_app
 from rkserve.http.auth import host_names, machine_names
 from rkserve.http.gradio_routes import GradioCalls, PendingCall
@@ -163,7 +164,12 @@ class RouterReplica:
         dispatch = open_dispatch(config.router, fleet, metrics, random.Random())
         models = {folder.id: ServedModel.open(folder) for folder in folders.values()}
         cluster = CoordinatorClient(RayCoordinatorLink(coordinator), fleet.obey)
-        self._service = Service(config.router, models, dispatch, cluster, metrics)
+        self._tracing = open_tracing(
+            config.router.tracing, serve.get_replica_context().replica_id.unique_id
+        )
+        self._service = Service(
+            config.router, models, dispatch, cluster, metrics, tracing=self._tracing
+        )
         self._service.registry.register(StreamCollector(channels.counts))
         several = config.router.replicas > 1
         peers = RayPeers(config.router.report_timeout_s) if several else None
@@ -295,6 +301,9 @@ class RouterReplica:
             self._responses.close()
         if hasattr(self, "_channels"):
             await self._channels.close()
+        tracing: OpenTelemetry | None = getattr(self, "_tracing", None)
+        if tracing is not None:
+            await asyncio.to_thread(tracing.close)
 
 
 def router_name(state_dir: Path, node: Node, replica: str) -> tuple[NodeSlot | None, str]:

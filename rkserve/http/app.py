@@ -58,6 +58,16 @@ from rkserve.router.stored_responses import Responses
 
 log = logging.getLogger(__name__)
 
+# FastAPI would make spans and logs of its own, with the texts of errors, wherever a library in the
+# process has set OpenTelemetry's global providers, as Ray's tracing does.
+NO_TELEMETRY: Any = {
+    "tracing": False,
+    "metrics": False,
+    "logs": False,
+    "operation_spans": False,
+    "auto_configure": False,
+}
+
 
 def make_app(
     service: Service,
@@ -92,6 +102,7 @@ def make_app(
         docs_url=None,
         redoc_url=None,
         openapi_url=None,
+        telemetry=NO_TELEMETRY,
     )
     app.add_exception_handler(RkserveError, _on_error)
     app.add_exception_handler(HTTPException, _on_http_error)

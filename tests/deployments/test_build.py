@@ -10,6 +10,7 @@ from ray import serve
 
 from rkserve.app import build
 from rkserve.core.errors import ConfigError
+from rkserve.deployments import tracing
 from rkserve.deployments.board import MAX_REST_S, Failures
 from rkserve.deployments.preflight import check_args
 from rkserve.native.sim import profiles
@@ -81,6 +82,19 @@ def test_a_real_group_has_one_replica_for_each_board_whatever_its_share(share: f
 
 def test_no_request_is_refused_by_serve_before_the_board_has_seen_it() -> None:
     assert options(build(args(queue_limit=100)))["max_ongoing_requests"] > 101
+
+
+def test_traces_need_their_package_on_the_head_and_a_url(monkeypatch: pytest.MonkeyPatch) -> None:
+    def traced(**settings: Any) -> dict[str, Any]:
+        return {**args(), "router": {"tracing": {"enabled": True, **settings}}}
+
+    build(traced(endpoint="https://collector.example/otlp"))
+    with pytest.raises(ConfigError, match=r"endpoint: must be a URL .*; not .here:4318"):
+        build(traced(endpoint="here:4318"))
+    monkeypatch.setattr(tracing, "find_spec", lambda _: None)
+    with pytest.raises(ConfigError, match=r"pip install 'rkserve\[otel\]'"):
+        build(traced())
+    build(args())
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,1 @@
+"""CPU time that access lines and traces cost a Router."""
