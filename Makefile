@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip -q --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-quick unit cluster page-test fuzz mutation compat compat-programs compat-lock aarch64 check check-cluster offline deb format bench bench-control bench-scale bench-kills bench-multi-turn bench-overload docs docs-serve lock sim sanitize clean
+.PHONY: help demo test test-quick unit cluster page-test fuzz mutation compat compat-programs compat-lock aarch64 check check-observability check-cluster offline deb format bench bench-control bench-scale bench-kills bench-multi-turn bench-overload docs docs-serve lock sim sanitize clean
 
 help:
 	@echo "make demo    a chat model on three simulated boards, an embedding model on a fourth, until Ctrl-C"
@@ -23,6 +23,7 @@ help:
 	@echo "make compat-programs VENDOR=.. SERVER=..  programs for boards, unmodified, on the simulator"
 	@echo "make aarch64 install, compile and test in an arm64 Debian under emulation"
 	@echo "make check   ruff, mypy and generated docs"
+	@echo "make check-observability  dashboards and alert rules, with promtool"
 	@echo "make check-cluster  linters for cluster/: Ansible, systemd units, shell, packages, containers"
 	@echo "make offline  what a cluster needs, into cluster/offline; TARGETS=\"cp311-aarch64\" LIBRARY= MODELS="
 	@echo "make deb     Debian packages of cluster/offline, into dist"
@@ -115,7 +116,14 @@ check: $(READY) sim
 	$(BIN)/python scripts/make_docs.py --check
 	$(BIN)/python scripts/make_declarations.py --check
 	$(BIN)/python scripts/make_sync_client.py --check
+	$(BIN)/python -m observability.generate --check
 	$(MKDOCS) build --strict
+
+# promtool checks the alert rules, and plants the cause of each.
+check-observability: $(READY)
+	@command -v promtool > /dev/null || \
+		{ echo "make check-observability needs promtool: apt-get install prometheus"; exit 1; }
+	$(BIN)/python -m pytest tests/observability
 
 # The Pythons and machines of a cluster; Debian 12 has 3.11, Ubuntu 24.04 3.12, Debian 13 3.13.
 OFFLINE ?= cluster/offline
@@ -174,6 +182,7 @@ docs: $(READY)
 	$(BIN)/python scripts/make_docs.py
 	$(BIN)/python scripts/make_declarations.py
 	$(BIN)/python scripts/make_sync_client.py
+	$(BIN)/python -m observability.generate
 
 # Without the note on the end of MkDocs 1.
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs

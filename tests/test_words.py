@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 
 # Declarations are written by cffi.
 PACKAGE = [p for p in sorted((PROJECT / "rkserve").rglob("*.py")) if p.parent.name != "decl"]
-BESIDE = ("benchmarks", "examples", "scripts")
+BESIDE = ("benchmarks", "examples", "observability", "scripts")
 SOURCES = [*PACKAGE, *(p for name in BESIDE for p in sorted((PROJECT / name).rglob("*.py")))]
 # A noun phrase or an imperative opens a docstring; these words open a clause in its place.
 CLAUSE = re.compile(r"(What|Whether|Who|Whoever|Whose|How|That|Which|Where|When)\b")
