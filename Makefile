@@ -123,7 +123,7 @@ check: $(READY) sim
 check-observability: $(READY)
 	@command -v promtool > /dev/null || \
 		{ echo "make check-observability needs promtool: apt-get install prometheus"; exit 1; }
-	$(BIN)/python -m pytest tests/observability
+	$(BIN)/python -m pytest --promtool tests/observability
 
 # The Pythons and machines of a cluster; Debian 12 has 3.11, Ubuntu 24.04 3.12, Debian 13 3.13.
 OFFLINE ?= cluster/offline

@@ -33,7 +33,11 @@ settings.register_profile("thorough", PATIENT, max_examples=1000)
 settings.load_profile("patient")
 
 NO_BOARD = f"needs a real board; run with --board and {' and '.join(BOARD_OPTIONS)}"
-NO_PAGE = "drives Chromium; run by make page-test"
+# Markers of tests that need a program of others, each with its option and the reason to skip it.
+PROGRAMS = {
+    "page": "drives Chromium; run by make page-test",
+    "promtool": "needs Prometheus' promtool; run by make check-observability",
+}
 NOTES: pytest.StashKey[list[str]] = pytest.StashKey()
 FIGURES: pytest.StashKey[list[str]] = pytest.StashKey()
 CLUSTER: pytest.StashKey[LocalCluster] = pytest.StashKey()
@@ -46,8 +50,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     for option, variable in BOARD_OPTIONS.items():
         text = f"path of {what[option]} for --board (or ${variable})"
         group.addoption(option, metavar="PATH", default=os.environ.get(variable), help=text)
-    group = parser.getgroup("the chat page")
-    group.addoption("--page", action="store_true", help="also drive Chromium (make page-test)")
+    group = parser.getgroup("programs of others")
+    for name, reason in PROGRAMS.items():
+        group.addoption(f"--{name}", action="store_true", help=f"also run what {reason}")
     group = parser.getgroup("interruptions")
     for option, default, text in (
         ("--cycles", 30, "random pauses for each n_batch"),
@@ -105,10 +110,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         item.add_marker(pytest.mark.xdist_group(groups[item.path]))
         if isinstance(item, pytest.Function) and uses_engine(item.module):
             item.add_marker(pytest.mark.engine)
-    if not config.getoption("--page"):
-        for item in items:
-            if item.get_closest_marker("page"):
-                item.add_marker(pytest.mark.skip(reason=NO_PAGE))
+    for name, reason in PROGRAMS.items():
+        if not config.getoption(f"--{name}"):
+            for item in items:
+                if item.get_closest_marker(name):
+                    item.add_marker(pytest.mark.skip(reason=reason))
     on_boards = [item for item in items if item.get_closest_marker("board")]
     if config.getoption("--board"):
         missing = [f"{o} (or ${v})" for o, v in BOARD_OPTIONS.items() if not config.getoption(o)]
