@@ -11,10 +11,6 @@ export function path_of(before, name, after = "") {
   return `${before}/${name.split("/").map(encodeURIComponent).join("/")}${after}`;
 }
 
-function of_board(verb) {
-  return (name) => [path_of("v1/boards", name, `/${verb}`), JSON_POST({})];
-}
-
 /** The actions in the order of their buttons; `fits` decides which of a pair is offered. */
 const ACTIONS = [
   {
@@ -44,13 +40,6 @@ const ACTIONS = [
     consequence: () => "It loads its model again; requests that waited for it go on.",
     call: (name) => ["wake_up", JSON_POST({ boards: [name] })],
     done: (name) => `${name} is awake.`,
-  },
-  {
-    verb: "Restart engine",
-    fits: () => true,
-    consequence: (running) => `Its engine process is replaced and loads the model again. ${running} Its requests continue on another board, or here when it is back; its KV cache is lost.`,
-    call: of_board("restart"),
-    done: (name) => `The engine of ${name} is restarted.`,
   },
   {
     verb: "Clear KV",
