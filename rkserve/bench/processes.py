@@ -163,6 +163,13 @@ def descendants(root: Path, pid: int) -> list[ProcessIdentity]:
     return [stat.identity for stat in _tree(root, [pid]) if stat.identity.pid != pid]
 
 
+def has_ended_below(root: Path, pid: int, name: str) -> bool:
+    """Return whether a process with this program's name below ``pid`` has ended, uncollected."""
+    return any(
+        stat.zombie and _program(root, stat.identity.pid) == name for stat in _tree(root, [pid])
+    )
+
+
 def snapshot(root: Path, pids: Iterable[int]) -> dict[ProcessIdentity, tuple[str, Stat]]:
     """The processes ``pids`` and all below them, each with its part."""
     return {
@@ -216,6 +223,14 @@ def _stat(root: Path, pid: int) -> Stat | None:
         return parse_stat((root / str(pid) / "stat").read_text())
     except (FileNotFoundError, ProcessLookupError):
         return None
+
+
+def _program(root: Path, pid: int) -> str:
+    """Return the name of a process, which one that has ended still has."""
+    try:
+        return (root / str(pid) / "comm").read_text(errors="replace").strip()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
 
 
 def _command_line(root: Path, pid: int) -> str:

@@ -17,6 +17,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, BinaryIO
 
 from rkserve.api.admin.join import MemberEntry, MemberState
+from rkserve.bench.processes import PROC, has_ended_below
 from rkserve.bringup import serving
 from rkserve.bringup.discovery import Announcement
 from rkserve.bringup.processes import NodeSupervisor, StateFolder
@@ -41,7 +42,13 @@ from rkserve.doctor.rules import localhost
 from rkserve.router.members import Members
 from rkserve.router.membership import FOLDER, TERMS, ClusterTerms, new_token, write_terms
 
-RAY_START = (sys.executable, "-m", "ray.scripts.scripts", "start")
+# Unbuffered, so that the last line of its log is the newest one, not what was kept back.
+RAY_START = (sys.executable, "-u", "-m", "ray.scripts.scripts", "start")
+RAYLET = "raylet"
+RAYLET_ENDED = (
+    "its raylet has ended, as it does where Ray's agents take more than 15 s to start; "
+    "raylet.err in the logs of its session has the reason"
+)
 RAY_STARTED = "Ray runtime started."
 RAY_ATTEMPTS = 3
 RECORD_S = 5.0
@@ -411,11 +418,14 @@ def start_ray(
         log.seek(0)
         log.truncate()
         ray = node.start(command, environ, log, signal.SIGTERM)
-        while ray.poll() is None:
+        last = ""
+        while ray.poll() is None and not last:
             if RAY_STARTED in path.read_text(errors="replace"):
                 return ray
             time.sleep(serving.POLL_S)
-        last = ServeLog(path).last_line()
+            # `ray start` would wait three minutes for it.
+            last = RAYLET_ENDED if has_ended_below(PROC, ray.pid, RAYLET) else ""
+        last = last or ServeLog(path).last_line()
         node.drop(ray)
         again = "trying once more" if attempt < attempts else f"giving up; see {path}"
         note(f"rkserve: Ray did not start ({last}); {again}.")

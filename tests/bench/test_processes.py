@@ -19,6 +19,7 @@ from rkserve.bench.processes import (
     ProcessIdentity,
     ProcessMemory,
     descendants,
+    has_ended_below,
     is_alive,
     memory_of,
     parse_machine,
@@ -109,6 +110,22 @@ def test_a_tree_is_followed_down_also_to_pids_that_are_smaller_than_their_parent
     assert {one.pid for one in descendants(tmp_path, 500)} == {30, 700}
     replicas = memory_of(tmp_path, snapshot(tmp_path, [500]))["board replica"]
     assert replicas == [ProcessMemory(4000 * 1024, 2000 * 1024)]
+
+
+def test_an_ended_process_is_known_by_its_program_until_it_is_collected(tmp_path: Path) -> None:
+    for pid, name, parent, state in (
+        (5, "start", 1, "S"),
+        (6, "raylet", 5, "Z"),
+        (7, "gcs", 5, "S"),
+    ):
+        folder = tmp_path / str(pid)
+        folder.mkdir()
+        line = stat_line(pid, name, parent, (0, 0)).replace(") S ", f") {state} ")
+        (folder / "stat").write_text(line)
+        (folder / "comm").write_text(f"{name}\n")
+    assert has_ended_below(tmp_path, 5, "raylet")
+    assert not has_ended_below(tmp_path, 5, "gcs")
+    assert not has_ended_below(tmp_path, 7, "raylet")
 
 
 def test_a_pid_that_is_used_again_is_another_process(tmp_path: Path) -> None:

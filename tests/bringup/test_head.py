@@ -42,6 +42,9 @@ left = pathlib.Path(os.environ["FAILURES_LEFT"])
 print("options", *sys.argv[1:], os.environ["RAY_AUTH_MODE"])
 if (count := int(left.read_text())) > 0:
     left.write_text(str(count - 1))
+    if raylet := os.environ.get("RAYLET"):
+        ended = subprocess.Popen([raylet])
+        time.sleep(600)
     sys.exit("The current node timed out during startup.")
 subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 print("Ray runtime started.", flush=True)
@@ -193,6 +196,19 @@ def test_ray_gets_three_attempts(tmp_path: Path) -> None:
     assert process.returncode == 1
     assert output.count("Ray did not start") == 3
     assert "giving up; see" in output
+
+
+def test_an_attempt_ends_with_its_raylet(tmp_path: Path) -> None:
+    raylet = tmp_path / "raylet"
+    raylet.write_text("#!/bin/sh\nexit 1\n", encoding="utf-8")
+    raylet.chmod(0o755)
+    process = up(tmp_path, failures=1, RAYLET=str(raylet))
+    wait_ready(process, tmp_path)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0
+    assert "rkserve: Ray did not start (its raylet has ended, as it does where" in output
+    assert "trying once more.\nRay runs at" in output
 
 
 def test_a_configuration_says_whether_boards_join_later(tmp_path: Path) -> None:
