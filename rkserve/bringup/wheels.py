@@ -25,7 +25,7 @@ from rkserve.core.errors import ConfigError
 
 WHEEL = re.compile(r"rkserve-([^-]+)-.*\.whl")
 PINNED_RAY = re.compile(r"^ray(?:\[[^\]]*\])?==([\w.+]+)", re.MULTILINE)
-LOCK_FILE, SUBFOLDER = "requirements.lock", "wheels"
+LOCK_FILE, SUBFOLDER, PIP = "requirements.lock", "wheels", "pip-*.whl"
 LIMIT_S = 3600.0  # of pip on a board with a slow card
 CHECK_S = 300.0
 # Imports everything that a node runs; a package that is missing or broken fails here.
@@ -117,10 +117,21 @@ class WheelFolder:
                 places.append(Path(unpacked))
             options = [f"--find-links={one}" for one in places if one.is_dir()]
             options += [] if index else ["--isolated", "--no-index"]
-            pip = [*self._pip(python), "install", "--no-cache-dir", "--quiet", *options]
+            pip = [
+                *self.pip_command(python, Path(sys.prefix).resolve()),
+                "install",
+                "--no-cache-dir",
+                "--quiet",
+                *options,
+            ]
             if self.lock is not None:
-                _run([*pip, "--require-hashes", "-r", str(self.lock)], "pip")
-                _run([*pip, "--no-deps", str(self.wheel)], "pip")
+                # The lock is complete: pip, which is slow on a board, runs once, resolving nothing.
+                own = Path(unpacked, "rkserve.txt")
+                digest = hashlib.sha256(self.wheel.read_bytes()).hexdigest()
+                uri = self.wheel.resolve().as_uri()
+                own.write_text(f"rkserve @ {uri} --hash=sha256:{digest}\n", encoding="utf-8")
+                locked = ["--no-deps", "--require-hashes", "-r", str(self.lock), "-r", str(own)]
+                _run([*pip, *locked], "pip")
             else:
                 _run([*pip, str(self.wheel)], "pip")
         if self.lock is not None:
@@ -129,11 +140,16 @@ class WheelFolder:
         if found.rkserve != self.version:
             raise ConfigError(f"{self.wheel} contains rkserve {found.rkserve}.")
 
-    def _pip(self, python: Path) -> list[str]:
-        """Return pip's command for an environment: the folder's, this one's, or Python's own."""
-        wheels = sorted(self.folder.glob("pip-*.whl"))
+    def pip_command(self, python: Path, running: Path) -> list[str]:
+        """Return pip's command for an environment: the folder's, this one's, or Python's own.
+
+        A wheel of pip is kept in the environment for the next version: Debian's Python has no pip
+        without another package, and boards do not download pip where their packages stay.
+        """
+        wheels = sorted(self.folder.glob(PIP)) or sorted(running.glob(PIP))
         if wheels:
-            return [str(python), f"{wheels[-1]}/pip"]
+            kept = shutil.copy(wheels[-1], python.parent.parent)
+            return [str(python), f"{kept}/pip"]
         if importlib.util.find_spec("pip") is not None:
             return [sys.executable, "-m", "pip", "--python", str(python)]
         _run([str(python), "-m", "ensurepip"], "ensurepip")

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from rkserve.bringup.versions import MARKER, VersionFolder
-from rkserve.bringup.wheels import WheelFolder, check
+from rkserve.bringup.wheels import LOCK_FILE, WheelFolder, check
 from rkserve.core.errors import ConfigError
+from tests.support.paths import PROJECT
 from tests.support.sim.wheel_folder import make_wheel
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -21,6 +22,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheels")
     make_wheel("0.2.7", folder, tmp_path_factory.mktemp("work"))
+    shutil.copy(PROJECT / LOCK_FILE, folder)
     return folder
 
 
@@ -56,6 +58,7 @@ def test_a_version_is_installed_from_a_folder_beside_the_one_that_runs(
     site = site_of(versions)
     assert not [*site.glob("__editable__*")]
     assert (site / "rkserve" / "app.py").is_file()
+    assert (environment / LOCK_FILE).read_bytes() == (PROJECT / LOCK_FILE).read_bytes()
     ray = (environment / "bin" / "ray").read_text(encoding="utf-8")
     assert ray.startswith(f"#!{environment}/bin/python")
 
@@ -102,3 +105,20 @@ def test_a_folder_is_read_by_its_names(tmp_path: Path) -> None:
     (tmp_path / "rkserve-0.3.0-py3-none-any.whl").write_bytes(b"two")
     with pytest.raises(ConfigError, match="has 2 wheels"):
         WheelFolder(tmp_path)
+
+
+def test_pip_comes_from_the_folder_else_from_the_version_that_runs(tmp_path: Path) -> None:
+    """It is kept for the next version, because Debian's Python alone has none."""
+    offline, running, new = (tmp_path / name for name in ("offline", "running", "new"))
+    for folder in (offline, running, new / "bin"):
+        folder.mkdir(parents=True)
+    (offline / "rkserve-0.2.0-py3-none-any.whl").write_bytes(b"one")
+    (running / "pip-25.3-py3-none-any.whl").write_bytes(b"pip of the version that runs")
+    python = new / "bin" / "python"
+    kept = new / "pip-25.3-py3-none-any.whl"
+    assert WheelFolder(offline).pip_command(python, running) == [str(python), f"{kept}/pip"]
+    assert kept.read_bytes() == b"pip of the version that runs"
+    (offline / "pip-26.0-py3-none-any.whl").write_bytes(b"the folder's")
+    newer = new / "pip-26.0-py3-none-any.whl"
+    assert WheelFolder(offline).pip_command(python, running) == [str(python), f"{newer}/pip"]
+    assert newer.read_bytes() == b"the folder's"

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+from rkserve.bringup.wheels import LOCK_FILE
 from scripts.offline import write_sums
 from tests.support.paths import PROJECT
 
@@ -106,6 +107,15 @@ def test_a_version_is_installed_once_and_taken_into_use(machine: Machine) -> Non
     assert machine.done("list") == "1.0 in use\n"
     assert (machine.prefix / "venv" / "bin" / "rkserve").exists()
     assert sorted(p.name for p in machine.prefix.iterdir()) == ["1.0", "venv"]
+
+
+def test_a_version_has_what_the_next_update_needs(machine: Machine) -> None:
+    """Without them `rkserve update` would need Python's own pip, and download all packages."""
+    machine.done("install", str(machine.offline))
+    version = machine.prefix / "1.0"
+    assert (version / machine.pip.name).read_bytes() == machine.pip.read_bytes()
+    lock = (machine.offline / LOCK_FILE).read_bytes()
+    assert (version / LOCK_FILE).read_bytes() == lock
 
 
 def test_an_offline_folder_without_pip_is_installed_with_python_s_own(machine: Machine) -> None:
