@@ -27,7 +27,7 @@ WHEEL = re.compile(r"rkserve-([^-]+)-.*\.whl")
 PINNED_RAY = re.compile(r"^ray(?:\[[^\]]*\])?==([\w.+]+)", re.MULTILINE)
 LOCK_FILE, SUBFOLDER, PIP = "requirements.lock", "wheels", "pip-*.whl"
 LIMIT_S = 3600.0  # of pip on a board with a slow card
-CHECK_S = 300.0
+CHECK_S = 900.0  # of imports that take 4 s of a desktop CPU, beside a board's requests
 # Imports everything that a node runs; a package that is missing or broken fails here.
 IMPORTS = (
     "import rkserve.app, rkserve.deployments.board, rkserve.deployments.router, "
