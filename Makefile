@@ -51,9 +51,9 @@ test: $(READY) sim
 # conftest.py.
 PYTEST := $(BIN)/python -m pytest --dist loadgroup --no-loadscope-reorder
 
-# Three times as many processes as cores: many tests wait for simulated tokens.
+# Twice as many processes as cores: many tests wait for simulated tokens.
 unit: $(READY) sim
-	$(PYTEST) -n 6 -m "not ray"
+	$(PYTEST) -n 4 -m "not ray"
 
 # Without Ray, engine processes, and files that compile, start programs or take long otherwise.
 test-quick: $(READY) sim

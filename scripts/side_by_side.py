@@ -50,6 +50,16 @@ class Run:
         return f"make {self.name}: {word} after {self.took_s:.0f} s"
 
 
+def _in_a_group() -> None:
+    """Prepare a target's process: a group of its own, which an interrupt ends.
+
+    It has no session of its own, which the kernel would give a share of its own. In the background
+    of a shell an interrupt is ignored, which processes inherit.
+    """
+    os.setpgrp()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def start(names: Sequence[str], stack: ExitStack) -> list[Run]:
     """Start ``make NAME`` for each name, in a process group of its own."""
     # The outer make's job server is not for these: each target counts its own processes.
@@ -66,8 +76,7 @@ def start(names: Sequence[str], stack: ExitStack) -> list[Run]:
             stdout=output,
             stderr=subprocess.STDOUT,
             env=environ,
-            # Not in a session of its own, which the kernel would give a share of its own.
-            preexec_fn=os.setpgrp,  # noqa: PLW1509 - this process has one thread
+            preexec_fn=_in_a_group,  # noqa: PLW1509 - this process has one thread
         )
         runs.append(Run(name, process, output, time.monotonic()))
     return runs

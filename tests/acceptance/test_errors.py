@@ -173,5 +173,7 @@ def test_health_and_readiness_and_metrics_answer(http: httpx.Client) -> None:
     metrics = http.get("/metrics")
     assert metrics.headers["content-type"].startswith("text/plain")
     assert 'rkserve_board_state{board="sim-0",model="sim-chat",state="ready"} 1' in metrics.text
-    assert 'rkserve_requests_total{route="/v1/chat/completions",status="400"}' in metrics.text
+    assert (
+        'rkserve_requests_total{route="/v1/chat/completions",status="400",router="' in metrics.text
+    )
     assert 'route="unknown",status="404"' in metrics.text

@@ -1,4 +1,4 @@
-"""The schemas of the cluster's view: verdict, live events, a board's history, and usage.
+"""The schemas of the cluster's view: verdict, live events, and a board's history.
 
 The events of ``GET /v1/cluster/events`` describe one JSON document. The first event, ``snapshot``,
 has the whole of it; each ``delta`` is a JSON Merge Patch (RFC 7396) of it: objects are merged key
@@ -291,22 +291,3 @@ class BoardHistoryAnswer(TypedDict):
     end_s: float
     states: list[StateSpan]
     columns: dict[str, list[float | None]]
-
-
-class KeyUsageEntry(TypedDict):
-    """The usage of one API key on one day (UTC). `anonymous` has the calls without a key."""
-
-    day: str
-    key: str
-    requests: Count
-    prompt_tokens: Count
-    completion_tokens: Count
-    board_s: Seconds
-
-
-class KeyUsageAnswer(TypedDict):
-    """The usage of all keys, the latest day first, over the Routers that answered."""
-
-    object: Literal["list"]
-    data: list[KeyUsageEntry]
-    routers: RoutersEntry

@@ -9,7 +9,6 @@ from pydantic import TypeAdapter
 
 from rkserve.api.admin.cluster_view import (
     BoardHistoryAnswer,
-    KeyUsageAnswer,
     SnapshotEvent,
     VerdictAnswer,
     ViewDocument,
@@ -22,7 +21,7 @@ EXAMPLE = json.loads((TESTS / "data/cluster_view/example.json").read_text("utf-8
 
 @pytest.mark.parametrize(
     ("name", "schema"),
-    [("verdict", VerdictAnswer), ("board_history", BoardHistoryAnswer), ("usage", KeyUsageAnswer)],
+    [("verdict", VerdictAnswer), ("board_history", BoardHistoryAnswer)],
 )
 def test_the_recorded_answers_follow_their_schemas(name: str, schema: type) -> None:
     TypeAdapter(schema).validate_python(EXAMPLE[name])

@@ -38,6 +38,7 @@ from rkserve.core.board_report import (
 from rkserve.core.desired_state import BaseVersion, Desired
 from rkserve.core.errors import ArtifactNotFound, GenerationNotFound, OperationNotFound
 from rkserve.core.files import private_folder
+from rkserve.core.logs import LogLine, LogPage
 from rkserve.core.messages import ControlAction, Kv
 from rkserve.core.metrics import RouterMetrics
 from rkserve.http.app import make_app
@@ -86,6 +87,7 @@ def chat_boards() -> FakeBoards:
         ("", "clear_kv"): lambda _keep: kv("cleared"),
         ("", "build_cache"): lambda name, _ids, _ref: cache(name),
         ("", "forgive"): None,
+        ("", "logs"): lambda _query: log_page("the engine is ready"),
         ("", "prefetch_model"): ModelCopy(CopyState.PRESENT, "0" * 64),
         (f"replica of {BOARD}", "generations"): [info()],
         (f"replica of {BOARD}", "control"): control,
@@ -95,9 +97,15 @@ def chat_boards() -> FakeBoards:
     return boards
 
 
+def log_page(message: str) -> LogPage:
+    """One line, of a process that has written no other."""
+    return LogPage("0" * 16, (LogLine(1, 1.5, "INFO", "rkserve", message),), 1)
+
+
 def talking_head() -> FakeHead:
     """A Coordinator that knows an adapter, base weights and an operation."""
     says = {
+        "logs": lambda _query: log_page("the epoch is 3"),
         "find_weights": found_weights,
         "register_model": BASE,
         "operation": found_operation,

@@ -1,8 +1,8 @@
-/** Views of lists that are fetched when they are opened: the audit log, and usage per key and day. */
+/** Views of lists that are fetched when they are opened: the audit log. */
 
 import { make, put } from "../elements.js";
 import { heading, Table } from "./tables.js";
-import { count, span, time } from "./words.js";
+import { time } from "./words.js";
 
 /** A view of one list of the server. */
 class Listing {
@@ -62,25 +62,6 @@ export function audit(app) {
       { head: "Operation", text: ({ operation }) => operation ?? "–" },
       { head: "Epoch", numeric: true, text: ({ epoch }) => (epoch ? String(epoch) : "–") },
       { head: "Parameters", text: ({ params }) => parameters(params) },
-    ],
-  });
-}
-
-/** Return the view of usage. */
-export function usage(app) {
-  return new Listing(app, {
-    title: "Usage",
-    words: "The last 8 days (UTC) by API key; calls without a key are anonymous.",
-    path: "v1/usage?days=8",
-    key: (one) => `${one.day} ${one.key}`,
-    empty: "No request was counted yet.",
-    columns: [
-      { head: "Day", text: ({ day }) => day },
-      { head: "Key", text: ({ key }) => key },
-      { head: "Requests", numeric: true, text: ({ requests }) => count(requests) },
-      { head: "Prompt tokens", numeric: true, text: ({ prompt_tokens }) => count(prompt_tokens) },
-      { head: "Completion tokens", numeric: true, text: ({ completion_tokens }) => count(completion_tokens) },
-      { head: "Board time", numeric: true, text: ({ board_s }) => span(board_s) },
     ],
   });
 }
