@@ -155,7 +155,7 @@ class Demo:
 
     def http(self) -> httpx.Client:
         """A client; paths are relative to the application."""
-        return httpx.Client(base_url=self.url, timeout=60, verify=NO_TLS)
+        return httpx.Client(base_url=self.url, timeout=START_S, verify=NO_TLS)
 
     def has_started(self) -> bool:
         """Return whether every model has a board, or the process has ended."""
@@ -278,7 +278,8 @@ def test_the_commands_of_a_tutorial_print_what_it_shows(
             continue
         done = subprocess.run(
             ["sh", "-e", "-c", script.replace(HOST, demo.url).replace("$PWD/.venv/bin:", "")],
-            capture_output=True, text=True, timeout=120, check=False, cwd=tmp_path, env=environment,
+            capture_output=True, text=True, timeout=START_S, check=False,
+            cwd=tmp_path, env=environment,
         )  # fmt: skip
         assert done.returncode == 0, f"{script}{done.stderr}"
         printed = " ".join(done.stdout.split())
@@ -296,7 +297,7 @@ def test_every_example_in_python_runs_or_says_what_it_needs(
     script = tmp_path / "example.py"
     script.write_text(block.text.replace(HOST, demo.url), encoding="utf-8")
     done = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=START_S, check=False
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout
@@ -304,7 +305,7 @@ def test_every_example_in_python_runs_or_says_what_it_needs(
 
 def test_serve_run_ends_with_ctrl_c_and_leaves_no_process(demo: Demo) -> None:
     os.killpg(demo.process.pid, signal.SIGINT)  # what a terminal does at Ctrl-C
-    demo.process.wait(timeout=60)
+    demo.process.wait(timeout=START_S)
     expect_no_process_of(demo.folder)
 
 
@@ -339,7 +340,7 @@ def run(example: str, app: App) -> str:
         env={**os.environ, "RKSERVE_URL": app.url},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=START_S,
         check=False,
     )
     assert (done.returncode, done.stderr) == (0, ""), done.stderr

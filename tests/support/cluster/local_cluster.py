@@ -273,8 +273,8 @@ class App:
         """Wait until every model has a board that serves."""
 
         def ready() -> bool:
-            # On a busy machine Serve's proxy may not listen yet.
-            with self.http_sync() as http, contextlib.suppress(httpx.ConnectError):
+            # On a busy machine Serve's proxy may not listen yet, or take its time to answer.
+            with self.http_sync() as http, contextlib.suppress(httpx.TransportError):
                 return http.get("/ready").status_code == 200
             return False
 
