@@ -4,7 +4,7 @@ import { make, mark, put } from "../elements.js";
 import { abort_request, change_rollout, end_pause } from "./actions.js";
 import { heading, row_button, Table } from "./tables.js";
 import { board_address } from "./verdict.js";
-import { count, percent, several, span, time } from "./words.js";
+import { count, measure, percent, rate, several, span, time } from "./words.js";
 
 /** The view of requests in flight. */
 export class Requests {
@@ -53,7 +53,11 @@ export class Requests {
   }
 }
 
-/** Return columns' cell with a bar and its words: so many of so many boards. */
+function took(seconds) {
+  return seconds < 10 ? measure(seconds, "s", rate) : span(seconds);
+}
+
+/** Return a column of bars with their words: so many of so many boards. */
 function progress_cell(figures) {
   return {
     fill: () => [make("progress", { max: "1", value: "0", "aria-hidden": "true" }), make("span", {})],
@@ -101,7 +105,7 @@ export class Operations {
         { head: "State", text: ({ state, phase }) => (phase && state === "running" ? `${state}: ${phase}` : state) },
         { head: "Boards", ...progress_cell((one) => one) },
         { head: "Began", text: ({ created_s }) => time(created_s) },
-        { head: "Took", numeric: true, text: ({ created_s, finished_s }) => span((finished_s ?? app.cluster.now_s()) - created_s) },
+        { head: "Took", numeric: true, text: ({ created_s, finished_s }) => took((finished_s ?? app.cluster.now_s()) - created_s) },
         { head: "By", text: ({ who }) => who ?? "–" },
         { head: "Error", text: ({ error }) => error ?? "" },
       ],
