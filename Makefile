@@ -43,17 +43,19 @@ help:
 demo: $(READY) sim
 	@$(BIN)/python scripts/demo.py
 
-# Side by side: clusters wait for half of their time, and the other groups compute then.
+# One group after the other: side by side they take as long, and tests with limits wait beyond them.
 test: $(READY) sim
-	@$(BIN)/python scripts/side_by_side.py check cluster unit
+	@$(MAKE) --no-print-directory check
+	@$(MAKE) --no-print-directory unit
+	@$(MAKE) --no-print-directory cluster
 
 # A file's tests stay in one process, which shares their fixtures. Groups and order are those of
 # conftest.py.
 PYTEST := $(BIN)/python -m pytest --dist loadgroup --no-loadscope-reorder
 
-# Twice as many processes as cores: many tests wait for simulated tokens.
+# Three times as many processes as cores: many tests wait for simulated tokens.
 unit: $(READY) sim
-	$(PYTEST) -n 4 -m "not ray"
+	$(PYTEST) -n 6 -m "not ray"
 
 # Without Ray, engine processes, and files that compile, start programs or take long otherwise.
 test-quick: $(READY) sim
