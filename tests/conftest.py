@@ -15,6 +15,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from rkserve.core.errors import RkserveError
+from rkserve.core.logs import log_for
 from rkserve.native.binding.library import detect
 from rkserve.native.sim.build import RELEASES, ensure_built
 from tests.support.boards import fakes, own_time
@@ -155,6 +156,7 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     An idle application takes a tenth of a core: shared ones end with their group's last test.
     """
     yield
+    log_for("")  # the context of this process outlives a test that has logged for a request
     if nextitem is None or nextitem.path != item.path:
         gc.collect()
         gc.freeze()
