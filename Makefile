@@ -8,12 +8,13 @@ READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip -q --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-quick unit cluster page-test fuzz mutation compat compat-programs compat-lock aarch64 check check-observability check-cluster offline deb format bench bench-control bench-scale bench-kills bench-multi-turn bench-overload docs docs-serve lock sim sanitize clean
+.PHONY: help demo test test-quick test-long unit cluster page-test fuzz mutation compat compat-programs compat-lock aarch64 check check-observability check-cluster offline deb format bench bench-control bench-scale bench-kills bench-multi-turn bench-overload docs docs-serve lock sim sanitize clean
 
 help:
 	@echo "make demo    a chat model on three simulated boards, an embedding model on a fourth, until Ctrl-C"
-	@echo "make test    checks and all tests (what CI runs)"
+	@echo "make test    checks and tests (what CI runs)"
 	@echo "make test-quick  tests without Ray and engine processes, in a minute and a half"
+	@echo "make test-long  what make test leaves out: sanitizers, installations, long trials"
 	@echo "make unit    tests that need no Ray"
 	@echo "make cluster tests on a local Ray cluster"
 	@echo "make page-test  both pages in a real Chromium, with axe"
@@ -67,6 +68,10 @@ RAY := $(shell grep -rl 'mark\.ray' --include='test_*.py' tests)
 # Each process has a Ray cluster of its own.
 cluster: $(READY) sim
 	$(PYTEST) -n 2 -m ray $(RAY)
+
+# What make test leaves out: sanitizers, installations with pip, and trials that go on for long.
+test-long: $(READY) sim
+	$(PYTEST) -n 2 --long -m long
 
 # What it needs is pinned here: no other target needs it, and CI has no browser.
 PAGE_TOOLS := playwright==1.65.2 axe-playwright-python==0.1.8

@@ -11,7 +11,16 @@ import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-PIP = ("-m", "pip", "--disable-pip-version-check", "install", "--require-hashes", "-r")
+# Python compiles each module when it is first imported; most of those installed never are.
+PIP = (
+    "-m",
+    "pip",
+    "--disable-pip-version-check",
+    "install",
+    "--no-compile",
+    "--require-hashes",
+    "-r",
+)
 PINNED = re.compile(r"^[A-Za-z0-9][\w.-]*==", re.M)
 EVERY = 10  # packages between two lines, where no terminal can be written over
 KEPT = 15  # lines of pip's that are shown when it fails

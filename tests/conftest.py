@@ -34,8 +34,9 @@ settings.register_profile("thorough", PATIENT, max_examples=1000)
 settings.load_profile("patient")
 
 NO_BOARD = f"needs a real board; run with --board and {' and '.join(BOARD_OPTIONS)}"
-# Markers of tests that need a program of others, each with its option and the reason to skip it.
-PROGRAMS = {
+# Markers of tests that are skipped without their option, each with the reason.
+OPTIONAL = {
+    "long": "takes long, and checks code that changes rarely; run by make test-long",
     "page": "drives Chromium; run by make page-test",
     "promtool": "needs Prometheus' promtool; run by make check-observability",
 }
@@ -51,16 +52,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     for option, variable in BOARD_OPTIONS.items():
         text = f"path of {what[option]} for --board (or ${variable})"
         group.addoption(option, metavar="PATH", default=os.environ.get(variable), help=text)
-    group = parser.getgroup("programs of others")
-    for name, reason in PROGRAMS.items():
-        group.addoption(f"--{name}", action="store_true", help=f"also run what {reason}")
+    group = parser.getgroup("left out by default")
+    for name, reason in OPTIONAL.items():
+        group.addoption(f"--{name}", action="store_true", help=f"also run each test that {reason}")
     group = parser.getgroup("interruptions")
     for option, default, text in (
         ("--cycles", 30, "random pauses for each n_batch"),
         ("--machine-seed", random.SystemRandom().randrange(2**32), "what the random ones begin at"),
         ("--soak-seconds", 4, "how long 16 clients disturb one board"),
         ("--schemas-every", 4, "which of a thousand schemas are tried: 1 is all of them"),
-        ("--odd-every", 8, "which of 42,000 odd requests are made: 1 is all of them"),
+        ("--odd-every", 16, "which of 42,000 odd requests are made: 1 is all of them"),
         ("--latency-pauses", 4, "pauses of each kind whose latency is measured"),
     ):
         group.addoption(option, type=int, default=default, help=f"{text} (%(default)s)")
@@ -111,7 +112,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         item.add_marker(pytest.mark.xdist_group(groups[item.path]))
         if isinstance(item, pytest.Function) and uses_engine(item.module):
             item.add_marker(pytest.mark.engine)
-    for name, reason in PROGRAMS.items():
+    for name, reason in OPTIONAL.items():
         if not config.getoption(f"--{name}"):
             for item in items:
                 if item.get_closest_marker(name):

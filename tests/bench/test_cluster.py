@@ -14,6 +14,7 @@ import pytest
 START_S = 900.0
 
 
+@pytest.mark.long
 @pytest.mark.ray
 @pytest.mark.slow
 def test_boards_of_our_own_are_started_loaded_under_each_policy_and_ended(tmp_path: Path) -> None:

@@ -40,6 +40,7 @@ def site_of(versions: VersionFolder) -> Path:
     return site
 
 
+@pytest.mark.long
 def test_a_version_is_installed_from_a_folder_beside_the_one_that_runs(
     versions: VersionFolder,
 ) -> None:

@@ -118,11 +118,13 @@ def test_a_version_has_what_the_next_update_needs(machine: Machine) -> None:
     assert (version / LOCK_FILE).read_bytes() == lock
 
 
+@pytest.mark.long
 def test_an_offline_folder_without_pip_is_installed_with_python_s_own(machine: Machine) -> None:
     machine.pip.unlink()
     assert machine.done("install", str(machine.offline)) == "changed: 1.0 is installed\n"
 
 
+@pytest.mark.long
 def test_the_version_before_comes_back_and_older_ones_go(machine: Machine) -> None:
     for version in ("1.0", "1.1", "1.2"):
         machine.put_wheel(version)
@@ -135,6 +137,7 @@ def test_the_version_before_comes_back_and_older_ones_go(machine: Machine) -> No
     assert machine.done("back") == "changed: 1.2 is in use\n"
 
 
+@pytest.mark.long
 def test_the_same_version_with_other_content_is_beside_it(machine: Machine) -> None:
     machine.done("install", str(machine.offline))
     machine.done("use")
@@ -147,6 +150,7 @@ def test_the_same_version_with_other_content_is_beside_it(machine: Machine) -> N
     assert machine.in_use() == name
 
 
+@pytest.mark.long
 def test_a_version_that_was_cut_off_is_installed_anew(machine: Machine) -> None:
     machine.done("install", str(machine.offline))
     (machine.prefix / "1.0" / ".complete").unlink()

@@ -18,6 +18,7 @@ pytestmark = pytest.mark.slow
 LIFETIMES = "m4 or asynchronous or rows or embeddings or image or video or hook or encoder"
 
 
+@pytest.mark.long
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc and its libasan")
 def test_address_and_undefined_sanitizers_find_nothing_in_the_binding() -> None:
     done = subprocess.run(

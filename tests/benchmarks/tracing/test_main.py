@@ -13,6 +13,7 @@ from tests.support.paths import PROJECT
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 
+@pytest.mark.long
 def test_every_way_has_a_figure_for_its_own_part_and_for_whole_requests() -> None:
     command = [sys.executable, "-m", "benchmarks.tracing", "--requests", "8", "--rounds", "1"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=PROJECT)

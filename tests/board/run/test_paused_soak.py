@@ -103,6 +103,7 @@ class Crowd:
         return True
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("n_batch", [1, 4])
 def test_sixteen_clients_that_interrupt_each_get_their_own_answer(
     tmp_path: Path,

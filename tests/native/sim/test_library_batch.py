@@ -393,6 +393,7 @@ def test_a_step_costs_what_the_live_entries_cost_divided_by_the_gain(
 # --- from C
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("scenario", [("fuzz", "1000"), ("suspend", "60"), ("look", "200")])
 def test_sanitizers_find_nothing_in_batches_looks_and_pauses(
     release: str, scenario: tuple[str, str]

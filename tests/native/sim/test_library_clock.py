@@ -49,6 +49,7 @@ def probes() -> dict[tuple[str, str], Path]:
         return dict(zip(kinds, programs, strict=True))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("sanitize", "scenario"),
     [

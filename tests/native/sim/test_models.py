@@ -391,6 +391,7 @@ def furnished(folder: Path) -> str:
     return str(folder)
 
 
+@pytest.mark.long
 def test_address_and_undefined_sanitizers_find_nothing(release: str, tmp_path: Path) -> None:
     program = probe("sim_addons", release, "address,undefined")
     code, _, printed = run_probe(program, furnished(tmp_path))
@@ -398,6 +399,7 @@ def test_address_and_undefined_sanitizers_find_nothing(release: str, tmp_path: P
     assert "Sanitizer" not in printed
 
 
+@pytest.mark.long
 @pytest.mark.skipif(shutil.which("valgrind") is None, reason="valgrind is not installed")
 def test_valgrind_finds_nothing(release: str, tmp_path: Path) -> None:
     done = subprocess.run(
