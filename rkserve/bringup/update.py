@@ -68,6 +68,7 @@ class UpdateOptions:
     index: bool = False
     restart_cluster: bool = False
     dry_run: bool = False
+    only_head: bool = False
 
 
 class FleetUpdater:
@@ -100,6 +101,9 @@ class FleetUpdater:
                 "name its folder by --state."
             )
         versions = self._versions()
+        if options.only_head:
+            self._only_head(versions)
+            return True
         update = self._order(versions, options)
         self._check(update, options)
         for line in described(update, self._boards(), options.canary, options.max_unavailable):
@@ -260,6 +264,19 @@ class FleetUpdater:
                 self._note(f"{one.host}: {text}")
 
     # -- the head ------------------------------------------------------------------------------
+
+    def _only_head(self, versions: VersionFolder) -> None:
+        """Have Routers and Coordinator start anew from the version in use; the link stays."""
+        name = versions.current()
+        if name is None:
+            raise ConfigError(f"No version is in use in {versions.prefix}.")
+        built = check(versions.prefix / name)
+        if problem := ray_problem(importlib.metadata.version("ray"), built.ray, restart=False):
+            raise ConfigError(problem)
+        self._note("The head: Routers and Coordinator start anew, one after the other ...")
+        if problem := self._redeploy(versions, name, read_terms(self._state.folder)):
+            raise ConfigError(f"Routers and Coordinator do not start from {name}: {problem}")
+        self._note(f"The head serves {built.rkserve}.")
 
     def _head_through(self, versions: VersionFolder, name: str, built: BuiltVersion) -> None:
         """Take the version into use on the head: its Routers and Coordinator, or all of it."""

@@ -61,6 +61,14 @@ def update(
             help="Restart all nodes at once where Ray's version changes: requests fail meanwhile.",
         ),
     ] = False,
+    only_head: Annotated[
+        bool,
+        typer.Option(
+            "--only-head",
+            help="Start Routers and Coordinator anew from the version in use, and leave boards to "
+            "another tool, such as Ansible.",
+        ),
+    ] = False,
     state: State = None,
 ) -> None:
     """Update the cluster from its head: one board on trial, then the others, the head last.
@@ -78,7 +86,10 @@ def update(
         index=index,
         restart_cluster=restart_cluster,
         dry_run=dry_run,
+        only_head=only_head,
     )
+    if only_head and (rollback or folder is not None):
+        raise typer.BadParameter("--only-head takes no folder and no --rollback")
     if rollback and folder is not None:
         raise typer.BadParameter("--rollback takes no folder: the version before is installed")
     place = StateFolder((state or default_state()).expanduser().absolute(), HEAD)

@@ -200,6 +200,21 @@ def test_a_head_whose_replicas_do_not_start_goes_back(
     assert fleet.versions.current() == NEW
 
 
+def test_only_the_head_starts_anew_where_another_tool_updates_the_boards(
+    tmp_path: Path, wheels: Path, redeployed: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet = Fleet(tmp_path, "ab")
+    assert fleet.run(only_head=True)
+    assert (fleet.went, redeployed) == ([], [OLD])
+    assert fleet.notes[-1] == f"The head serves {OLD}."
+    monkeypatch.setattr(FleetUpdater, "_redeploy", lambda *_: "rkserve did not run within 600 s.")
+    with pytest.raises(ConfigError, match=f"do not start from {OLD}: rkserve did not run"):
+        fleet.run(only_head=True)
+    monkeypatch.setattr(module, "check", lambda venv: BuiltVersion(venv.name, "2.61.0"))
+    with pytest.raises(ConfigError, match=r"2\.61\.0"):
+        fleet.run(only_head=True)
+
+
 def test_a_board_that_is_not_seen_again_stops_the_update(
     tmp_path: Path, wheels: Path, redeployed: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

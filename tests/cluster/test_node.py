@@ -9,6 +9,7 @@ import hashlib
 import http.server
 import os
 import shutil
+import stat
 import subprocess
 import sys
 import threading
@@ -111,9 +112,14 @@ def test_a_version_is_installed_once_and_taken_into_use(machine: Machine) -> Non
 
 def test_a_version_has_what_the_next_update_needs(machine: Machine) -> None:
     """Without them `rkserve update` would need Python's own pip, and download all packages."""
+    private = machine.offline / LOCK_FILE
+    for one in (machine.pip, private):
+        one.chmod(0o600)  # as Ansible copies them
     machine.done("install", str(machine.offline))
     version = machine.prefix / "1.0"
     assert (version / machine.pip.name).read_bytes() == machine.pip.read_bytes()
+    for one in (version / machine.pip.name, version / LOCK_FILE):
+        assert stat.S_IMODE(one.stat().st_mode) == 0o644, "its account installs the next version"
     lock = (machine.offline / LOCK_FILE).read_bytes()
     assert (version / LOCK_FILE).read_bytes() == lock
 
