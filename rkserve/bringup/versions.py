@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import logging
 import os
 import shutil
 import sys
@@ -29,6 +30,8 @@ from typing import Any
 
 from rkserve.core.errors import ConfigError
 from rkserve.core.files import sync
+
+log = logging.getLogger(__name__)
 
 MARKER, LINK, PREVIOUS = ".complete", "venv", "previous"
 TRIAL, OUTCOME, LOCK = "trial.json", "outcome.json", ".lock"
@@ -268,15 +271,26 @@ class VersionFolder:
         return before
 
     def prune(self, running: Iterable[str] = ()) -> list[str]:
-        """Remove all but the versions in use, before, on trial and ``running``; return those."""
+        """Remove all but the versions in use, before, on trial and ``running``; return those.
+
+        A version of another account stays: root's, of a package or of ``rkserve-node install``.
+        """
         trial = self.trial()
         kept = {self.current(), self._target(PREVIOUS), trial and trial.before, *running}
-        removed = [name for name in self.installed() if name not in kept]
-        for name in removed:
+        removed = []
+        for name in self.installed():
+            if name in kept:
+                continue
             # Without its marker first, so that a removal that is cut off leaves no version.
-            (self.prefix / name / MARKER).unlink()
+            try:
+                (self.prefix / name / MARKER).unlink()
+            except PermissionError:
+                command = f"sudo {self.prefix}/rkserve-node prune"
+                log.warning("%s belongs to another account, and stays: %s", name, command)
+                continue
             self._fault("after a marker was removed")
             shutil.rmtree(self.prefix / name)
+            removed.append(name)
         return removed
 
     # -- the disk ------------------------------------------------------------------------------

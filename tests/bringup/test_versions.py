@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from rkserve.bringup import versions as module
 from rkserve.bringup.versions import Outcome, Trial, VersionFolder
 from rkserve.core.errors import ConfigError
 from tests.support.paths import PROJECT
@@ -198,6 +199,24 @@ def test_only_the_version_in_use_and_the_one_before_are_kept(tmp_path: Path) -> 
     assert versions.previous() == "0.0.9"
     versions.back("asked for")
     assert (served(versions), versions.previous()) == ("0.0.9", OLD)
+
+
+def test_a_version_of_another_account_stays_and_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """rkserve-node installs as root, and the service's account makes the later ones."""
+    versions = house(tmp_path, "0.0.7", "0.0.8", "0.0.9", OLD)
+    unlink = Path.unlink
+
+    def refused(path: Path, missing_ok: bool = False) -> None:
+        if path == versions.prefix / "0.0.7" / module.MARKER:
+            raise PermissionError(13, "Permission denied", str(path))
+        unlink(path, missing_ok=missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", refused)
+    assert versions.prune() == ["0.0.8"]
+    assert versions.installed() == ["0.0.7", "0.0.9", OLD]
+    assert "0.0.7 belongs to another account, and stays: sudo " in caplog.text
 
 
 def test_a_record_of_a_later_version_is_read(tmp_path: Path) -> None:
