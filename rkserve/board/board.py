@@ -18,7 +18,7 @@ from dataclasses import asdict
 from rkserve.board.answer.generation import Generation
 from rkserve.board.answer.hooks import HookFactory
 from rkserve.board.engine.protocol import EngineFacts
-from rkserve.board.operations.adapters import AdapterProbes
+from rkserve.board.operations.adapters import AdapterProbes, SpeedTrials
 from rkserve.board.operations.adopt import StateAdopter
 from rkserve.board.operations.base_weights import BaseWeights, StartEngine
 from rkserve.board.operations.embedding import EmbeddingService
@@ -107,6 +107,7 @@ class Board:
         self.abort_all = control.abort_all
         self.adopt = self._adopter.adopt
         self.load_adapter = AdapterProbes(settings, slot, queue, caching, runner).load
+        self.measure = SpeedTrials(books, slot, queue, caching, runner).measure
         self.kv, self.clear_kv = cache_calls.kv, cache_calls.clear_kv
         self.build_cache, self.delete_cache = cache_calls.build_cache, cache_calls.delete_cache
         self.caches = cache_calls.caches
@@ -170,6 +171,7 @@ class Board:
             staged=(*(version.ref.key for version in obligations.staged), *self._weights.staged),
             versions=self.books.versions.figures,
             level=self._sleep.level,
+            drained=obligations.target is not None and obligations.target.drained,
             base=self._weights.digest,
             own_digest=self._model_file.digest,
             own_bytes=self._model_file.size_bytes,
@@ -202,7 +204,8 @@ class Board:
             HookFailed: a hook raised.
             PauseExpired: the generation was not resumed in time.
             BoardFailed: the board is out of order, or lost its engine during the answer.
-            BoardBehind, EnginePaused, BoardAsleep: the board accepts no such request now.
+            BoardBehind, EnginePaused, BoardAsleep, BoardDrained: the board accepts no such request
+                now.
         """
         log_for(request.request_id)
         live = self._open_for(request)
@@ -282,6 +285,25 @@ class Board:
             await done
         except BoardAsleep:
             log.info("board %s was put to sleep and wakes with a fresh engine", self.board_id)
+
+    async def restart(self, reason: str) -> None:
+        """Replace the engine at once; what runs continues on the fresh one, recomputed.
+
+        It ends a quarantine. Raises ``BoardFailed`` where the board cannot recover by itself.
+        """
+        if self.supervisor.state is BoardState.QUARANTINED:
+            await self.supervisor.end_quarantine()
+            return
+        renewing = asyncio.get_running_loop().create_task(self.refresh(reason))
+        try:
+            # Work queued before it may begin meanwhile, and has to release the board as well.
+            while not renewing.done():
+                if self.supervisor.ready:
+                    self._runner.vacate()
+                await asyncio.wait({renewing}, timeout=self.settings.load_patience_s)
+            renewing.result()
+        finally:
+            renewing.cancel()
 
     def _job(
         self, request: GenerateRequest, facts: EngineFacts, hooks: Sequence[HookFactory]

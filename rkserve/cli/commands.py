@@ -52,7 +52,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(bench, name="bench", short_help="Measure any OpenAI server, or simulated boards.")
-app.add_typer(boards, name="boards", short_help="Show the boards: served, joined, waiting.")
+app.add_typer(boards, name="boards", short_help="Show the boards; drain, restart, measure them.")
 app.add_typer(caches, name="caches", short_help="Show, build and delete prompt caches.")
 app.add_typer(generations, name="generations", short_help="Control single answers.")
 app.add_typer(kv, name="kv", short_help="Show and clear KV caches.")

@@ -1,8 +1,9 @@
-"""``rkserve generations``, ``kv``, ``caches`` and ``boards``: generations, caches and reports."""
+"""``rkserve generations``, ``kv``, ``caches`` and ``boards``: what boards have and do."""
 
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,7 +18,11 @@ from rkserve.cli.context import (
     CommandContext,
     Exit,
     ListFirst,
+    LoadTimeout,
     Model,
+    Models,
+    Timeout,
+    progress,
 )
 from rkserve.cli.members import members, not_served
 
@@ -26,7 +31,9 @@ generations = typer.Typer(
 )
 kv = typer.Typer(help=f"Show and clear the boards' KV caches. {EXIT_CODES}", no_args_is_help=True)
 caches = typer.Typer(help=f"Show, build and delete prompt caches. {EXIT_CODES}", cls=ListFirst)
-boards = typer.Typer(help=f"Show the boards. {EXIT_CODES}", cls=ListFirst)
+boards = typer.Typer(
+    help=f"Show the boards; drain, restart and measure them. {EXIT_CODES}", cls=ListFirst
+)
 
 RANGE = re.compile(r"(\d+)-(\d+)")
 
@@ -240,3 +247,81 @@ def show_board(
     """Show everything that one board says of itself."""
     one = context.client.board(board)
     context.show(one, lambda: show.facts(one))
+
+
+Named = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[BOARD]...", help="Names of boards, or patterns such as 'rk-*'."),
+]
+One = Annotated[str, typer.Argument(metavar="BOARD", help="As `rkserve boards` names it.")]
+
+
+@boards.command("drain", cls=ClusterCommand)
+def drain_boards(
+    context: CommandContext,
+    names: Named = None,
+    *,
+    model: Models = None,
+    move: Annotated[
+        bool, typer.Option("--move", help="Other boards continue what runs, at once.")
+    ] = False,
+    timeout: Annotated[
+        float | None, typer.Option(help="Seconds to wait for requests; the drain stays.")
+    ] = None,
+) -> None:
+    """Send boards no new requests; done when they have none left. Nothing is lost.
+
+    With --model alone: all boards of the model, whose requests are refused then.
+    """
+    if not (names or model):
+        raise typer.BadParameter("give names of boards, or --model")
+    with progress(context) as update:
+        one = context.client.drain_boards(
+            names or None,
+            "move" if move else "wait",
+            models=model or None,
+            timeout_s=timeout,
+            on_progress=update,
+        )
+    context.done(one, "drained, and without requests")
+    words = shlex.join(names or [word for name in model or () for word in ("--model", name)])
+    context.note(lambda: [f"to let them take requests again: rkserve boards undrain {words}"])
+
+
+@boards.command("undrain", cls=ClusterCommand)
+def undrain_boards(
+    context: CommandContext,
+    names: Named = None,
+    *,
+    model: Models = None,
+    every: Annotated[bool, typer.Option("--all", help="All boards that are drained.")] = False,
+    timeout: Timeout = None,
+) -> None:
+    """Let drained boards take requests again."""
+    if every == bool(names or model):
+        raise typer.BadParameter("give names of boards, --model, or --all")
+    one = context.client.undrain_boards(names or None, models=model or None, timeout_s=timeout)
+    context.done(one, "taking requests")
+
+
+@boards.command("restart", cls=ClusterCommand)
+def restart_board(context: CommandContext, board: One, timeout: LoadTimeout = None) -> None:
+    """Replace the engine of one board; what runs there continues. Done when its model is loaded."""
+    with progress(context) as update:
+        one = context.client.restart_board(board, timeout_s=timeout, on_progress=update)
+    context.done(one, f"the engine of {board} is restarted")
+
+
+@boards.command("measure", cls=ClusterCommand)
+def measure_board(
+    context: CommandContext,
+    board: One,
+    *,
+    seconds: Annotated[
+        float, typer.Option(min=1, max=20, help="How long; requests wait meanwhile.")
+    ] = 10.0,
+    wait: Annotated[bool, typer.Option("--wait", help="First let a run end that goes on.")] = False,
+) -> None:
+    """Measure how fast a board generates, and compare that with what it should reach."""
+    found = context.client.measure_board(board, seconds, wait=wait)
+    context.show(found, lambda: str(found["sentence"]))

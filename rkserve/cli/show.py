@@ -51,7 +51,8 @@ def status(cluster: Row, verdict: Row | None = None) -> RenderableType:
     lines = [
         *(() if verdict is None else _verdict(verdict)),
         f"epoch {cluster['epoch']}, {total['ready']} of {total['boards']} boards ready, "
-        f"{total['paused_boards'] - total['asleep']} paused, {total['asleep']} asleep; "
+        f"{total['paused_boards'] - total['asleep']} paused, {total['asleep']} asleep"
+        f"{', {} drained'.format(total['drained']) if total.get('drained') else ''}; "
         f"{total['running']} requests run, {total['queued']} wait, {total['paused']} are held",
     ]
     if not head["reachable"]:
@@ -96,7 +97,8 @@ def _boards(rows: Sequence[Row]) -> Table:
 
 def _hold(board: Mapping[str, Any]) -> str | None:
     level = board.get("level")
-    return board["hold"] if level is None else f"{board['hold']}, level {level}"
+    held = board["hold"] if level is None else f"{board['hold']}, level {level}"
+    return ", ".join(filter(None, ("drained" if board.get("drained") else "", held))) or None
 
 
 def still_held(pauses: Iterable[Mapping[str, Any]], *, asleep: bool) -> list[str]:
@@ -340,7 +342,11 @@ def copies(rows: Iterable[Row]) -> RenderableType:
 
 def _state(board: Row) -> str:
     """Return a board's state, with the progress of one that fetches its model."""
-    return _progress(str(board.get("state", "")), board.get("fetch") or {})
+    state = _progress(str(board.get("state", "")), board.get("fetch") or {})
+    if not board.get("drained"):
+        return state
+    left = sum(board.get(name, 0) for name in ("running", "queued", "paused"))
+    return f"{state}, drained" + (f" ({left} left)" if left else "")
 
 
 def _progress(state: str, fetch: Mapping[str, Any]) -> str:

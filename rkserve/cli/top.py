@@ -79,6 +79,8 @@ def standing(board: Mapping[str, Any]) -> Standing:
         return Standing(state, *_BY_STATE.get(state, _BAD))
     if board.get("circuit"):
         return Standing("avoided", *_WARN)
+    if board.get("drained"):
+        return Standing("drained", *_IDLE)
     if board.get("hold"):
         return Standing("paused", *_IDLE)
     return Standing(state, *(_WARN if board.get("rules") else _OK))

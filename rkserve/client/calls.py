@@ -33,6 +33,7 @@ from rkserve.client.push_model import MODELS, PushedModel, prefetch_model, push_
 from rkserve.client.requests import (
     BUILD_S,
     FILE_S,
+    DrainMode,
     InFlight,
     Level,
     Mode,
@@ -51,6 +52,7 @@ from rkserve.client.requests import (
 P = ParamSpec("P")
 T = TypeVar("T")
 GENERATIONS, CACHES, MEMBERS = "/v1/generations", "/v1/cache", "/v1/members"
+BOARDS = "/v1/boards"
 
 
 class Runner(ABC):
@@ -357,6 +359,73 @@ class ClusterCalls(Calls):
     def boards(self) -> Flow[list[dict[str, Any]]]:
         """Return the reports of all boards."""
         return self._ask("/v1/boards", answers.rows)
+
+    @call
+    def drain_boards(
+        self,
+        boards: Names | None = None,
+        mode: DrainMode = "wait",
+        *,
+        models: Names | None = None,
+        **options: Unpack[WaitEpochOptions],
+    ) -> Flow[Operation]:
+        """Send boards no new requests until they are undrained; return when they have none left.
+
+        ``boards`` are ids or shell patterns; with ``models`` alone all boards of these. Answers
+        that have begun end where they are, or with ``mode`` ``move`` continue on other boards at
+        once.
+
+        Raises:
+            PartlyDone: boards still have requests; they stay drained.
+            Conflict: with ``move``, no other board serves the model.
+        """
+        params = {**scope(models, boards), "mode": mode}
+        return self._complete(f"{BOARDS}/drain", params, **options)
+
+    @call
+    def undrain_boards(
+        self,
+        boards: Names | None = None,
+        *,
+        models: Names | None = None,
+        **options: Unpack[EpochOptions],
+    ) -> Flow[Operation]:
+        """Let drained boards take requests again; without ``boards`` and ``models`` all of them."""
+        return self._change(f"{BOARDS}/undrain", scope(models, boards), **options)
+
+    @call
+    def restart_board(self, board: str, **options: Unpack[WaitOptions]) -> Flow[Operation]:
+        """Replace the engine of one board; return when its model is loaded again.
+
+        What runs there continues, recomputed.
+
+        Raises:
+            NotFound: there is no such board.
+            Conflict: another operation changes its engine.
+            OperationFailed: the board cannot load its model.
+        """
+        return self._complete(path_of(BOARDS, board, "restart"), {}, **options)
+
+    @call
+    def measure_board(
+        self, board: str, seconds: float | None = None, *, wait: bool = False
+    ) -> Flow[dict[str, Any]]:
+        """Measure the speed of one board, and return it beside the speed that it should reach.
+
+        ``measured``, ``expected`` and ``ratio`` have the figures, ``sentence`` the result. Requests
+        that come meanwhile wait.
+
+        Raises:
+            NotFound: there is no such board.
+            Conflict: it is asleep or paused, or it has requests and ``wait`` is not set.
+        """
+        request = change(
+            "POST",
+            path_of(BOARDS, board, "measure"),
+            {"seconds": seconds, "wait": wait or None},
+            read_s=BUILD_S,
+        )
+        return flows.ask(request, self._retry, dict)
 
     @call
     def members(self) -> Flow[list[dict[str, Any]]]:

@@ -32,6 +32,7 @@ PIECE_BYTES = 1 << 20
 ADAPTER_FILE = "adapter.rkllm"
 
 Mode = Literal["keep", "wait", "abort"]
+DrainMode = Literal["wait", "move"]
 Strategy = Literal["atomic", "rolling", "canary"]
 InFlight = Literal["pin", "switch", "abort"]
 Level = Literal[0, 1, 2]

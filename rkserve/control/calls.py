@@ -47,6 +47,20 @@ class OperationKind(str, Enum):
     LABEL = "label"
     WEIGHT_UPDATE = "weight_update"
     REBASE = "rebase"
+    DRAIN = "drain"
+    UNDRAIN = "undrain"
+    RESTART = "restart"
+    MEASURE = "measure"
+
+
+class DrainMode(str, Enum):
+    """Treatment of the requests that a board has when it is drained.
+
+    ``wait``: they run to their end. ``move``: other boards continue them at once.
+    """
+
+    WAIT = "wait"
+    MOVE = "move"
 
 
 class Strategy(str, Enum):
@@ -175,6 +189,51 @@ class AbortAction(ScopedAction):
     done = "aborted"
     errand = True
     request_ids: tuple[Text, ...] | None = None
+
+
+class DrainAction(ScopedAction):
+    """Send boards no new requests, until they are undrained."""
+
+    kind: Literal[_K.DRAIN] = _K.DRAIN
+    done = "drained"
+    one_change = True
+    mode: Annotated[DrainMode, Field(strict=False)] = DrainMode.WAIT
+
+
+class UndrainAction(ScopedAction):
+    """Let drained boards take requests again."""
+
+    kind: Literal[_K.UNDRAIN] = _K.UNDRAIN
+    done = "serving"
+    frees = True
+    one_change = True
+
+
+class BoardAction(ScopedAction):
+    """An errand to one board, the only one in its ``boards``."""
+
+    errand = True
+
+    @property
+    def board(self) -> str:
+        """The board's ID."""
+        return self.boards[0]
+
+
+class RestartAction(BoardAction):
+    """Replace a board's engine."""
+
+    kind: Literal[_K.RESTART] = _K.RESTART
+    done = "restarted"
+
+
+class MeasureAction(BoardAction):
+    """Measure a board's speed for ``seconds``. With ``wait`` it comes after a run that goes on."""
+
+    kind: Literal[_K.MEASURE] = _K.MEASURE
+    done = "measured"
+    seconds: Annotated[float, Field(gt=0)] = 10.0
+    wait: bool = False
 
 
 class ModelAction(Action):
@@ -325,7 +384,11 @@ AnyAction: TypeAlias = Annotated[
     | AdapterPromoteAction
     | AdapterRetireAction
     | WeightUpdateAction
-    | RebaseAction,
+    | RebaseAction
+    | DrainAction
+    | UndrainAction
+    | RestartAction
+    | MeasureAction,
     Field(discriminator="kind"),
 ]
 

@@ -22,7 +22,7 @@ from rkserve.core.desired_state import Desired, DesiredCache
 from rkserve.core.errors import LedgerFailed
 
 # Raised with every change of a stored field, together with a conversion of the previous schema.
-SCHEMA = 2
+SCHEMA = 3
 
 T = TypeVar("T")
 
@@ -132,6 +132,13 @@ def _of_schema_1(what: str, value: Any) -> Any:
     }
 
 
+def _of_schema_2(what: str, value: Any) -> Any:
+    """Convert schema 2, which had no drained boards."""
+    if what != "desired" or not isinstance(value, dict):
+        return value
+    return {**value, "drained": [], "moved": []}
+
+
 def _with(entries: Any, **added: Any) -> Any:
     """Return objects with added fields; a value that is no object is refused later."""
     if not isinstance(entries, list):
@@ -140,7 +147,7 @@ def _with(entries: Any, **added: Any) -> Any:
 
 
 # Conversions of each older schema to the next one.
-_OLDER = {1: _of_schema_1}
+_OLDER = {1: _of_schema_1, 2: _of_schema_2}
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from rkserve.control.calls import (
     AdapterRolloutAction,
     AdapterStageAction,
     AnyAction,
+    BoardAction,
     CacheResetAction,
     LabelAction,
     OperationKind,
@@ -64,7 +65,8 @@ class Phase(str, Enum):
     """The phase of a running operation.
 
     Those of a pause: ``stopping`` (boards get the new state), ``undoing``; of a sleep ``sleeping``,
-    ``undoing``, and of a wake-up ``waking``. Those of a rollout: ``staging``, ``loading``,
+    ``undoing``, and of a wake-up ``waking``; of a drain ``draining``, of errands to one board
+    ``restarting`` and ``measuring``. Those of a rollout: ``staging``, ``loading``,
     ``stopping``, ``switching``, ``observing``, ``releasing`` (committed, boards continue),
     ``undoing``; the last before the end tells where it ended: ``done``.
     """
@@ -75,6 +77,9 @@ class Phase(str, Enum):
     STOPPING = "stopping"
     SLEEPING = "sleeping"
     WAKING = "waking"
+    DRAINING = "draining"
+    RESTARTING = "restarting"
+    MEASURING = "measuring"
     SWITCHING = "switching"
     OBSERVING = "observing"
     RELEASING = "releasing"
@@ -254,6 +259,8 @@ def deciding(running: Iterable[ControlOperation], asked: AnyAction) -> ControlOp
 
 def _excludes(one: ControlOperation, asked: AnyAction) -> str | None:
     doing = one.action
+    if isinstance(asked, BoardAction):
+        return _beside_errand(one, asked)
     if isinstance(doing, ServingAction):
         return _beside_rollout(one, doing, asked)
     if isinstance(doing, SleepAction | WakeAction):
@@ -265,6 +272,26 @@ def _excludes(one: ControlOperation, asked: AnyAction) -> str | None:
         asked, AdapterStageAction | AdapterRetireAction
     ):
         return "that version is being staged." if _is_same_version(doing, asked) else None
+    return None
+
+
+def _beside_errand(one: ControlOperation, asked: BoardAction) -> str | None:
+    """Exclude a restart or measurement of a board whose engine another operation is changing.
+
+    The models of boards are not known here: an operation on a model may be about another one.
+    """
+    doing = one.action
+    if isinstance(doing, BoardAction):
+        return "one such call to a board at a time." if doing.board == asked.board else None
+    if isinstance(doing, ServingAction):
+        changes = one.kind in UPDATES or _held(one) is not None
+        meant = not asked.models or doing.model in asked.models
+        return (
+            "boards load what it brings; ask again once it is over." if changes and meant else None
+        )
+    if isinstance(doing, SleepAction | WakeAction) or _stops(doing):
+        meet = overlap(doing.scope, asked.scope)
+        return "boards are still following it; ask again once it is answered." if meet else None
     return None
 
 

@@ -63,11 +63,13 @@ def sleeps(desired: Desired, board_id: str, model: str) -> list[ActivePause]:
 def wakeable(desired: Desired, model: str, boards: Iterable[BoardReport]) -> bool:
     """Return whether no board of the model is awake and a request wakes one.
 
-    ``boards`` are the model's; none counts as one.
+    ``boards`` are the model's; none counts as one. Drained ones take no request, awake or asleep.
     """
     if not any(one.wakes for one in desired.pauses):
         return False  # early, because every request calls this
     names = [one.board_id for one in boards if one.state in ALIVE]
+    if names and not (names := [one for one in names if one not in desired.drained]):
+        return False
     covering = [sleeps(desired, name, model) for name in names or [""]]
     return all(covering) and any(all(one.wakes for one in each) for each in covering)
 

@@ -411,7 +411,8 @@ def follow_up(
     weights: tuple[Weights, ...] | None = None,
 ) -> Desired:
     """Return the state of the next epoch; fields that are not given are unchanged."""
-    return Desired(
+    return replace(
+        desired,
         epoch=desired.epoch + 1,
         pauses=desired.pauses if pauses is None else pauses,
         lines=desired.lines if lines is None else lines,

@@ -40,6 +40,7 @@ from rkserve.control.sleep import SleepPolicy
 from rkserve.coordinator.boards.reconcile import LateResults, Reconciler
 from rkserve.coordinator.boards.roster import Roster
 from rkserve.coordinator.boards.transfer import Put, Stager, TransferLimits
+from rkserve.coordinator.operations import boards
 from rkserve.coordinator.operations.adapters import AdapterOperations, GarbageCollector, handlers
 from rkserve.coordinator.operations.operation_run import (
     FileStore,
@@ -133,6 +134,7 @@ class Coordinator:
         self._sleeping = SleepOperations(outside.policies)
         self._handlers: dict[Any, Handler] = {
             **HANDLERS,
+            **boards.HANDLERS,
             **self._sleeping.handlers,
             **handlers(versions),
             **self._weights.handlers,
@@ -224,6 +226,7 @@ class Coordinator:
         asleep = sum(pause.level is not None for pause in self._state.desired.pauses)
         self._metrics.pauses_in_force.set(len(self._state.desired.pauses) - asleep)
         self._metrics.sleeps_in_force.set(asleep)
+        self._metrics.boards_drained.set(len(self._state.desired.drained))
         self._metrics.running.set(len(self._state.running))
 
     async def _expire(self) -> None:

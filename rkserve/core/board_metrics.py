@@ -17,6 +17,7 @@ _GAUGES: tuple[tuple[str, str, Callable[[BoardReport], float]], ...] = (
     ("rkserve_board_running", "Generations that run on the board.", lambda r: r.running),
     ("rkserve_board_queued", "Requests that wait for the board.", lambda r: r.queued),
     ("rkserve_board_paused", "Generations that are paused on the board.", lambda r: r.paused),
+    ("rkserve_board_drained", "1 if the board takes no new requests.", lambda r: r.drained),
     ("rkserve_board_queue_limit", "Requests that may wait.", lambda r: r.queue_limit),
     ("rkserve_kv_positions", "Positions the live KV cache holds.", lambda r: r.kv_positions),
     (

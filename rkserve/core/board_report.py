@@ -260,7 +260,8 @@ class BoardReport:
     ``copy`` is the version of its copy of such a model.
     ``version`` is that of rkserve on the board. ``crashes`` counts the engines that ended out of
     order, by kind: the name of a signal, ``exit``, ``hung``, ``silent``, ``runs_failed`` or
-    ``internal``. ``cache_bytes`` is the size of its prompt cache files.
+    ``internal``. ``cache_bytes`` is the size of its prompt cache files. A ``drained`` board takes
+    no new requests.
     """
 
     board_id: str
@@ -321,3 +322,4 @@ class BoardReport:
     version: str = ""
     crashes: tuple[tuple[str, int], ...] = ()
     cache_bytes: int = 0
+    drained: bool = False

@@ -69,6 +69,9 @@ class CoordinatorMetrics:
         self.epoch = gauge("rkserve_desired_epoch", "Epoch of the desired state.")
         self.pauses_in_force = gauge("rkserve_pauses_in_force", "Pauses of parts of the cluster.")
         self.sleeps_in_force = gauge("rkserve_sleeps_in_force", "Sleeps of parts of the cluster.")
+        self.boards_drained = gauge(
+            "rkserve_boards_drained", "Boards that take no new requests until they are undrained."
+        )
         self.idle_unloads = counter(
             "rkserve_idle_unloads",
             "Models that were put to sleep because they were unused, by the operation's result.",

@@ -8,6 +8,8 @@ much as one that received every call. Transport, storage and execution are elsew
 from __future__ import annotations
 
 import hashlib
+import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, IntEnum
 from typing import TypeAlias
@@ -26,6 +28,16 @@ class PauseMode(str, Enum):
     KEEP = "keep"
     WAIT = "wait"
     ABORT = "abort"
+
+
+MOST_NAMED = 5  # boards in a command that a person is to read
+
+
+def undrain_command(model: str, boards: Sequence[str]) -> str:
+    """Return the command that ends the drain of boards of a model."""
+    if len(boards) > MOST_NAMED:
+        return f"rkserve boards undrain --model {shlex.quote(model)}"
+    return f"rkserve boards undrain {shlex.join(boards)}"
 
 
 _SEVERITY = (PauseMode.KEEP, PauseMode.WAIT, PauseMode.ABORT)
@@ -259,12 +271,18 @@ class Weights:
 @crosses_versions
 @dataclass(frozen=True, slots=True)
 class Desired:
-    """The desired state of the cluster from ``epoch`` on."""
+    """The desired state of the cluster from ``epoch`` on.
+
+    Boards in ``drained`` take no new requests; those of them in ``moved`` hand over their running
+    ones to other boards. Both are board IDs, sorted: an earlier version reads a state without them.
+    """
 
     epoch: int = 0
     pauses: tuple[ActivePause, ...] = ()
     lines: tuple[AdapterVersions, ...] = ()
     weights: tuple[Weights, ...] = ()
+    drained: tuple[str, ...] = ()
+    moved: tuple[str, ...] = ()
 
     def line(self, model: str, name: str) -> AdapterVersions | None:
         """Return the versions of an adapter, if it has any."""
@@ -308,6 +326,8 @@ class Desired:
             level=max(levels, default=None),
             base=base,
             rebase=weights.in_flight,
+            drained=board_id in self.drained,
+            moves=board_id in self.moved,
         )
 
 
@@ -348,7 +368,8 @@ class BoardTarget:
 
     ``level`` is the depth of its sleep, None when awake; ``hold`` then defines the treatment of
     requests. ``base`` is the model file to load, None for the one in the model folder, and
-    ``rebase`` the treatment of running requests while another file is loaded.
+    ``rebase`` the treatment of running requests while another file is loaded. A ``drained`` board
+    takes no new requests; with ``moves`` its running ones continue on other boards.
     """
 
     epoch: int
@@ -359,6 +380,8 @@ class BoardTarget:
     level: SleepLevel | None = None
     base: BaseVersion | None = None
     rebase: InFlight = InFlight.PIN
+    drained: bool = False
+    moves: bool = False
 
     def held(self, adapter: str | None) -> EffectivePause | None:
         """Return the pause of requests with that adapter (a name), the stricter of two."""
@@ -450,10 +473,14 @@ class DesiredCache:
 @crosses_versions
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """Measurements of a loaded adapter on one board: times in ms, tokens of a trial run."""
+    """Measurements of trial runs on one board, with the adapter of ``key`` or the base model.
+
+    ``load_ms`` is the time of the adapter's load, ``tokens`` the number of generated ones.
+    """
 
     board_id: str
     key: str
     load_ms: float
     tokens: int
     decode_tokens_per_s: float
+    prefill_tokens_per_s: float = 0.0

@@ -56,7 +56,7 @@ CONTROL_BUCKETS_S = (
 # Kinds of losses of a board, as ``dispatch.failover`` calls them.
 LOSSES = (
     *("crashed", "hung", "run_failed", "gone", "silent"),
-    *("out_of_order", "unreachable", "busy", "lacking"),
+    *("out_of_order", "drained", "unreachable", "busy", "lacking"),
 )
 # In place of a key's name: of calls without a key, and of keys beyond the limit.
 NO_KEY, OTHER_KEYS = "(none)", "(other)"

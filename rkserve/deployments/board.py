@@ -361,6 +361,14 @@ class BoardReplica:
         """Replace the engine by a fresh one; see ``Board.refresh``."""
         await self._board.refresh(reason)
 
+    async def restart_engine(self, reason: str) -> None:
+        """Replace the engine at once; see ``Board.restart``."""
+        await self._board.restart(reason)
+
+    async def measure(self, seconds: float, wait: bool) -> Probe:
+        """Measure the board's speed; see ``SpeedTrials.measure``."""
+        return await self._board.measure(seconds, wait)
+
     async def abort_all(self, request_ids: tuple[str, ...] | None) -> int:
         """Abort generations; see ``Board.abort_all``."""
         return self._board.abort_all(request_ids)

@@ -19,7 +19,7 @@ from rkserve.fleet.prefix_index import PrefixIndex
 
 # A board that recovers or loads keeps its queue and serves within a model load; a sleeping one
 # decides itself whether it takes a waiting request.
-_USABLE = (BoardState.READY, BoardState.RECOVERING, BoardState.ASLEEP, BoardState.LOADING)
+USABLE = (BoardState.READY, BoardState.RECOVERING, BoardState.ASLEEP, BoardState.LOADING)
 SILENT = "the board's replica does not answer"
 FORGET_AFTER = 30  # missed reports after which a silent board is no longer listed
 
@@ -163,8 +163,12 @@ class BoardTable:
         """Store the reports of a group's boards; boards without a report become LOST."""
         now_s = time.monotonic()
         boards = self.boards[self.groups[group]]
-        usable = {r.replica for r in reports if r.state is BoardState.READY}
-        usable = usable or {r.replica for r in reports if r.state in _USABLE}
+        # A board that recovers gets requests rather than none, so drained ones do not count.
+        drained = {r.replica for r in reports if r.board_id in self.desired.drained}
+        ready = {r.replica for r in reports if r.state is BoardState.READY}
+        usable = ready - drained
+        usable = usable or {r.replica for r in reports if r.state in USABLE} - drained
+        usable |= ready
         for report in reports:
             self._store((group, report.board_id), report)
             if report.fetch is not None:
@@ -216,6 +220,8 @@ class BoardTable:
 
 
 def _held(target: BoardTarget) -> PauseEffect:
+    if target.drained:
+        return PauseEffect.DRAINED
     return PauseEffect.NOT if target.hold is None else _HELD[target.hold.mode]
 
 

@@ -30,11 +30,15 @@ MIN_REST = 0.25  # of a typical answer: the assumed rest of one that is longer t
 
 
 class PauseEffect(IntEnum):
-    """The treatment of new requests by a paused board; lower values are preferred."""
+    """The treatment of new requests by a paused or drained board; lower values are preferred.
+
+    A drained board is not even asked for the reason of its refusal.
+    """
 
     NOT = 0
     QUEUES = 1
     REFUSES = 2
+    DRAINED = 3
 
 
 class BoardWork(Protocol):

@@ -23,6 +23,7 @@ from rkserve.api.json.schemas import Example
 from rkserve.core.errors import MethodNotAllowed, NoBoard, RequestError, RkserveError, RouteNotFound
 from rkserve.core.request_record import record_of_request
 from rkserve.http.auth import BrowserGuard, HostAllowList, host_names
+from rkserve.http.board_routes import add_boards
 from rkserve.http.bodies import DIRECT
 from rkserve.http.catalog_routes import add_catalog
 from rkserve.http.cluster_routes import add_cluster, add_join, add_updates
@@ -118,6 +119,7 @@ def make_app(
     # Before the calls of single boards: one of its paths fits those, too.
     add_view(app, service, view, feed or ViewFeed(view, service))
     add_logs(app, service, logs)  # one of its paths fits that of a board, too
+    add_boards(app, service, view)
     add_control(app, service, peers)
     add_cluster(app, service, max_adapter_bytes, max_model_bytes)
     add_catalog(app, service)

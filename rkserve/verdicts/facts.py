@@ -62,8 +62,11 @@ class BoardView:
 
     @property
     def serves(self) -> bool:
-        """True if requests are sent to it: it is ready, and its circuit is not open."""
-        return self.report.state is BoardState.READY and self.circuit != "open"
+        """True if requests are sent to it: it is ready and not drained, and its circuit is not
+        open.
+        """
+        ready = self.report.state is BoardState.READY and self.circuit != "open"
+        return ready and not self.target.drained
 
 
 @crosses_versions

@@ -6,8 +6,8 @@ import shlex
 from collections.abc import Callable, Iterator
 
 from rkserve.core.board_report import BoardState
-from rkserve.core.desired_state import ActivePause
-from rkserve.verdicts.facts import FEWEST, ClusterFacts, TrafficCounts, percentile
+from rkserve.core.desired_state import ActivePause, undrain_command
+from rkserve.verdicts.facts import FEWEST, BoardView, ClusterFacts, TrafficCounts, percentile
 from rkserve.verdicts.reasons import ClusterRule, Gravity, PrometheusAlert, Reason
 
 BUDGET = 0.01  # of the requests may be answered late, out of order or not at all
@@ -28,17 +28,30 @@ NOT_GOOD = '{outcome!="good"}'
 def _unserved(facts: ClusterFacts) -> Iterator[Reason]:
     for model in facts.models:
         boards = [one for one in facts.boards if one.report.model == model]
-        asleep = bool(boards) and all(one.target.level is not None for one in boards)
+        drained = [one.id for one in boards if one.target.drained]
+        # A request wakes no drained board.
+        able = [one for one in boards if not one.target.drained]
+        asleep = bool(able) and all(one.target.level is not None for one in able)
         if asleep or any(one.serves for one in boards):
             continue
-        states = [f"{one.id}: {one.report.state.value}" for one in boards]
+        sentence, command = "No board with it has joined yet.", "rkserve boards"
+        if drained:
+            command = undrain_command(model, drained)
+            sentence = "All its boards are drained: requests are refused."
+            if able:
+                few = f"{len(drained)} of its {len(boards)} boards"
+                sentence = f"No board serves it. Drained: {few}."
+        elif boards:
+            sentence = "No board serves it."
+        states = [f"{one.id}: {_state(one)}" for one in boards]
         yield Reason(
-            "ModelWithoutBoards",
-            "No board serves it." if boards else "No board with it has joined yet.",
-            "rkserve boards",
-            model=model,
-            evidence=tuple(states[:5]),
+            "ModelWithoutBoards", sentence, command, model=model, evidence=tuple(states[:5])
         )
+
+
+def _state(board: BoardView) -> str:
+    state = board.report.state.value
+    return f"{state}, drained" if board.target.drained else state
 
 
 def _coordinator(facts: ClusterFacts) -> Iterator[Reason]:
@@ -260,13 +273,19 @@ def _quantile(metric: str, window: str, limit: str) -> str:
     return f"histogram_quantile({P95}, {buckets}) > {limit} and {count} >= {FEWEST}"
 
 
+# 1 where a board of the model is ready and not drained. A board of an earlier version has no series
+# about drains.
+SERVING = (
+    'max by (model) (max by (board, model) (rkserve_board_state{state="ready"}) '
+    "unless on (board, model) max by (board, model) (rkserve_board_drained) == 1) "
+    'or max by (model) (rkserve_board_state{state="ready"}) * 0'
+)
 MODEL_WITHOUT_BOARDS = ClusterRule(
     "ModelWithoutBoards",
     Gravity.CRITICAL,
     _unserved,
     PrometheusAlert(
-        'max by (model) (rkserve_board_state{state="ready"}) == 0 '
-        'unless max by (model) (rkserve_board_state{state="asleep"}) == 1',
+        f'({SERVING}) == 0 unless max by (model) (rkserve_board_state{{state="asleep"}}) == 1',
         60,
         "No board serves {{ $labels.model }}.",
     ),

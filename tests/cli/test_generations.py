@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from rkserve.cli.context import Exit
-from tests.support.cluster.fake_control import FakeControl, error, ok
+from tests.support.cluster.fake_control import FakeControl, envelope, error, ok, stored
 from tests.support.http.terminal import Terminal
 
 KV = {"board": "sim-0", "model": "sim-chat", "positions": 43, "capacity": 4096, "bytes": 9}
@@ -219,3 +219,106 @@ def test_wrong_usage_asks_nobody(
 ) -> None:
     assert rkserve(*words)[0] == Exit.USAGE
     assert server.asked == []
+
+
+# -- single boards --------------------------------------------------------------------------------
+
+DRAIN, ASKED = "POST /v1/boards/drain", "GET /v1/operations/op-1"
+
+
+@pytest.mark.parametrize(
+    ("words", "sent", "hint"),
+    [
+        pytest.param(
+            ("drain", "rk a"),
+            {"selector": ["rk a"], "mode": "wait"},
+            "rkserve boards undrain 'rk a'",
+            id="one",
+        ),
+        pytest.param(
+            ("drain", "--move", "rk-*", "--timeout", "9"),
+            {"selector": ["rk-*"], "mode": "move", "timeout_s": 9.0},
+            "rkserve boards undrain 'rk-*'",
+            id="a pattern, moved",
+        ),
+        pytest.param(
+            ("drain", "--model", "m"),
+            {"model": ["m"], "mode": "wait"},
+            "rkserve boards undrain --model m",
+            id="a model",
+        ),
+    ],
+)
+def test_boards_are_drained_and_the_way_back_is_named(
+    server: FakeControl, rkserve: Terminal, words: tuple[str, ...], sent: Any, hint: str
+) -> None:
+    server.on(DRAIN, ok(envelope("running", kind="drain"), 202))
+    server.on(ASKED, ok(stored("running")), ok(stored("succeeded")))
+    code, out, err = rkserve("boards", *words)
+    assert code == Exit.DONE
+    assert out.startswith("drained, and without requests: 2 of 2 boards, epoch 7")
+    assert err == f"to let them take requests again: {hint}\n"
+    assert server.json(0) == {**sent, "async": True}
+
+
+def test_a_drain_that_is_not_done_says_which_board_still_has_requests(
+    server: FakeControl, rkserve: Terminal
+) -> None:
+    message = "It still has 1 request; it takes no new ones."
+    left = {"board": "rk-a", "error": "board_busy", "message": message}
+    server.on(DRAIN, ok(envelope("running", kind="drain"), 202))
+    server.on(ASKED, ok(stored("partial", kind="drain", succeeded=1, failed=[left])))
+    code, _, err = rkserve("boards", "drain", "rk-a")
+    assert code == Exit.PARTLY
+    assert f"rk-a: {message}" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "sent"),
+    [
+        pytest.param(("undrain", "rk-a", "rk-b"), {"selector": ["rk-a", "rk-b"]}, id="some"),
+        pytest.param(("undrain", "--model", "m"), {"model": ["m"]}, id="a model"),
+        pytest.param(("undrain", "--all"), {}, id="all"),
+    ],
+)
+def test_drains_are_ended(
+    server: FakeControl, rkserve: Terminal, words: tuple[str, ...], sent: Any
+) -> None:
+    server.on("POST /v1/boards/undrain", ok(envelope(kind="undrain")))
+    code, out, _ = rkserve("boards", *words)
+    assert (code, out.partition(":")[0]) == (Exit.DONE, "taking requests")
+    assert server.json() == sent
+
+
+@pytest.mark.parametrize(
+    "words", [("drain",), ("undrain",), ("undrain", "rk-a", "--all")], ids=" ".join
+)
+def test_boards_have_to_be_named(
+    server: FakeControl, rkserve: Terminal, words: tuple[str, ...]
+) -> None:
+    code, _, err = rkserve("boards", *words)
+    assert (code, server.routes) == (Exit.USAGE, [])
+    assert "give names of boards" in err
+
+
+def test_an_engine_is_restarted_and_a_refusal_is_told(
+    server: FakeControl, rkserve: Terminal
+) -> None:
+    route = "POST /v1/boards/rk@one/restart"
+    server.on(route, ok(envelope("running", kind="restart"), 202), error(404, "board_not_found"))
+    server.on(ASKED, ok(stored("succeeded", kind="restart")))
+    code, out, _ = rkserve("boards", "restart", "rk@one")
+    assert (code, out.partition(":")[0]) == (Exit.DONE, "the engine of rk@one is restarted")
+    code, _, err = rkserve("boards", "restart", "rk@one")
+    assert (code, err) == (Exit.FAILED, "rkserve: It is board_not_found. (404, board_not_found)\n")
+
+
+def test_a_measurement_is_a_sentence(server: FakeControl, rkserve: Terminal) -> None:
+    found = {"sentence": "sim-0 decodes 12.0 tokens/s.", "ratio": None}
+    server.on("POST /v1/boards/sim-0/measure", ok(found), error(409, "operation_conflict"))
+    code, out, _ = rkserve("boards", "measure", "sim-0", "--seconds", "5", "--wait")
+    assert (code, out) == (Exit.DONE, "sim-0 decodes 12.0 tokens/s.\n")
+    assert server.json() == {"seconds": 5.0, "wait": True}
+    code, _, err = rkserve("boards", "measure", "sim-0")
+    assert code == Exit.FAILED
+    assert err == "rkserve: It is operation_conflict. (409, operation_conflict)\n"

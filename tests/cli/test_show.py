@@ -175,3 +175,22 @@ def test_models_of_the_head_have_their_copies(server: FakeControl, rkserve: Term
     code, out, err = rkserve("model", "copies")
     assert (code, err) == (0, "")
     assert all(word in out for word in ("chat", "300.1", "a ready, b fetching 50 %, 2.0 MB/s"))
+
+
+def test_drained_boards_are_shown_in_words() -> None:
+    total = {**CLUSTER["total"], "drained": 1}
+    board = {**CLUSTER["boards"][0], "drained": True}
+    text = rendered(show.status({**CLUSTER, "total": total, "boards": [board]}))
+    assert "1 paused, 0 asleep, 1 drained; " in text
+    assert "drained, keep" in text
+    listed = rendered(show.hardware([{**board, "running": 1, "queued": 0, "paused": 0}]))
+    assert "ready, drained (1 left)" in listed
+    assert "ready, drained " in rendered(
+        show.hardware([{"id": "a", "state": "ready", "drained": True}])
+    )
+
+
+def rendered(table: Any) -> str:
+    console = Console(width=200, file=StringIO(), record=True)
+    console.print(table)
+    return console.export_text()

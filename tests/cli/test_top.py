@@ -47,6 +47,14 @@ def frame(view: Json, width: int, height: int | None = None, notice: str = "") -
     return console.export_text().splitlines()
 
 
+def test_a_drained_board_is_idle_in_words() -> None:
+    view = example_snapshot()["view"]
+    view["boards"]["rock-01"].update(drained=True, hold="keep")
+    assert standing(view["boards"]["rock-01"]).word == "drained"
+    (row,) = [line for line in frame(view, 80) if line.startswith("rock-01")]
+    assert "‖ drained" in row
+
+
 def test_a_frame_of_80_columns_has_the_verdict_the_command_and_the_boards() -> None:
     lines = frame(example_snapshot()["view"], 80)
     assert lines[0] == (

@@ -55,6 +55,18 @@ TENSORS = [{"name": "lora_a", "shape": [8, 64], "dtype": "float16"}]
         ),
         pytest.param(lambda c: c.wake(), WAKE, {}, id="wake"),
         pytest.param(
+            lambda c: c.drain_boards(["a*"], "move", epoch=6),
+            "POST /v1/boards/drain",
+            {"selector": ["a*"], "mode": "move", "epoch": 6},
+            id="drain",
+        ),
+        pytest.param(
+            lambda c: c.restart_board("rk@one", timeout_s=9),
+            "POST /v1/boards/rk@one/restart",
+            {"timeout_s": 9},
+            id="restart",
+        ),
+        pytest.param(
             lambda c: c.wake(["weights"], models=["m", "n"], timeout_s=90),
             WAKE,
             {"tags": ["weights"], "model": ["m", "n"], "timeout_s": 90},

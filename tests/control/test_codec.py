@@ -177,7 +177,23 @@ def test_a_line_of_an_earlier_release_is_read_and_written_as_it_was() -> None:
         model="m", name="law", version="v1", strategy=Strategy.CANARY, weight=0.25
     )
     assert operation_entry(rollout)["params"] == json.loads(ROLLED)["operation"]["params"]
-    assert (write_operation(pause), write_operation(rollout)) == (WRITTEN, ROLLED)
+    now = [text.replace('"schema":2}', f'"schema":{SCHEMA}}}') for text in (WRITTEN, ROLLED)]
+    assert [write_operation(pause), write_operation(rollout)] == now
+
+
+# A desired state as schema 2 was written.
+BEFORE_DRAINS = (
+    '{"desired":{"epoch":7,"lines":[],"pauses":[{"clear_cache":false,"expires_s":null,"level":null,'
+    '"mode":"keep","operation":"op","scope":{"adapter":null,"boards":["b1"],"models":[]},'
+    '"since_s":0.0,"wakes":false}],"weights":[]},"schema":2}'
+)
+
+
+def test_a_desired_state_of_a_ledger_without_drains_has_no_drained_board() -> None:
+    found = read_desired(BEFORE_DRAINS)
+    pause = ActivePause("op", Scope(boards=("b1",)), PauseMode.KEEP)
+    assert found == Desired(7, (pause,), drained=(), moved=())
+    assert read_desired(write_desired(found)) == found
 
 
 @pytest.mark.parametrize(

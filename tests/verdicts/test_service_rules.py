@@ -100,3 +100,56 @@ def test_the_time_to_the_first_token_is_judged_by_the_configured_target() -> Non
     assert judge(facts).reasons == ()
     strict = replace(facts, objectives=facts.objectives.model_copy(update={"ttft_s": 2.0}))
     assert [one.rule for one in judge(strict).reasons] == ["TtftP95"]
+
+
+DRAINED = BoardTarget(EPOCH, drained=True)
+DRAINED_ASLEEP = replace(ASLEEP, drained=True)
+
+
+def test_a_drained_board_is_no_reason_while_another_one_serves() -> None:
+    assert judge(healthy(board(1, target=DRAINED))).outcome is VerdictOutcome.READY
+
+
+@pytest.mark.parametrize(
+    ("facts", "sentence", "command"),
+    [
+        pytest.param(
+            healthy(*(board(n, target=DRAINED) for n in (1, 2)), count=2),
+            "All its boards are drained: requests are refused.",
+            "rkserve boards undrain rock-01 rock-02",
+            id="all are drained",
+        ),
+        pytest.param(
+            healthy(*(board(n, target=DRAINED) for n in range(1, 7)), count=6),
+            "All its boards are drained: requests are refused.",
+            f"rkserve boards undrain --model {MODEL}",
+            id="more than a command names",
+        ),
+        pytest.param(
+            healthy(board(1, target=DRAINED), board(2, state=BoardState.LOST), count=2),
+            "No board serves it. Drained: 1 of its 2 boards.",
+            "rkserve boards undrain rock-01",
+            id="the other one is lost",
+        ),
+        pytest.param(
+            healthy(board(1, state=BoardState.ASLEEP, target=DRAINED_ASLEEP), count=1),
+            "All its boards are drained: requests are refused.",
+            "rkserve boards undrain rock-01",
+            id="asleep too, and no request wakes it",
+        ),
+    ],
+)
+def test_a_model_whose_boards_are_drained_has_the_command_that_ends_it(
+    facts: ClusterFacts, sentence: str, command: str
+) -> None:
+    found = judge(facts)
+    reason = found.reasons[0]
+    assert (found.outcome, reason.rule) == (VerdictOutcome.NOT_READY, "ModelWithoutBoards")
+    assert (reason.sentence, reason.command) == (sentence, command)
+    assert any("drained" in line for line in reason.evidence)
+
+
+def test_a_model_sleeps_on_purpose_although_one_of_its_boards_is_drained() -> None:
+    sleeps = board(1, state=BoardState.ASLEEP, target=ASLEEP)
+    facts = healthy(sleeps, board(2, target=DRAINED), count=2)
+    assert judge(facts).outcome is VerdictOutcome.READY

@@ -51,6 +51,7 @@ class TotalEntry(TypedDict):
     joining: Count
     paused_boards: Count
     asleep: Count
+    drained: Count
     positions: Count
     capacity: Count
     bytes: Count | None
@@ -299,6 +300,7 @@ def _board(one: BoardStatus, desired: Desired) -> JsonObject:
         "paused": report.paused,
         "asleep": target.level is not None,
         "level": target.level,
+        "drained": target.drained,
         "idle_s": round(report.idle_s, 1),
         "base": loaded_digest(report),
         "own_base": not report.base,
@@ -318,6 +320,7 @@ def _total(boards: Sequence[BoardStatus], desired: Desired) -> TotalEntry:
         "joining": sum(one.state is BoardState.JOINING for one in reports),
         "paused_boards": sum(target.hold is not None for target in targets),
         "asleep": sum(target.level is not None for target in targets),
+        "drained": sum(target.drained for target in targets),
         "positions": sum(one.kv_positions for one in reports),
         "capacity": sum(_capacity(one) for one in reports),
         "bytes": _bytes(boards),

@@ -99,7 +99,7 @@ class BoardEntry(TypedDict):
 
     `state_since_s` is in seconds since 1970. `rules` are the names of the rules that fire for it.
     `behind` is the number of epochs that it lags. `hold` is the mode of a pause in force, and
-    `level` the depth of a sleep.
+    `level` the depth of a sleep; `drained` is there, and true, if it takes no new requests.
     `expected_tokens_per_s` is the decoding speed that its SoC and model should reach, on the
     `basis` given. `crashes` counts the engines that ended out of order since the replica's start.
     """
@@ -115,6 +115,7 @@ class BoardEntry(TypedDict):
     behind: NotRequired[Count]
     hold: NotRequired[str]
     level: NotRequired[int]
+    drained: NotRequired[Literal[True]]
     circuit: NotRequired[CircuitView]
     fetch: NotRequired[FetchView]
     node: NotRequired[str]

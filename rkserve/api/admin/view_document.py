@@ -240,6 +240,7 @@ def _board(board: BoardView, facts: ClusterFacts, verdict: ClusterVerdict) -> Bo
         "behind": max(0, facts.desired.epoch - (report.epoch or 0)) or None,
         "hold": None if target.hold is None else target.hold.mode.value,
         "level": None if target.level is None else int(target.level),
+        "drained": True if target.drained else None,
         "node": report.node,
         "runtime": report.release,
         "version": report.version,

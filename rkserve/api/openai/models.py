@@ -42,7 +42,9 @@ class ModelFacts(TypedDict):
     """rkserve's own facts about a model, or about an adapter and its version."""
 
     context_length: Count
-    state: NotRequired[Literal["ready", "loading", "paused", "asleep", "failed"]]
+    state: NotRequired[
+        Literal["ready", "loading", "fetching", "paused", "asleep", "drained", "failed"]
+    ]
     embedding: NotRequired[JsonObject | None]
     vision: NotRequired[VisionFacts | None]
     boards: NotRequired[list[ListedBoard]]
@@ -113,14 +115,14 @@ def model_state(desired: Desired, boards: Iterable[BoardReport]) -> str:
 
     ``ready``: a board serves. ``loading``: no board serves yet. ``fetching``: the boards still
     fetch the model. ``paused``: the boards are paused
-    with their model loaded. ``asleep``: it is unloaded. ``failed``: no board can serve. A model
-    without a board's report is loading.
+    with their model loaded. ``asleep``: it is unloaded. ``drained``: an operator has drained the
+    boards. ``failed``: no board can serve. A model without a board's report is loading.
     """
     found = {_state(desired, board) for board in boards} or {"loading"}
     return next(state for state in _STATES if state in found)
 
 
-_STATES = ("ready", "loading", "fetching", "paused", "asleep", "failed")
+_STATES = ("ready", "loading", "fetching", "paused", "asleep", "drained", "failed")
 _COMING = (BoardState.LOADING, BoardState.RECOVERING, BoardState.JOINING, BoardState.ASLEEP)
 
 
@@ -130,6 +132,8 @@ def _state(desired: Desired, board: BoardReport) -> str:
         return "fetching"
     if board.state is not BoardState.READY and board.state not in _COMING:
         return "failed"
+    if target.drained:
+        return "drained"
     if target.level is not None and target.level > SleepLevel.PAUSED:
         return "asleep"
     if board.state is not BoardState.READY:

@@ -4,23 +4,33 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from statistics import median
 
 from rkserve.board.answer.transcript import Ids
-from rkserve.board.engine.protocol import EntryCommand
+from rkserve.board.engine.protocol import EntryCommand, RunEnded
 from rkserve.board.run.job import EngineRun, RunSpec, loop_time_s
 from rkserve.board.run.loaded_engine import LoadedEngine
-from rkserve.board.run.parts import EngineSlot, RunQueue
+from rkserve.board.run.parts import BoardBooks, EngineSlot, RunQueue
 from rkserve.board.run.prompt_caching import PromptCaching
 from rkserve.board.run.runner import RequestRunner
 from rkserve.board.run.settings import BoardSettings
 from rkserve.core.desired_state import Probe
-from rkserve.core.errors import AdapterBroken, RunFailed
+from rkserve.core.errors import AdapterBroken, OperationConflict, RunFailed
 from rkserve.core.messages import AdapterRef
 from rkserve.core.run_params import EncoderStates, Sampling
 from rkserve.native.runtime import RunEnd
 
 GREEDY = Sampling(temperature=0.0, top_k=1, repeat_penalty=1.0)
 PROBE_TEXT = "Hello"  # in text mode
+# Of a run that measures speed: as long as the runs of the published figures.
+SPEED_PROMPT, SPEED_TOKENS = 128, 64
+FEWEST_TOKENS = 8  # an answer that ended earlier says nothing about speed
+SPEED_TEXT = (
+    "Tell a long story about a lighthouse on a small island, the family that keeps its lamp, the "
+    "storm of one winter, and the ship that they see in the night. Begin with part {part}."
+)
+FIRST_ID, STRIDE = 100, 7919  # ids below are often special; the stride spreads the others
+SMALL_VOCABULARY = 1000  # where the size is not known
 
 
 class AdapterProbes:
@@ -89,6 +99,112 @@ class AdapterProbes:
         speed = given * 1e3 / decode_ms if decode_ms > 0 else 0.0
         found = live.tried[ref.key] = Probe(self._settings.board_id, ref.key, load_ms, given, speed)
         return found
+
+
+class SpeedTrials:
+    """Measures the speed of one board with its base model."""
+
+    def __init__(
+        self,
+        books: BoardBooks,
+        slot: EngineSlot,
+        queue: RunQueue,
+        caching: PromptCaching,
+        runner: RequestRunner,
+    ) -> None:
+        self._settings, self._books = books.settings, books
+        self._slot, self._queue, self._caching, self._runner = slot, queue, caching, runner
+
+    async def measure(self, seconds: float, wait: bool) -> Probe:
+        """Generate for about ``seconds``, and return the speeds of prefill and decoding.
+
+        Requests that come meanwhile wait. With ``wait`` a run that goes on ends first, and the
+        measurement comes before those that wait behind it.
+
+        Raises:
+            OperationConflict: the board has requests, or is paused.
+            BoardFailed: the board is out of order, or a run failed.
+            BoardAsleep: its model is unloaded.
+        """
+        board = self._settings.board_id
+        self._queue.require_awake()
+        if self._books.obligations.holds:
+            raise OperationConflict(f"Board {board} is paused; resume it, and measure then.")
+        count = len(self._books.jobs)
+        if not wait and (count or not self._queue.free):
+            busy = f"has {count} request{'s' * (count != 1)}" if count else "is busy"
+            raise OperationConflict(
+                f"Board {board} {busy}; measure when it is idle, or with 'wait': true after its "
+                "present run."
+            )
+        done = self._queue.schedule(lambda: self._measured(seconds), first=True)
+        self._runner.pauses.release_board()
+        try:
+            return await done
+        finally:
+            done.cancel()
+
+    async def _measured(self, seconds: float) -> Probe:
+        settings, live = self._settings, self._slot.live
+        await self._caching.park(live)
+        end_s = loop_time_s() + seconds
+        prefill: list[float] = []
+        decode: list[float] = []
+        tokens, longest_s = 0, 0.0
+        while not decode or loop_time_s() + longest_s <= end_s:
+            began_s = loop_time_s()
+            run, ended = await self._one(live, len(decode), end_s)
+            perf = run.perf(ended)
+            if perf.decode_tokens < FEWEST_TOKENS or perf.decode_ms <= 0:
+                reason = f"a trial answer ended after {perf.decode_tokens} tokens"
+                raise RunFailed(settings.board_id, reason)
+            decode.append(settings.n_batch * 1e3 * perf.decode_tokens / perf.decode_ms)
+            if perf.prefill_ms > 0 and perf.prefill_tokens:
+                prefill.append(settings.n_batch * 1e3 * perf.prefill_tokens / perf.prefill_ms)
+            tokens += settings.n_batch * perf.decode_tokens
+            longest_s = max(longest_s, loop_time_s() - began_s)
+        speed = median(prefill) if prefill else 0.0
+        return Probe(settings.board_id, "", 0.0, tokens, median(decode), speed)
+
+    async def _one(
+        self, live: LoadedEngine, number: int, end_s: float
+    ) -> tuple[EngineRun, RunEnded]:
+        """Make a run; it is cut at the end of the time, once it has enough tokens for a figure."""
+
+        def end_in_time(run: EngineRun, *_: object) -> None:
+            given = len(run.given[0])
+            if given >= SPEED_TOKENS or (given > FEWEST_TOKENS and loop_time_s() >= end_s):
+                live.abort(run)
+
+        settings = self._settings
+        entry = speed_entry(settings, number)
+        begin = RunSpec(
+            entries=(entry,) * settings.n_batch,
+            base=entry.ids,
+            clear=live.context.ids != (),
+            limit=min(SPEED_TOKENS, settings.context_len // 4),
+        )
+        run, ended = await live.run([None] * settings.n_batch, begin, end_in_time, GREEDY)
+        if ended.end is RunEnd.FAILED:
+            raise RunFailed(settings.board_id, f"a trial run failed: {ended.reason}")
+        return run, ended
+
+
+def speed_entry(settings: BoardSettings, number: int) -> EntryCommand:
+    """Return the prompt of a run that measures speed.
+
+    Each number has another prompt from its first token on, so that no cached prefix is measured.
+    """
+    if settings.text_mode:
+        entry = EntryCommand(prompt_text=SPEED_TEXT.format(part=number + 1))
+    else:
+        size = (settings.vocab_size or SMALL_VOCABULARY) - FIRST_ID
+        length = min(SPEED_PROMPT, settings.context_len // 2)
+        ids = [FIRST_ID + (number + 1) * (at + 1) * STRIDE % size for at in range(length)]
+        entry = EntryCommand(tuple(one for one in ids if one not in settings.eos_ids))
+    if settings.encoder is not None:
+        entry = replace(entry, encoder=EncoderStates.zeros(settings.encoder))
+    return entry
 
 
 def _known(live: LoadedEngine, ref: AdapterRef) -> Probe | None:

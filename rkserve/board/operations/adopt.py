@@ -32,7 +32,7 @@ from rkserve.core.desired_state import (
     InFlight,
     PauseMode,
 )
-from rkserve.core.errors import BoardFailed, NativeError
+from rkserve.core.errors import BoardDrained, BoardFailed, NativeError
 from rkserve.core.messages import Kv
 
 log = logging.getLogger(__name__)
@@ -164,6 +164,7 @@ class StateAdopter:
             if not job.over:
                 self._follow_line(job, done)
         self._relabel(label, jobs)
+        self._hand_over(jobs)
         for job in jobs:
             if not job.over:
                 self._settle(job, done, thawed=job in thawed)
@@ -171,6 +172,21 @@ class StateAdopter:
         self._sleep.update(done.stopped)
         self._new_state.wake()
         self._queue.pump()
+
+    def _hand_over(self, jobs: list[Job]) -> None:
+        """End the requests that other boards continue, where a drain moves them.
+
+        A begun answer that token IDs cannot continue stays to its end, and so do embeddings, which
+        are short.
+        """
+        target = self._books.obligations.target
+        if target is None or not target.moves:
+            return
+        for job in jobs:
+            if not job.over and not (job.request.in_one_go and job.generation.tokens):
+                self._runner.hand_over(
+                    job, BoardDrained(self._board_id, "its requests continue on other boards")
+                )
 
     def _mark(self, job: Job) -> bool:
         """Set whether runs of the job may begin; return whether that was just allowed again."""

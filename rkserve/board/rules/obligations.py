@@ -19,7 +19,14 @@ from rkserve.core.desired_state import (
     PauseMode,
     SleepLevel,
 )
-from rkserve.core.errors import BoardAsleep, BoardBehind, EngineAsleep, EnginePaused, ModelNotFound
+from rkserve.core.errors import (
+    BoardAsleep,
+    BoardBehind,
+    BoardDrained,
+    EngineAsleep,
+    EnginePaused,
+    ModelNotFound,
+)
 from rkserve.core.messages import FIRST_LABEL, AdapterRef, GenerateRequest
 
 RETRY_AFTER_S = 5  # for a pause without a lease, whose end is unknown
@@ -156,8 +163,8 @@ class Obligations:
         return tuple((ref.name, ref.digest) for ref in refs if ref is not None)
 
     def check(self, request: GenerateRequest, now_s: float) -> None:
-        """Raise ``BoardBehind``, ``BoardAsleep`` or ``EnginePaused`` where the request is not
-        accepted.
+        """Raise ``BoardBehind``, ``BoardDrained``, ``BoardAsleep`` or ``EnginePaused`` where the
+        request is not accepted.
 
         ``now_s`` is in seconds since 1970, as the ends of leases are.
         """
@@ -166,6 +173,7 @@ class Obligations:
         if (self.epoch or 0) < request.min_epoch:
             reason = f"its epoch is {self.epoch}; the request needs at least {request.min_epoch}"
             raise BoardBehind(self._board_id, reason)
+        self._check_drain(request)
         self._check_weights(request)
         name, level = adapter_name(request), None if self.target is None else self.target.level
         if level is not None and not request.patient:
@@ -179,6 +187,16 @@ class Obligations:
         whole = self.target is not None and hold is self.target.hold
         what = f"board {self._board_id}" if whole else f"adapter {name}"
         raise refused(what, _retry_after_s(hold, now_s))
+
+    def _check_drain(self, request: GenerateRequest) -> None:
+        """Raise ``BoardDrained`` for a new request, and where running ones are moved for any.
+
+        Else a request that was accepted before, here or elsewhere, may end here: its Router asks a
+        drained board only where no other one is left.
+        """
+        target = self.target
+        if target is not None and (target.moves or (target.drained and request.continued is None)):
+            raise BoardDrained(self._board_id, "it takes no requests until it is undrained")
 
     def _check_weights(self, request: GenerateRequest) -> None:
         """Raise ``BoardBehind`` where a request that keeps its version would get other weights."""

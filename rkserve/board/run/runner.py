@@ -167,8 +167,16 @@ class RequestRunner:
         if not (mute and self._mute(job)):
             self.leave(job)
 
+    def hand_over(self, job: Job, error: RkserveError) -> None:
+        """End a job here, with the text so far, so that its Router continues it elsewhere.
+
+        Text that a pause withholds is dropped, and generated again after it.
+        """
+        job.end(error)
+        self.leave(job)
+
     def leave(self, job: Job) -> None:
-        """Take an aborted or abandoned job off the board."""
+        """Take an aborted, abandoned or handed over job off the board."""
         run = self._slot.live.running
         if run is not None and job in run.entry_jobs:
             if self._settings.n_batch == 1:

@@ -372,6 +372,14 @@ class EngineSupervisor:
         if self.state is BoardState.QUARANTINED:
             self._forgiven.set()
 
+    async def end_quarantine(self) -> None:
+        """Load the model now, although engines died too quickly. Raises ``BoardOutOfOrder``."""
+        self.forgive()
+        if self._recovery is not None:
+            await asyncio.wait({self._recovery})
+        if self.state is not BoardState.READY:
+            raise self.failed()
+
     async def gave_up(self) -> None:
         """Return once an engine that is being given up has ended, or cannot be ended."""
         if self._giving_up is not None:

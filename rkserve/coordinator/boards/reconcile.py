@@ -16,7 +16,8 @@ from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rkserve.control.calls import AdapterRetireAction
+from rkserve.control.calls import AdapterRetireAction, DrainAction
+from rkserve.control.drain import left_at
 from rkserve.control.operations import (
     BoardOutcome,
     ControlOperation,
@@ -292,6 +293,8 @@ class LateResults:
             return False
         if one.action.loads and not self._is_up(report):
             return False
+        if isinstance(one.action, DrainAction) and report.board_id in self._state.desired.drained:
+            return left_at(report, epoch) == 0
         retired = one.action
         if not isinstance(retired, AdapterRetireAction):
             return True

@@ -51,6 +51,7 @@
     +-- DeadlineExceeded             504  deadline_exceeded
     +-- BoardTimeExceeded            504  board_time_exceeded
     +-- NoBoard                      503  no_board
+    |   +-- ModelDrained             503  model_drained
     +-- ModelFetching                503  model_fetching
     +-- DiskFull                     507  disk_full
     +-- EnginePaused                 503  engine_paused
@@ -68,6 +69,7 @@
     |   +-- BoardGone                503  board_failed
     |   +-- BoardBehind              503  board_behind
     |   +-- BoardAsleep              503  board_asleep
+    |   +-- BoardDrained             503  board_drained
     |   +-- StageFailed              503  stage_failed
     |   +-- RebaseFailed             503  rebase_failed
     |   +-- EngineDied               503  board_failed

@@ -143,6 +143,14 @@ class NoBoard(RkserveError):
         self.model, self.reason, self.retry_after_s = model, reason, retry_after_s
 
 
+class ModelDrained(NoBoard):
+    """An operator has drained the boards that could serve the model; ``reason`` has the command
+    that ends it.
+    """
+
+    code = "model_drained"
+
+
 class ModelFetching(RkserveError):
     """The boards of the model still fetch it.
 
@@ -529,6 +537,17 @@ class BoardAsleep(BoardFailed):
 
     code = "board_asleep"
     sentence = "Board {board_id} is asleep: {reason}."
+
+
+class BoardDrained(BoardFailed):
+    """The board is drained: it takes no new request, or hands over one that it has.
+
+    The board is healthy. The Router sends the request to another board, where a begun answer
+    continues.
+    """
+
+    code = "board_drained"
+    sentence = "Board {board_id} is drained: {reason}."
 
 
 class ModelAsleep(RkserveError):

@@ -17,6 +17,7 @@ from rkserve.core.errors import (
     AdapterBroken,
     BoardAsleep,
     BoardBehind,
+    BoardDrained,
     BoardFailed,
     BoardSilent,
     CacheNotFound,
@@ -63,7 +64,7 @@ log = logging.getLogger(__name__)
 # Another board may have what this one lacks; nothing of the request was run.
 _LACKING = (CacheNotFound, AdapterBroken)
 # The board is healthy; retry later.
-_WAITING = (BoardBehind, BoardAsleep)
+_WAITING = (BoardBehind, BoardAsleep, BoardDrained)
 # Another board may succeed.
 _ELSEWHERE = (BoardFailed, QueueFull, QueueTimeout, EnginePaused, *_LACKING)
 # No board takes the request now; a restarting board will, and a begun answer waits for that.
@@ -413,7 +414,8 @@ class Dispatch:
             raise error
         one.visit.why = why(exc)
         self._metrics.continued(one.visit.why)
-        log.warning(
+        log.log(
+            logging.INFO if isinstance(exc, BoardDrained) else logging.WARNING,
             "%s goes on elsewhere after %d tokens: %s",
             reservation.request.request_id,
             progress.tokens,

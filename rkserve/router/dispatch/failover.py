@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from rkserve.core.board_report import GenerationInfo, GenerationState
 from rkserve.core.desired_state import ServedWeights
 from rkserve.core.errors import (
+    BoardDrained,
     BoardFailed,
     BoardGone,
     BoardOutOfOrder,
@@ -64,6 +65,7 @@ _WHY: tuple[tuple[type[RkserveError], str], ...] = (
     (BoardGone, "gone"),
     (BoardSilent, "silent"),
     (BoardOutOfOrder, "out_of_order"),
+    (BoardDrained, "drained"),
     (BoardFailed, "unreachable"),
     (QueueTimeout, "busy"),
 )

@@ -59,7 +59,10 @@ class Operations:
 
     async def carry_out(self, call: OperationBody, asked: ControlRequest) -> AdminAnswer:
         """Make a change whose parameters have been read."""
-        scope = await self.scope(call)
+        return await self.within(await self.scope(call), call, asked)
+
+    async def within(self, scope: Scope, call: OperationBody, asked: ControlRequest) -> AdminAnswer:
+        """Make a change of a part of the cluster that is known already."""
         action = call.action(scope)
         outcome = await self.perform(action, call.terms, asked)
         await self._after(action, scope, outcome)

@@ -30,6 +30,8 @@ from rkserve.router.queue.reservation import RequestSize, Reservation, ServiceTi
 
 # The requests compared for one free board. Those that wait for another board do not count.
 LOOKED_AT = 16
+# While no board is better than these, none will become free.
+_CLOSED = (None, PauseEffect.REFUSES, PauseEffect.DRAINED)
 
 
 @dataclass(eq=False, slots=True)
@@ -253,8 +255,7 @@ class ModelQueue:
             self._meter(reservation, now_s)
         for entry, exc in self._admission.expire(now_s):
             self._left(entry.what, exc)
-        if len(self._admission) and self.boards.held in (None, PauseEffect.REFUSES):
-            # No board will become free.
+        if len(self._admission) and self.boards.held in _CLOSED:
             self._call_off([entry.what for entry in self._admission.order()])
         while (found := self._next(now_s)) is not None:
             entry, board = found

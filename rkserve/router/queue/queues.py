@@ -16,13 +16,14 @@ from dataclasses import dataclass
 from math import ceil
 
 from rkserve.core.board_report import BoardState
-from rkserve.core.desired_state import Desired, PauseMode
+from rkserve.core.desired_state import Desired, PauseMode, undrain_command
 from rkserve.core.errors import (
     AdapterBroken,
     BoardAsleep,
     BoardBehind,
     CacheNotFound,
     EnginePaused,
+    ModelDrained,
     ModelFetching,
     ModelNotFound,
     NoBoard,
@@ -31,6 +32,7 @@ from rkserve.core.errors import (
 )
 from rkserve.core.messages import GenerateRequest
 from rkserve.core.metrics import RouterMetrics
+from rkserve.fleet.board_table import USABLE
 from rkserve.fleet.fleet import Fleet
 from rkserve.fleet.load import Candidate, ModelBoards, PauseEffect
 from rkserve.fleet.measurements import CircuitBreaker
@@ -57,7 +59,8 @@ class Availability:
     """The boards that a request may get.
 
     Boards in ``barred`` are excluded, and those with a pause effect worse than ``most``.
-    ``no_board``: no board could take it. ``asks``: the board whose rejection the client is to get.
+    ``no_board``: no board could take it. ``asks``: the board that is asked even if it is busy, as
+    its rejection is the client's answer, or as it is the last one for an accepted request.
     ``waits``: all boards keep such requests until a pause ends.
     """
 
@@ -82,13 +85,14 @@ def prospect(
     # better pause effect is full, boards with a worse one are not tried.
     full = [boards.get(key) for key, exc in tried.items() if isinstance(exc, QueueFull)]
     most = min((board.held for board in full if board is not None), default=PauseEffect.REFUSES)
+    most = min(most, PauseEffect.REFUSES)
     barred = {*tried, *blocked}
     name = request.line if request.adapter is None else request.adapter.name
     if name is not None and any(pause.scope.adapter == name for pause in desired.pauses):
         pauses = {
             board: desired.target(board.board_id, request.model).held(name)
             for board in boards
-            if board.ready and board.key not in barred
+            if board.ready and board.key not in barred and board.held is not PauseEffect.DRAINED
         }
         held = {board: pause.mode for board, pause in pauses.items() if pause is not None}
         if held and len(held) == len(pauses):
@@ -97,12 +101,18 @@ def prospect(
             return Availability(barred, most, asks=next(iter(held)))
         barred |= {board.key for board in held}
     tier = boards.tier(barred) if barred else boards.held
+    last = [board for board in boards if board.ready and board.key not in barred]
+    if tier is PauseEffect.DRAINED and request.continued is not None:
+        # An answer that was accepted may end on a drained board, if no other one is left.
+        last = [board for board in last if board.board_id not in desired.moved]
+        return Availability(barred, most, no_board=not last, asks=next(iter(last), None))
     if tier is None or tier > most:
         return Availability(barred, most, no_board=True)
     if tier is not PauseEffect.REFUSES:
         return Availability(barred, most)
-    refusing = [board for board in boards if board.ready and board.key not in barred]
-    return Availability(barred, most, asks=refusing[0])
+    return Availability(
+        barred, most, asks=next(one for one in last if one.held is PauseEffect.REFUSES)
+    )
 
 
 def refusal(
@@ -128,7 +138,20 @@ def refusal(
         return reasons[0]
     if avoided:
         return NoBoard(model, "; ".join(sorted(avoided)))
+    if drained := _drained(fleet, model):
+        command = undrain_command(model, drained)
+        return ModelDrained(model, f"its boards are drained; to end that, run: {command}")
     return _fetching(fleet, model) or NoBoard(model, fleet.why_not_ready(model, met))
+
+
+def _drained(fleet: Fleet, model: str) -> list[str]:
+    """Return the drained boards of a model that would serve otherwise."""
+    drained = fleet.desired.drained
+    return [
+        one.board_id
+        for one in fleet.reports(model)
+        if one.state in USABLE and one.board_id in drained
+    ]
 
 
 LOAD_S = 5  # added to the rest of a fetch: the model is verified and loaded

@@ -114,7 +114,8 @@ def test_keys_and_operations_are_for_the_operator() -> None:
 def test_a_board_shows_what_is_out_of_the_ordinary() -> None:
     version = AdapterVersion(AdapterRef("tone", "v2", "d" * 64), 100)
     line = AdapterVersions(MODEL, "tone", candidate=version, switched=("rock-01",))
-    target = BoardTarget(13, hold=EffectivePause(PauseMode.KEEP), label="step-7")
+    hold = EffectivePause(PauseMode.KEEP)
+    target = BoardTarget(13, hold=hold, label="step-7", drained=True)
     odd = board(
         1,
         target=target,
@@ -135,12 +136,15 @@ def test_a_board_shows_what_is_out_of_the_ordinary() -> None:
         "step-7",
     )
     assert (one["behind"], one["hold"], one["prompt_cache_mb"]) == (1, "keep", 310)
+    assert one["drained"] is True
     assert one["fetch"]["source"] == "head"
     assert one["circuit"]["state"] == "open"
     assert one["crashes"] == {"SIGSEGV": 2}
     assert (one["disk_free_mb"], one["ddr_max_mhz"]) == (21_000, 2112)
     plain = view["boards"]["rock-02"]
-    assert not {"reason", "behind_", "hold", "circuit", "fetch", "crashes"} & plain.keys()
+    assert (
+        not {"reason", "behind_", "hold", "drained", "circuit", "fetch", "crashes"} & plain.keys()
+    )
     assert view["rollouts"][f"{MODEL}:tone"]["switched"] == 1
     assert view["pauses"]["op-7"]["models"] == [MODEL]
 

@@ -23,6 +23,7 @@ from rkserve.core.desired_state import (
 from rkserve.core.errors import (
     BoardAsleep,
     BoardBehind,
+    BoardDrained,
     EngineAsleep,
     EnginePaused,
     ModelNotFound,
@@ -118,6 +119,31 @@ def test_pauses_that_take_nothing_new_say_when_to_come_back(
     with pytest.raises(EnginePaused) as refused:
         made.check(request_, NOW_S)
     assert refused.value.retry_after_s == retry_after_s
+
+
+GOES_ON = FailoverState()
+
+
+@pytest.mark.parametrize(
+    ("moved", "begun", "takes"),
+    [
+        pytest.param((), None, False, id="a new one"),
+        pytest.param((), GOES_ON, True, id="one that was accepted before"),
+        pytest.param(("b",), GOES_ON, False, id="one that was accepted, where all are moved"),
+    ],
+)
+def test_a_drained_board_takes_no_new_request(
+    moved: tuple[str, ...], begun: FailoverState | None, takes: bool
+) -> None:
+    made = charge(desired=Desired(5, drained=("b",), moved=moved))
+    request = replace(asked(), continued=begun)
+    if takes:
+        made.check(request, NOW_S)
+    else:
+        with pytest.raises(BoardDrained, match="Board b is drained"):
+            made.check(request, NOW_S)
+    made.take(Desired(6))
+    made.check(request, NOW_S)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import pytest
 from rkserve.control import state_changes
 from rkserve.core.errors import (
     AdapterBroken,
+    BoardDrained,
     BoardFailed,
     BoardGone,
     BoardOutOfOrder,
@@ -54,6 +55,7 @@ LOSSES = [
     pytest.param(BoardGone("a", "died"), "gone", id="the replica ended"),
     pytest.param(BoardSilent("a", "frozen"), "silent", id="no sign of life"),
     pytest.param(BoardOutOfOrder("a", "stopped"), "out_of_order", id="it is drained"),
+    pytest.param(BoardDrained("a", "moved"), "drained", id="its requests are moved"),
     pytest.param(BoardFailed("a", "cut"), "unreachable", id="the connection is lost"),
     pytest.param(AdapterBroken("x@1", "gone"), "lacking", id="an adapter is missing"),
 ]

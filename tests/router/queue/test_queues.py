@@ -11,14 +11,17 @@ from rkserve.core.block_hashes import origin_of, salted, seed_of
 from rkserve.core.board_report import BoardState
 from rkserve.core.desired_state import AdapterVersion, AdapterVersions, Desired, PauseMode
 from rkserve.core.errors import (
+    BoardDrained,
     BoardFailed,
     CacheNotFound,
     EnginePaused,
+    ModelDrained,
     ModelNotFound,
     NoBoard,
 )
 from rkserve.core.messages import (
     AdapterRef,
+    FailoverState,
     GenerateRequest,
 )
 from rkserve.router.queue.queues import TriedBoards, routing_request
@@ -201,3 +204,91 @@ def test_a_line_is_asked_for_under_the_version_that_is_served() -> None:
     salty = routing_request(own, served, hashed=True).chain
     assert salty is not None
     assert salty.seed == seed_of(origin_of(ref.key, salted("tenant")))
+
+
+# -- drained boards -------------------------------------------------------------------------------
+
+
+def drained(*boards: str, moved: tuple[str, ...] = ()) -> Desired:
+    return Desired(2, drained=boards, moved=moved)
+
+
+GOES_ON = FailoverState()
+
+
+async def test_a_drained_board_gets_nothing_as_soon_as_the_router_knows() -> None:
+    of = await hall("a", "b", limit=9)
+    of.fleet.obey(drained("a"))
+    assert [board_of(place) for place in await of.busy(1)] == ["b"]
+    waiting = of.ask()
+    await of.hear(report("a"), report("b", running=1))
+    await of.settle()
+    assert not waiting.done()  # although a is free
+    of.fleet.obey(Desired(3))
+    assert board_of(await waiting) == "a"
+
+
+async def test_a_board_that_recovers_is_waited_for_while_the_ready_one_is_drained() -> None:
+    of = await hall("a", report("b", state=BoardState.RECOVERING), limit=9)
+    of.fleet.obey(drained("a"))
+    await of.hear()
+    assert board_of(await of.ask()) == "b"
+
+
+async def test_where_all_boards_are_drained_the_refusal_names_the_command_that_ends_it() -> None:
+    of = await hall("a", "b c", limit=9, catch_up_s=5.0)
+    of.fleet.obey(drained("a", "b c"))
+    with pytest.raises(ModelDrained) as refused:
+        await of.ask()
+    assert "run: rkserve boards undrain a 'b c'." in refused.value.message
+    assert (refused.value.http_status, refused.value.code) == (503, "model_drained")
+    assert refused.value.retry_after_s == 5
+    assert of.counted.reasons == ["model_drained"]
+
+
+async def test_requests_that_wait_are_refused_when_the_last_board_is_drained() -> None:
+    of = await hall("a", limit=9)
+    (place,) = await of.busy(1)
+    waiting = of.ask()
+    await of.settle()
+    of.fleet.obey(drained("a"))
+    with pytest.raises(ModelDrained):
+        await waiting
+    place.ended(left=False)
+
+
+async def test_a_drained_board_that_is_paused_takes_nothing_either() -> None:
+    of = await hall("a", "b", limit=9)
+    of.fleet.obey(replace(paused(PauseMode.ABORT, "b"), drained=("a",)))
+    place = await of.ask()
+    assert board_of(place) == "b"  # it refuses the request itself
+    place.ended(left=False)
+    of.fleet.obey(replace(paused(PauseMode.KEEP), drained=("a",)))
+    assert board_of(await of.ask()) == "b"  # where the request waits for the end of the pause
+
+
+async def test_a_pause_of_an_adapter_holds_requests_beside_a_drained_board() -> None:
+    of = await hall("a", "b", limit=9)
+    of.fleet.obey(replace(paused(PauseMode.KEEP, "b", adapter="tone"), drained=("a",)))
+    waiting = of.ask(line="tone")
+    await of.settle()
+    assert not waiting.done()
+    of.fleet.obey(replace(Desired(3), drained=("a",)))
+    assert board_of(await waiting) == "b"
+
+
+async def test_a_begun_answer_ends_on_a_drained_board_only_where_no_other_one_is_left() -> None:
+    of = await hall("a", "b", limit=9)
+    of.fleet.obey(drained("a"))
+    assert board_of(await of.ask(continued=GOES_ON)) == "b"
+    of.fleet.obey(drained("a", "b", moved=("b",)))
+    assert board_of(await of.ask(continued=GOES_ON)) == "a"
+    of.fleet.obey(drained("a", "b", moved=("a", "b")))
+    with pytest.raises(ModelDrained):
+        await of.ask(continued=GOES_ON)
+
+
+async def test_a_board_that_was_drained_before_the_router_knew_is_passed_over() -> None:
+    of = await hall("a", "b", limit=9)
+    refusal = BoardDrained("a", "it takes no requests until it is undrained")
+    assert board_of(await of.ask(tried={"replica of a": refusal})) == "b"

@@ -45,6 +45,7 @@ from rkserve.core.errors import (
     BoardGone,
     BoardSilent,
     BoardStartFailed,
+    OperationConflict,
     RebaseFailed,
     RkserveError,
     StageFailed,
@@ -170,7 +171,9 @@ class FakeBoard:
     def adopt(self, desired: Desired) -> Adoption:
         if self.desired is None or desired.epoch > self.desired.epoch:
             self.desired = desired
-        level = self.desired.target(self.board_id, self.model).level
+        target = self.desired.target(self.board_id, self.model)
+        level = target.level
+        self.jobs = 0 if target.moves else self.jobs
         fell_asleep = not self.asleep and level is not None and level > SleepLevel.PAUSED
         self.asleep = level is not None and level > SleepLevel.PAUSED
         stopped = self.stops if self.is_held or self.base != self.wanted_base else 0
@@ -239,6 +242,13 @@ class FakeBoard:
     def renew(self, reason: str) -> None:
         assert reason
         self.loaded.clear()
+
+    restart_engine = renew
+
+    def measure(self, seconds: float, wait: bool) -> Probe:
+        if self.jobs and not wait:
+            raise OperationConflict(f"Board {self.board_id} has {self.jobs} requests")
+        return Probe(self.board_id, "", 0.0, 64, 12.5, 40.0 * seconds)
 
     def clear_kv(self, keep_system_prompt: bool) -> str:
         return f"cleared {keep_system_prompt}"

@@ -10,7 +10,14 @@ from typing import Any, get_args
 from hypothesis import strategies as st
 from pydantic import JsonValue
 
-from rkserve.control.calls import Action, AnyAction, OperationKind, ServingAction, Strategy
+from rkserve.control.calls import (
+    Action,
+    AnyAction,
+    DrainMode,
+    OperationKind,
+    ServingAction,
+    Strategy,
+)
 from rkserve.control.operations import (
     BoardOutcome,
     ControlError,
@@ -64,7 +71,9 @@ def read_action(kind: OperationKind, params: Mapping[str, Any]) -> Any:
 
 def action(kind: OperationKind, params: Mapping[str, Any] | None = None) -> Any:
     """An action of the parameters that its kind has; others that it must have are a sample's."""
-    given, known = params or {}, ACTIONS[kind].model_fields
+    given, known = {**(params or {})}, ACTIONS[kind].model_fields
+    if kind is OperationKind.DRAIN and given.get("mode") not in {one.value for one in DrainMode}:
+        given.pop("mode", None)  # a pause's
     required = {name: SAMPLE[name] for name, one in known.items() if one.is_required()}
     return read_action(kind, {**required, **{name: given[name] for name in given if name in known}})
 
@@ -144,6 +153,7 @@ desires = st.builds(
     st.lists(pauses, max_size=4).map(tuple),
     st.lists(lines, max_size=3, unique_by=lambda one: (one.model, one.name)).map(tuple),
     st.lists(weights, max_size=2).map(tuple),
+    drained=st.lists(st.sampled_from(BOARDS), unique=True).map(sorted).map(tuple),
 )
 json_values: st.SearchStrategy[JsonValue] = st.recursive(
     st.none()
