@@ -37,9 +37,12 @@ LOST: Json = EXAMPLE["events"][2]["data"]
 DDR = "echo performance | sudo tee /sys/class/devfreq/dmc/governor"
 # The keyboard's way to an action: its button, and what is sent when it is confirmed.
 BOARD_ACTIONS = {
+    "Drain": ("/v1/boards/drain", {"boards": ["rock-02"], "async": True}),
     "Pause": ("/pause", {"boards": ["rock-02"], "mode": "keep", "clear_cache": False}),
     "Sleep": ("/sleep", {"boards": ["rock-02"], "level": 1, "mode": "keep"}),
+    "Restart engine": ("/v1/boards/rock-02/restart", {}),
     "Clear KV": ("/v1/cache/kv/clear", {"boards": ["rock-02"]}),
+    "Measure": ("/v1/boards/rock-02/measure", {"seconds": 10}),
 }
 
 
@@ -360,6 +363,32 @@ def test_states_offer_the_action_that_ends_them(tab: OpenTab) -> None:
     api.expect(one.page.get_by_role("button", name="Wake")).to_be_visible()
     for hidden in ("Resume", "Pause", "Sleep"):
         api.expect(one.page.get_by_role("button", name=hidden, exact=True)).to_be_hidden()
+
+
+def test_a_drained_board_is_shown_in_words_and_the_drain_can_be_ended(tab: OpenTab) -> None:
+    one = tab()
+    card = one.page.locator(".card", has_text="rock-03")
+    one.server.send({"boards": {"rock-03": {"drained": True}}})
+    api.expect(card.locator(".state")).to_have_text("Drained")
+    api.expect(card).to_have_attribute("data-tone", "idle")
+    api.expect(card).to_contain_text("It takes no new requests.")
+    one.go("board/rock-03")
+    api.expect(one.page.get_by_role("button", name="Drain", exact=True)).to_be_hidden()
+    one.server.answers["POST /v1/boards/undrain"] = {"state": "succeeded"}
+    one.tab_to("End drain")
+    one.page.keyboard.press("Enter")
+    one.confirm_by_keyboard()
+    api.expect(one.page.locator("#said")).to_have_text("rock-03 takes requests again.")
+    assert one.server.changes() == [("POST", "/v1/boards/undrain", {"boards": ["rock-03"]})]
+
+
+def test_a_measurement_is_told_in_the_server_s_sentence(tab: OpenTab) -> None:
+    one = tab(view="board/rock-02")
+    sentence = "rock-02 decodes 6.1 tokens/s, 49% of 12.5."
+    one.server.answers["POST /v1/boards/rock-02/measure"] = {"sentence": sentence}
+    one.page.get_by_role("button", name="Measure").click()
+    one.page.locator("#confirm-yes").click()
+    api.expect(one.page.locator("#said")).to_have_text(sentence)
 
 
 def test_a_refusal_is_shown_in_the_server_s_words_and_can_be_tried_again(tab: OpenTab) -> None:

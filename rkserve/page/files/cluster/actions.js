@@ -11,8 +11,27 @@ export function path_of(before, name, after = "") {
   return `${before}/${name.split("/").map(encodeURIComponent).join("/")}${after}`;
 }
 
+function of_board(verb, body = {}) {
+  return (name) => [path_of("v1/boards", name, `/${verb}`), JSON_POST(body)];
+}
+
 /** The actions in the order of their buttons; `fits` decides which of a pair is offered. */
 const ACTIONS = [
+  {
+    verb: "Drain",
+    fits: (board) => !board.drained,
+    consequence: (running) => `It takes no new requests until you end the drain. ${running} What it has begun ends there; other boards get the rest.`,
+    // The answer of a call without async comes when the board is empty.
+    call: (name) => ["v1/boards/drain", JSON_POST({ boards: [name], async: true })],
+    done: (name) => `${name} takes no new requests.`,
+  },
+  {
+    verb: "End drain",
+    fits: (board) => board.drained,
+    consequence: () => "It takes new requests again.",
+    call: (name) => ["v1/boards/undrain", JSON_POST({ boards: [name] })],
+    done: (name) => `${name} takes requests again.`,
+  },
   {
     verb: "Pause",
     fits: (board) => !board.hold && board.level === undefined,
@@ -42,11 +61,25 @@ const ACTIONS = [
     done: (name) => `${name} is awake.`,
   },
   {
+    verb: "Restart engine",
+    fits: () => true,
+    consequence: (running) => `Its engine process is replaced and loads the model again. ${running} They go on when it is back, computed again; its KV cache is lost.`,
+    call: of_board("restart"),
+    done: (name) => `The engine of ${name} is restarted.`,
+  },
+  {
     verb: "Clear KV",
     fits: () => true,
     consequence: () => "Cached prefixes are dropped: the next request of each conversation has its whole prompt computed again.",
     call: (name) => ["v1/cache/kv/clear", JSON_POST({ boards: [name] })],
     done: (name) => `The KV cache of ${name} is cleared.`,
+  },
+  {
+    verb: "Measure",
+    fits: () => true,
+    consequence: (running) => `It generates for ten seconds to find its speed, and requests that come meanwhile wait. ${running} A busy board refuses.`,
+    call: of_board("measure", { seconds: 10 }),
+    done: (name, answer) => answer?.sentence ?? `${name} is measured.`,
   },
 ];
 
@@ -83,7 +116,7 @@ export class Actions {
       consequence: `${action.consequence(now)} ${name} is ${state} now.`,
       verb: action.verb,
       act: () => app.call(...action.call(name)),
-      done: () => action.done(name),
+      done: (answer) => action.done(name, answer),
     });
   }
 }

@@ -80,6 +80,7 @@ export function standing(board) {
   if (board.circuit) {
     return { word: "Avoided", tone: "warn", told: told || board.circuit.reason };
   }
+  if (board.drained) return { word: "Drained", tone: "idle", told: told || "It takes no new requests." };
   if (board.hold) return { word: "Paused", tone: "idle", told: told || `Paused (${board.hold}).` };
   if (board.rules?.length) return { word, tone: "warn", told };
   return { word, tone, told };
