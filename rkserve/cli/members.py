@@ -7,7 +7,9 @@ the Router.
 
 from __future__ import annotations
 
+import math
 import re
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -29,7 +31,10 @@ REASONS = {
     "waiting": "rkserve approve {id}",
     "denied": "rkserve approve {id} takes that back",
     "joined": "serves nothing yet: its replica starts, its Ray ended, or no group has a place",
+    "left": "it has sent nothing for {silent}: it has left, is off, or has no network",
 }
+MINUTE_S = 60.0
+LEFT_S = 60.0  # without the heartbeat that a board sends every few seconds
 Named = Annotated[
     list[str] | None, typer.Argument(metavar="[NAME]...", help="Host names or ids of boards.")
 ]
@@ -131,6 +136,18 @@ def not_served(
         # A board whose host name another one has is called by its address as well.
         name = re.compile(rf"{re.escape(one['host'])}(-[0-9a-f.:]+)?")
         if one["state"] != "joined" or not any(name.fullmatch(node) for node in nodes):
-            reason = ". ".join([REASONS[one["state"]].format(id=one["id"]), *one["notes"]])
-            row = {"id": one["host"], "state": one["state"], "node": one["host"]}
+            # Boards of an earlier version send no heartbeat: of these nothing is known.
+            silent_s = time.time() - one.get("seen_s", math.inf)
+            left = one["state"] == "joined" and silent_s > LEFT_S
+            state = "left" if left else one["state"]
+            about = REASONS[state].format(id=one["id"], silent=_span(silent_s))
+            row = {"id": one["host"], "state": state, "node": one["host"]}
+            reason = ". ".join([about, *one["notes"]])
             yield {**row, "model": None, "reason": reason, "since_s": one["since_s"]}
+
+
+def _span(seconds: float) -> str:
+    minutes = max(0.0, seconds) / MINUTE_S
+    if minutes < 2 * MINUTE_S:
+        return f"{minutes:.0f} minutes"
+    return f"{minutes / MINUTE_S:.0f} hours"

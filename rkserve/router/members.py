@@ -15,11 +15,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from rkserve.api.admin.join import MemberEntry, MemberState
 from rkserve.core.errors import JoinRefused, MemberNotFound, RequestError
 from rkserve.core.files import open_private, replace_private
+from rkserve.router.fleet_update import read_news
 
 JOINED, WAITING, DENIED = MemberState.JOINED, MemberState.WAITING, MemberState.DENIED
 MOST_BOARDS, MOST_WAITING = 4096, 256
@@ -61,15 +63,18 @@ class MemberBoard:
         """A short name of the identity, for boards of one host name."""
         return hashlib.sha256(" ".join(self.key).encode()).hexdigest()[:ID_CHARS]
 
-    def entry(self, known: Iterable[MemberBoard]) -> MemberEntry:
-        """Return the board as the operator sees it."""
-        return MemberEntry(
+    def entry(self, known: Iterable[MemberBoard], seen_s: float | None = None) -> MemberEntry:
+        """Return the board as the operator sees it; ``seen_s`` is the time of its last news."""
+        entry = MemberEntry(
             id=self.id,
             host=self.host,
             state=self.state.value,
             since_s=self.since_s,
             notes=[*notes_on(self, known)],
         )
+        if seen_s is not None:
+            entry["seen_s"] = seen_s
+        return entry
 
 
 def notes_on(board: MemberBoard, known: Iterable[MemberBoard]) -> Iterator[str]:
@@ -140,7 +145,11 @@ class Members:
 
     def entries(self, now_s: float) -> list[MemberEntry]:
         """Return the boards as the operator sees them. Raises ``OSError``."""
-        return _entries(self.read(now_s))
+        # Boards of one host name share a time: the news do not tell their identities.
+        latest: dict[str, float] = {}
+        for news in read_news(self._folder):
+            latest[news.host] = max(news.at_s, latest.get(news.host, 0.0))
+        return _entries(self.read(now_s), latest)
 
     def ask(self, board: MemberBoard, *, approval: bool) -> MemberRequest:
         """Register a board that asks to join.
@@ -210,9 +219,11 @@ def _board(values: Mapping[str, Any]) -> MemberBoard:
     return MemberBoard(**{**given, "state": MemberState(given["state"])})
 
 
-def _entries(boards: Sequence[MemberBoard]) -> list[MemberEntry]:
+def _entries(
+    boards: Sequence[MemberBoard], latest: Mapping[str, float] = MappingProxyType({})
+) -> list[MemberEntry]:
     """Return boards as the operator sees them, with notes by those that asked before."""
-    return [one.entry(boards[:at]) for at, one in enumerate(boards)]
+    return [one.entry(boards[:at], latest.get(one.host)) for at, one in enumerate(boards)]
 
 
 def named(name: str, known: Sequence[MemberBoard]) -> MemberBoard:

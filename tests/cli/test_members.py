@@ -67,6 +67,24 @@ def test_boards_are_served_joined_waiting_or_denied(server: FakeControl, rkserve
     ]
 
 
+@pytest.mark.parametrize(
+    ("ago_s", "state", "said"),
+    [
+        pytest.param(10.0, "joined", "serves nothing yet", id="a moment ago"),
+        pytest.param(600.0, "left", "it has sent nothing for 10 minutes", id="minutes ago"),
+        pytest.param(90_000.0, "left", "it has sent nothing for 25 hours", id="yesterday"),
+    ],
+)
+def test_a_joined_board_without_a_heartbeat_has_left(
+    server: FakeControl, rkserve: Terminal, ago_s: float, state: str, said: str
+) -> None:
+    rows = [{**ROWS[2], "seen_s": time.time() - ago_s}]
+    server.on("GET /v1/boards", ok({"data": SERVED})).on("GET /v1/members", ok({"data": rows}))
+    _, found = json.loads(rkserve("boards", "--json")[1])
+    assert found["state"] == state
+    assert said in found["reason"]
+
+
 @pytest.mark.parametrize("status", [403, 404, 409])
 def test_without_the_list_the_served_boards_are_shown(
     server: FakeControl, rkserve: Terminal, status: int

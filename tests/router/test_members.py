@@ -11,6 +11,7 @@ import pytest
 from rkserve.core.errors import JoinRefused, MemberNotFound, RequestError
 from rkserve.core.files import private_folder
 from rkserve.router import members
+from rkserve.router.fleet_update import MemberNews, write_news
 from rkserve.router.members import (
     APPROVED_S,
     DENIED,
@@ -158,3 +159,12 @@ def test_a_damaged_file_is_named(boards: Members, text: str) -> None:
     (boards._folder / "boards.json").write_text(text)
     with pytest.raises(OSError, match=r"boards\.json is damaged"):
         boards.read(5.0)
+
+
+def test_a_board_is_listed_with_its_last_heartbeat(boards: Members, tmp_path: Path) -> None:
+    for one in (ONE, replace(TWO, host="two")):
+        boards.ask(one, approval=False)
+    for at_s, key in ((5.0, A), (9.0, B)):
+        write_news(tmp_path / "node", MemberNews(key, "rock", "0.1.0", at_s=at_s))
+    found = {one["host"]: one.get("seen_s") for one in boards.entries(10.0)}
+    assert found == {"rock": 9.0, "two": None}

@@ -6,7 +6,7 @@ from enum import Enum
 from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field
-from typing_extensions import TypedDict
+from typing_extensions import NotRequired, TypedDict
 
 from rkserve.api.admin.query import Name
 from rkserve.api.json.schemas import RequestModel, Seconds, one_of
@@ -69,13 +69,17 @@ class JoinWaiting(TypedDict):
 
 
 class MemberEntry(TypedDict):
-    """A board that has asked to join: its host name, and the time of its state."""
+    """A board that has asked to join: its host name, and the time of its state.
+
+    A board that has joined sends a heartbeat every few seconds; `seen_s` is the time of the last.
+    """
 
     id: str
     host: str
     state: Annotated[str, one_of(MemberState)]
     since_s: Seconds
     notes: list[str]
+    seen_s: NotRequired[Seconds]
 
 
 class MembersAnswer(TypedDict):
