@@ -27,7 +27,7 @@ _GROUPS = {
 _NO_CALLS = ("close",)
 _SECTIONS = (
     *("Every call that changes something", "Pause", "Adapters", "Weights", "Versions in answers"),
-    *("Sleep", "KV cache"),
+    *("Sleep", "Single boards", "KV cache"),
 )
 
 

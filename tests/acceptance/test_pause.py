@@ -84,6 +84,27 @@ def test_nothing_arrives_after_a_pause_s_answer_and_nothing_is_lost_by_it(app: A
     assert epochs == sorted(set(epochs))
 
 
+@pytest.mark.promise("Single boards", "`move`: other boards continue what runs, and lose nothing")
+def test_boards_that_are_drained_in_turn_under_load_hand_over_every_answer(app: App) -> None:
+    said = truth(app, [body()])
+    plan = [
+        one
+        for board in BOARDS
+        for one in (
+            step("drain", "/v1/boards/drain", 0.4, boards=[board], mode="move"),
+            step("undrain", "/v1/boards/undrain", 0.2, boards=[board]),
+        )
+    ]
+
+    answers, calls = load(app, [body()], plan)
+
+    assert flaws(answers, said, [Era(BASE)]) == {}
+    assert any(one.continued for one in answers), "no board was busy when it was drained"
+    assert [call.body["state"] for call in calls] == ["succeeded"] * len(plan)
+    with app.http_sync() as http:
+        assert get(http, "/v1/cluster")["total"]["drained"] == 0
+
+
 @pytest.mark.promise("Pause", "`keep`: streams stay open, new requests wait")
 def test_a_paused_cluster_says_so_and_lets_new_requests_wait(app: App, http: httpx.Client) -> None:
     async def ask(client: httpx.AsyncClient) -> Reply:

@@ -36,6 +36,9 @@ def test_boards_are_drained_and_shown_as_such_until_they_are_undrained(tmp_path:
     with_both(tmp_path, work)
 
 
+@pytest.mark.promise(
+    "Single boards", "Without another board requests get 503 `model_drained` and the command"
+)
 def test_requests_for_a_model_without_an_undrained_board_get_the_reason_and_the_command(
     tmp_path: Path,
 ) -> None:
@@ -59,6 +62,7 @@ def test_requests_for_a_model_without_an_undrained_board_get_the_reason_and_the_
     with_both(tmp_path, work)
 
 
+@pytest.mark.promise("Single boards", "After the time limit it is a 207, and the drain stays")
 def test_a_drain_whose_boards_still_have_requests_is_a_207_and_stays(tmp_path: Path) -> None:
     async def work(ask: Ask, control: Control) -> None:
         control.cluster["a"].jobs = 2

@@ -70,6 +70,7 @@ def test_requests_of_a_drained_board_run_to_their_end_and_new_ones_are_refused(
     play(tmp_path, body, release, n_batch)
 
 
+@pytest.mark.promise("Single boards", "`move`: other boards continue what runs, and lose nothing")
 @KINDS
 @pytest.mark.parametrize("native", [False, True], ids=["plain", "native"])
 def test_requests_are_handed_over_wherever_they_are_with_all_text_so_far(

@@ -124,6 +124,7 @@ def test_pauses_that_take_nothing_new_say_when_to_come_back(
 GOES_ON = FailoverState()
 
 
+@pytest.mark.promise("Single boards", "A drained board takes no new requests")
 @pytest.mark.parametrize(
     ("moved", "begun", "takes"),
     [

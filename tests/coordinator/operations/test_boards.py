@@ -40,6 +40,7 @@ def told(it: Control) -> list[str]:
     return [name for name, target in targets.items() if target is not None and target.drained]
 
 
+@pytest.mark.promise("Single boards", "It is answered when the boards have no requests left")
 async def test_a_drain_is_answered_when_the_board_has_no_requests_left(tmp_path: Path) -> None:
     async with controlled(tmp_path) as it:
         it.cluster["a"].jobs = 2
@@ -57,6 +58,7 @@ async def test_a_drain_is_answered_when_the_board_has_no_requests_left(tmp_path:
         assert it.follows
 
 
+@pytest.mark.promise("Single boards", "After the time limit it is a 207, and the drain stays")
 async def test_what_is_not_done_in_time_stays_drained_and_succeeds_later(tmp_path: Path) -> None:
     async with controlled(tmp_path) as it:
         it.cluster["a"].jobs = 1
@@ -88,6 +90,7 @@ async def test_requests_are_moved_at_once_where_another_board_takes_them(tmp_pat
         assert (line.kind, line.outcome, line.status) == ("drain", "operation_conflict", 409)
 
 
+@pytest.mark.promise("Single boards", "Drained stays drained over restarts")
 async def test_a_drain_outlives_the_coordinator_and_the_replica(tmp_path: Path) -> None:
     async with controlled(tmp_path) as it:
         await drain(it, "a")
@@ -144,6 +147,7 @@ async def test_all_boards_of_a_model_are_undrained_together_and_those_that_have_
         assert drained(it) == []
 
 
+@pytest.mark.promise("Single boards", "A drained board follows pauses, sleeps and new versions")
 async def test_a_drained_board_is_paused_and_gets_new_versions(tmp_path: Path) -> None:
     async with controlled(tmp_path) as it:
         await drain(it, "a")

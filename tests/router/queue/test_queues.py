@@ -216,6 +216,7 @@ def drained(*boards: str, moved: tuple[str, ...] = ()) -> Desired:
 GOES_ON = FailoverState()
 
 
+@pytest.mark.promise("Single boards", "A drained board takes no new requests")
 async def test_a_drained_board_gets_nothing_as_soon_as_the_router_knows() -> None:
     of = await hall("a", "b", limit=9)
     of.fleet.obey(drained("a"))
