@@ -6,10 +6,8 @@ end, in one transaction, so that a crash before that leaves nothing.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
-import os
 import sqlite3
 import time
 from collections.abc import Callable, Iterator
@@ -19,12 +17,12 @@ from typing import Any
 
 from rkserve.api.responses.stored import StoredResponse
 from rkserve.core.errors import BodyTooLarge, ResponsesFailed
-from rkserve.core.files import UnsafeFolder, open_private, private_folder
+from rkserve.core.files import UnsafeFolder
+from rkserve.core.node_database import NewerFile, atomic, open_shared
 
 log = logging.getLogger(__name__)
 
-FILE, LOCK = "responses.sqlite3", "lock"
-BUSY_S = 5.0  # other Routers of the node write, too
+FILE = "responses.sqlite3"
 SCHEMA = 1
 # Made at once where the file is over its limit: the next few need not look for what has to go.
 ROOM = 0.9
@@ -57,7 +55,7 @@ class ResponseStore:
         self._file, self._max_bytes, self._keep_s = folder / FILE, max_bytes, keep_s
         self._clock = clock
         with self._store_errors():
-            self._database = self._open(folder)
+            self._database = self._open()
         try:
             self.sweep()
         except BaseException:
@@ -156,65 +154,25 @@ class ResponseStore:
 
     # -- the file -------------------------------------------------------------------------------
 
-    def _open(self, folder: Path) -> sqlite3.Connection:
-        # Conversations are private. A Router may start before a board has created state_dir.
+    def _open(self) -> sqlite3.Connection:
         try:
-            private_folder(folder.parent)
-            private_folder(folder)
-            lock = open_private(folder / LOCK, os.O_RDWR | os.O_CREAT)
-            os.close(open_private(self._file, os.O_RDWR | os.O_CREAT))
+            return open_shared(self._file, SCHEMA, _CREATE, secure_delete=True)
         except UnsafeFolder as exc:
             log.error("stored responses are off: %s", exc)  # noqa: TRY400 - one sentence is enough
             raise ResponsesFailed(
                 "The folder for stored responses is not Ray's user's alone; the Router's log has "
                 "the reason. Set state_dir to a folder of Ray's user."
             ) from exc
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # several Routers may create it at once
-            # Reopening uses a new thread; one at a time uses the connection.
-            database = sqlite3.connect(
-                self._file, timeout=BUSY_S, isolation_level=None, check_same_thread=False
-            )
-            try:
-                self._prepare(database)
-            except BaseException:
-                database.close()
-                raise
-            return database
-        finally:
-            os.close(lock)
-
-    def _prepare(self, database: sqlite3.Connection) -> None:
-        database.execute("PRAGMA journal_mode = WAL")
-        # A power cut may lose the last few responses; answers do not wait for the disk's cache.
-        database.execute("PRAGMA synchronous = NORMAL")
-        database.execute("PRAGMA secure_delete = ON")  # deleted content is overwritten on disk
-        (version,) = database.execute("PRAGMA user_version").fetchone()
-        if version > SCHEMA:
+        except NewerFile as exc:
             raise ResponsesFailed(
                 "The stored responses were made by a newer rkserve. Start that one, or move their "
                 "file away."
-            )
-        if version == 0:
-            database.execute("BEGIN IMMEDIATE")
-            for statement in _CREATE:
-                database.execute(statement)
-            database.execute(f"PRAGMA user_version = {SCHEMA}")
-            database.execute("COMMIT")
+            ) from exc
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
-        database = self._database
-        with self._store_errors():
-            database.execute("BEGIN IMMEDIATE")
-            try:
-                yield database
-                database.execute("COMMIT")
-            except BaseException:
-                # Some failures, such as a full disk, end the transaction by themselves.
-                if database.in_transaction:
-                    database.execute("ROLLBACK")
-                raise
+        with self._store_errors(), atomic(self._database):
+            yield self._database
 
     @contextmanager
     def _store_errors(self) -> Iterator[None]:

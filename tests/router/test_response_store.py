@@ -13,7 +13,8 @@ import pytest
 
 from rkserve.api.responses.stored import StoredResponse
 from rkserve.core.errors import BodyTooLarge, ResponsesFailed
-from rkserve.router.response_store import FILE, LOCK, ResponseStore, remove_all
+from rkserve.core.node_database import LOCK
+from rkserve.router.response_store import FILE, ResponseStore, remove_all
 
 MINE, OTHERS = "mine", "another key's"
 A, B, C = (f"resp_{letter * 32}" for letter in "abc")

@@ -34,6 +34,7 @@ from rkserve.control.operations import ControlOperation, OperationState
 from rkserve.core.desired_state import Desired, DesiredCache
 from rkserve.core.errors import LedgerFailed
 from rkserve.core.files import FULL, free_bytes, open_private, private_folder, sync
+from rkserve.core.node_database import atomic
 
 log = logging.getLogger(__name__)
 
@@ -283,7 +284,7 @@ class Ledger:
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
         try:
-            with _atomic(self._database):
+            with atomic(self._database):
                 yield self._database
         except sqlite3.Error as exc:
             raise LedgerFailed(
@@ -446,29 +447,16 @@ def _migrate(file: Path, database: sqlite3.Connection, migrations: Sequence[Sequ
             f"newer rkserve wrote it. Start that one{_or_the_backup(file)}."
         )
     for number, statements in enumerate(migrations[version:], version + 1):
-        with _atomic(database):
+        with atomic(database):
             for statement in statements:
                 database.execute(statement)
             database.execute(f"PRAGMA user_version = {number}")
     row = _desired_row(database)
     if row is not None and row[1] < SCHEMA:
         # At once, so that the copy is of a time before any later change.
-        with _atomic(database):
+        with atomic(database):
             value = write_desired(read_desired(row[0]))
             database.execute("UPDATE desired SET value = ?", (value,))
-
-
-@contextmanager
-def _atomic(database: sqlite3.Connection) -> Iterator[None]:
-    database.execute("BEGIN IMMEDIATE")
-    try:
-        yield
-        database.execute("COMMIT")
-    except BaseException:
-        # Some failures, such as a full disk, end the transaction by themselves.
-        if database.in_transaction:
-            database.execute("ROLLBACK")
-        raise
 
 
 def _write_line(line: AuditEntry) -> str:
