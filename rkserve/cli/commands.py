@@ -39,6 +39,7 @@ from rkserve.cli.update import update
 from rkserve.client import NotFound
 from rkserve.client.answers import PARTIAL, SUCCEEDED
 from rkserve.core.errors import ConfigError
+from rkserve.core.key_usage import DAYS_KEPT
 from rkserve.deployments.haproxy import default_folder, prepare
 from rkserve.native.sim import models as sim_models
 
@@ -228,6 +229,18 @@ def audit(context: CommandContext, limit: Limit = 50) -> None:
     """List who changed what."""
     rows = context.client.audit(limit)
     context.show(rows, lambda: show.audit(rows))
+
+
+@app.command(cls=ClusterCommand)
+def usage(
+    context: CommandContext,
+    days: Annotated[
+        int, typer.Option(min=1, max=DAYS_KEPT, help="How many days (UTC), with the current one.")
+    ] = 8,
+) -> None:
+    """Show requests, tokens and board time of each API key on each of the last days (UTC)."""
+    found = context.client.usage(days)
+    context.show(found, lambda: show.usage(found))
 
 
 @sim.callback()

@@ -73,8 +73,7 @@ def _verdict(verdict: Row) -> Iterable[str]:
         yield f"    mend{place}: {escape(one['command'])}"
     if verdict["more"]:
         yield f"and {verdict['more']} more"
-    if silent := verdict["routers"]["silent"]:
-        yield f"without the figures of Routers that do not answer: {escape(', '.join(silent))}"
+    yield from _without(verdict["routers"]["silent"])
 
 
 def _boards(rows: Sequence[Row]) -> Table:
@@ -260,6 +259,23 @@ def audit(rows: Iterable[Mapping[str, Any]]) -> RenderableType:
             for row in found
         ),
     )
+
+
+def usage(found: Row) -> RenderableType:
+    """Return the usage by day and key, and the Routers whose share is missing or incomplete."""
+    names = ("day", "key", "requests", "prompt_tokens", "completion_tokens", "board_s")
+    lines = list(_without(found["routers"]["silent"]))
+    if unstored := found["unstored"]:
+        lines.append(
+            "only since their start: Routers that cannot store usage on their node: "
+            f"{escape(', '.join(unstored))}"
+        )
+    return Group(_listed(found["data"], _by_key(*names)), *lines)
+
+
+def _without(silent: Sequence[str]) -> Iterable[str]:
+    if silent:
+        yield f"without the figures of Routers that do not answer: {escape(', '.join(silent))}"
 
 
 def _time(seconds: float | None) -> str:

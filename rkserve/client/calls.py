@@ -356,6 +356,13 @@ class ClusterCalls(Calls):
         return self._ask(path_of("/v1/boards", board, "history"), dict)
 
     @call
+    def usage(self, days: int | None = None) -> Flow[dict[str, Any]]:
+        """Return the usage of each API key on each of the last days (UTC), the latest first in
+        ``data``, and the Routers that it is from.
+        """
+        return self._ask("/v1/usage", dict, days=days)
+
+    @call
     def boards(self) -> Flow[list[dict[str, Any]]]:
         """Return the reports of all boards."""
         return self._ask("/v1/boards", answers.rows)

@@ -174,9 +174,9 @@ class RkserveConfig(Settings):
     state_dir: Path = Field(
         default_factory=default_state_dir,
         description="Folder for lock files, caches, fetched models and staged files on every node, "
-        "and for stored responses; it must be on a local disk. It must belong to Ray's user, and "
-        "gets mode 0700; one that others may write to is refused. `~` is the home of Ray's user on "
-        "that node.",
+        "for stored responses, and for the usage of API keys; it must be on a local disk. It must "
+        "belong to Ray's user, and gets mode 0700; one that others may write to is refused. `~` is "
+        "the home of Ray's user on that node.",
         json_schema_extra={"default": "`rkserve` in `$XDG_STATE_HOME`, else in `~/.local/state`"},
     )
 

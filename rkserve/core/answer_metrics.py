@@ -112,19 +112,3 @@ class AdapterCalls:
             yield
         finally:
             self.waiting[adapter] -= 1
-
-
-class KeyUsage:
-    """The usage of one API key at one Router, by the key's name."""
-
-    def __init__(self, requests: Counter, prompt: Counter, completion: Counter) -> None:
-        self._requests, self._prompt, self._completion = requests, prompt, completion
-
-    def called(self) -> None:
-        """Count an admitted call."""
-        self._requests.inc()
-
-    def spent(self, *, prompt: int = 0, completion: int = 0) -> None:
-        """Count tokens."""
-        self._prompt.inc(prompt)
-        self._completion.inc(completion)

@@ -7,6 +7,7 @@ of a series that appears with its first count does not include that count.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
@@ -21,9 +22,9 @@ from rkserve.core.answer_metrics import (
     REASONS,
     AdapterCalls,
     AnswerFigures,
-    KeyUsage,
     TokenGapCollector,
 )
+from rkserve.core.key_usage import KeyUsage, UsageByDay
 
 # From a cached prefix on a fast board to a long prompt on a slow one (minutes). Nearly all bounds
 # are vLLM's too, so that what is asked of its dashboards has an exact answer.
@@ -77,10 +78,10 @@ def makers(
 
 
 class RouterMetrics:
-    """Metrics of one Router."""
+    """Metrics of one Router. ``clock`` returns the time in seconds since 1970."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self.registry = registry
+    def __init__(self, registry: CollectorRegistry, clock: Callable[[], float] = time.time) -> None:
+        self.registry, self.usage = registry, UsageByDay(clock)
         counter, gauge, histogram = makers(registry)
         self.requests = counter(
             "rkserve_requests", "HTTP requests by route and status.", ("route", "status")
@@ -282,8 +283,13 @@ class RouterMetrics:
 
     def key_usage(self, name: str) -> KeyUsage:
         """Return the counters of an API key's name."""
-        counters = (self.key_requests, self.key_prompt_tokens, self.key_completion_tokens)
-        return KeyUsage(*(one.labels(name) for one in counters))
+        return KeyUsage(
+            self.key_requests.labels(name),
+            self.key_prompt_tokens.labels(name),
+            self.key_completion_tokens.labels(name),
+            name,
+            self.usage,
+        )
 
     def continued(self, word: str) -> None:
         """Count a failover of a generation; ``word`` is the kind of loss."""

@@ -34,6 +34,7 @@ from rkserve.core.board_report import GenerationInfo, RouterGenerations
 from rkserve.core.desired_state import Scope as ClusterScope
 from rkserve.core.errors import CoordinatorAway, RkserveError
 from rkserve.core.exposition import RouterFigures
+from rkserve.core.key_usage import RouterUsage
 from rkserve.core.logs import LogPage, LogQuery
 from rkserve.core.messages import ControlAction
 from rkserve.core.metrics import RouterMetrics, StreamCollector
@@ -59,6 +60,7 @@ from rkserve.router.membership import Membership
 from rkserve.router.served_models import ServedModel
 from rkserve.router.service import Service
 from rkserve.router.stored_responses import Responses
+from rkserve.router.usage_records import UsageRecords
 from rkserve.transport.client import ChannelClient
 from rkserve.verdicts.facts import RouterView
 
@@ -186,6 +188,12 @@ class RouterReplica:
             has_channel=config.channel.enabled,
         )
         feed = ViewFeed(self._view, self._service)
+        self._usage = UsageRecords(
+            metrics.usage,
+            self._metrics.router,
+            config.state_dir.expanduser() / "usage",
+            peers or RayPeers(config.router.report_timeout_s),
+        )
         self.asgi: ASGIApp = make_app(
             self._service,
             config.coordinator.max_adapter_bytes,
@@ -198,6 +206,7 @@ class RouterReplica:
             metrics=self._metrics,
             view=self._view,
             feed=feed,
+            usage=self._usage,
             logs=peers or OwnLogs(self._log_ring),
         )
         self.hides_clients = await asyncio.to_thread(hides_clients)
@@ -211,6 +220,7 @@ class RouterReplica:
             loop.create_task(self._responses.forget_old(), name="forget old responses"),
             loop.create_task(self._metrics.begin(), name="announce this Router"),
             loop.create_task(feed.follow(), name="sample the cluster"),
+            loop.create_task(self._usage.follow(), name="store the usage"),
         ]
 
     async def _open_metrics(
@@ -242,6 +252,13 @@ class RouterReplica:
         """
         replica: str = serve.get_replica_context().replica_id.unique_id
         return None if asked_by == replica else (replica, self._view.own())
+
+    async def key_usage(self, asked_by: str, first_day: int) -> tuple[str, RouterUsage] | None:
+        """Return the usage of keys at this Router's node since a day, and its replica's ID; None if
+        it asks itself.
+        """
+        replica: str = serve.get_replica_context().replica_id.unique_id
+        return None if asked_by == replica else (replica, await self._usage.own(first_day))
 
     async def router_began(self, router: str) -> None:
         """Forget an earlier Router of that name."""
@@ -295,6 +312,8 @@ class RouterReplica:
             task.cancel()
         if hasattr(self, "_metrics"):
             await self._metrics.end()
+        if hasattr(self, "_usage"):
+            await self._usage.close()
         if (slot := getattr(self, "_slot", None)) is not None:
             slot.release()
         if hasattr(self, "_responses"):

@@ -22,6 +22,7 @@ from rkserve.core.board_report import GenerationInfo, RouterGenerations
 from rkserve.core.desired_state import Scope as ClusterScope
 from rkserve.core.errors import BoardFailed, RkserveError
 from rkserve.core.exposition import RouterFigures
+from rkserve.core.key_usage import RouterUsage
 from rkserve.core.logs import LogPage
 from rkserve.core.messages import ControlAction
 from rkserve.deployments.board_link import Replicas, wait_for_all
@@ -104,7 +105,15 @@ class RayPeers:
         """Return the shares of the other Routers in the cluster's view; see ``ViewPeers``."""
         return await self._others("cluster_view", timeout_s)
 
-    async def _others(self, method: str, timeout_s: float) -> tuple[list[Any], list[str]]:
+    async def usage(
+        self, first_day: int, timeout_s: float
+    ) -> tuple[Sequence[RouterUsage], Sequence[str]]:
+        """Return the usage at the other Routers since a day; see ``UsagePeers``."""
+        return await self._others("key_usage", timeout_s, first_day)
+
+    async def _others(
+        self, method: str, timeout_s: float, *args: Any
+    ) -> tuple[list[Any], list[str]]:
         """Ask the other Routers for values with their names (``router``).
 
         Returns those of the Routers that answered in time, and the names of the silent ones.
@@ -122,7 +131,7 @@ class RayPeers:
         until_s = time.monotonic() + timeout_s
         try:
             answers = await asyncio.wait_for(
-                self._replicas.broadcast(method, self._replica), timeout_s
+                self._replicas.broadcast(method, self._replica, *args), timeout_s
             )
         except (RayError, RayServeException, TimeoutError, asyncio.TimeoutError) as exc:
             log.warning("%s of the other Routers is missing: %s", method, type(exc).__name__)

@@ -56,6 +56,7 @@ from rkserve.router.membership import Membership
 from rkserve.router.request_log import failed
 from rkserve.router.service import Service
 from rkserve.router.stored_responses import Responses
+from rkserve.router.usage_records import UsageRecords
 
 log = logging.getLogger(__name__)
 
@@ -83,6 +84,7 @@ def make_app(
     metrics: ClusterMetrics | None = None,
     view: ClusterView | None = None,
     feed: ViewFeed | None = None,
+    usage: UsageRecords | None = None,
     logs: RouterLogs | None = None,
 ) -> ASGIApp:
     """Return the ASGI application of one Router.
@@ -90,8 +92,8 @@ def make_app(
     ``peers`` are all Routers of the application, if there are several; ``responses`` are the stored
     responses, ``hosts`` the allowed host names, ``gradio`` the posted calls of Gradio's clients,
     ``membership`` the joining of boards, ``metrics`` those of the cluster, ``view`` and ``feed``
-    the cluster as this Router sees it, and ``logs`` the logs of all Routers. Adapters and base
-    weights have length limits of their own.
+    the cluster as this Router sees it, ``usage`` that of API keys, and ``logs`` the logs of all
+    Routers. Adapters and base weights have length limits of their own.
     """
     # Without redirects a trailing slash is a 404 in OpenAI's format instead of an empty 307.
     # The framework's API pages would load scripts from elsewhere; the document is our own, because
@@ -117,7 +119,8 @@ def make_app(
     add_document(app)
     view = view or ClusterView(service)
     # Before the calls of single boards: one of its paths fits those, too.
-    add_view(app, service, view, feed or ViewFeed(view, service))
+    usage = usage or UsageRecords(service.metrics.usage)
+    add_view(app, service, view, feed or ViewFeed(view, service), usage)
     add_logs(app, service, logs)  # one of its paths fits that of a board, too
     add_boards(app, service, view)
     add_control(app, service, peers)

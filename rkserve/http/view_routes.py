@@ -1,4 +1,4 @@
-"""Routes of the cluster's view: its verdict, its live events, and the history of a board."""
+"""Routes of the cluster's view: verdict, live events, the history of a board, and usage."""
 
 from __future__ import annotations
 
@@ -11,19 +11,22 @@ from fastapi.responses import JSONResponse, Response
 from rkserve.api.admin.cluster_view import (
     MAX_SECONDS,
     BoardHistoryAnswer,
+    KeyUsageAnswer,
     SnapshotEvent,
+    UsageQuery,
     VerdictAnswer,
     ViewQuery,
 )
 from rkserve.api.admin.query import ControlRequest
-from rkserve.api.admin.view_document import board_history, verdict_answer
+from rkserve.api.admin.view_document import board_history, usage_answer, verdict_answer
 from rkserve.api.json.schemas import Example
-from rkserve.http.auth import check_client, is_operator
+from rkserve.http.auth import check_client, check_operator, is_operator
 from rkserve.http.bodies import StreamedAnswer, query_of
-from rkserve.http.openapi import CLIENT, EVENTS, EndpointAnswer, Routes, returns
+from rkserve.http.openapi import CLIENT, EVENTS, OPERATOR, EndpointAnswer, Routes, returns
 from rkserve.router.features.cluster_view import ClusterView
 from rkserve.router.features.view_feed import ViewFeed
 from rkserve.router.service import Service
+from rkserve.router.usage_records import UsageRecords
 
 # A reader that takes nothing for so long has gone, or has no use for what is live.
 STUCK_S = 60.0
@@ -40,7 +43,9 @@ _STREAM = EndpointAnswer(
 )
 
 
-def add_view(app: FastAPI, service: Service, view: ClusterView, feed: ViewFeed) -> None:
+def add_view(
+    app: FastAPI, service: Service, view: ClusterView, feed: ViewFeed, records: UsageRecords
+) -> None:
     """Add the routes to the application."""
     route = Routes(app, "Cluster")
 
@@ -75,6 +80,23 @@ def add_view(app: FastAPI, service: Service, view: ClusterView, feed: ViewFeed) 
 
         stream = reader.events(MAX_SECONDS if asked is None else asked)
         return StreamedAnswer(stream, close, _HEADERS, send_limit_s=STUCK_S)
+
+    @route(
+        "GET /v1/usage",
+        OPERATOR,
+        returns(KeyUsageAnswer, "The usage, the latest day first."),
+        errors=(400,),
+        query=UsageQuery,
+        example=Example(query={"days": "8"}),
+        says="Requests and tokens are those of `rkserve_key_*`; an answer's tokens count on the "
+        "day of its end. Board time includes pauses on a board. The Routers of a node add theirs "
+        "to a file in its `state_dir` every 10 s, and keep the last 62 days with usage.",
+    )
+    async def usage(request: Request) -> Response:
+        """Show the usage of the last days by API key."""
+        check_operator(request, service.keys)
+        asked = ControlRequest(query_of(request)).read(UsageQuery)
+        return JSONResponse(usage_answer(await records.report(asked.days)))
 
     @Routes(app, "Boards")(
         "GET /v1/boards/{board_id:path}/history",

@@ -19,9 +19,9 @@ from typing import Any
 
 from rkserve.api.json.fields import quoted
 from rkserve.config.router import RouterConfig
-from rkserve.core.answer_metrics import KeyUsage
 from rkserve.core.block_hashes import owned
 from rkserve.core.errors import ConfigError, RateLimited, RequestError
+from rkserve.core.key_usage import KeyUsage
 from rkserve.core.metrics import NO_KEY, OTHER_KEYS, RouterMetrics
 from rkserve.router.queue.admission import ANONYMOUS, QueueTerms
 
@@ -117,6 +117,8 @@ class Caller:
         if self._board is not None:
             self._board.fill(self._now_s())
             self._board.level -= seconds
+        if self._usage is not None:
+            self._usage.used_board(seconds)
 
     def salt(self, salt: str) -> str:
         """Return the salt of its calls, of which ``salt`` is the one in the call.

@@ -101,6 +101,35 @@ def test_every_router_has_the_metrics_of_all(boards: App) -> None:
     assert len(replicas) == 2
 
 
+def test_every_router_has_the_usage_of_all_from_the_file_of_their_node(boards: App) -> None:
+    pace(boards, FAST)
+
+    async def usage(http: httpx.AsyncClient) -> tuple[int, int]:
+        """Return the requests and the tokens of answers of all keys on all days."""
+        answer = (await http.get("/v1/usage", headers=OPERATOR)).json()
+        assert answer["routers"] == {"up": ["0", "1"], "silent": []}
+        assert answer["unstored"] == []
+        rows = answer["data"]
+        return sum(row["requests"] for row in rows), sum(row["completion_tokens"] for row in rows)
+
+    async def talk(http: httpx.AsyncClient) -> None:
+        before = await usage(http)
+        found: set[tuple[int, int]] = set()
+        for _ in range(10):
+            async with boards.http() as fresh:
+                assert (await ask(fresh, "Repeat after me: done", max_tokens=3)).error is None
+        for _ in range(20):
+            # A connection of its own, which may lead to another Router than the one before.
+            async with boards.http() as fresh:
+                found.add(await usage(fresh))
+        assert len(found) == 1, "Routers differ"
+        ((requests, tokens),) = found
+        assert requests - before[0] == 10
+        assert 10 <= tokens - before[1] <= 30
+
+    run(boards, talk)
+
+
 @pytest.mark.parametrize(
     ("headers", "status"),
     [

@@ -136,6 +136,27 @@ def test_lists_are_tables_or_json(server: FakeControl, rkserve: Terminal) -> Non
         assert len(json.loads(rkserve(*words, "--json")[1])) == 1
 
 
+def test_usage_has_a_line_for_each_day_and_key_and_names_what_is_missing(
+    server: FakeControl, rkserve: Terminal
+) -> None:
+    row = {"day": "2026-01-01", "key": "alice", "requests": 120, "prompt_tokens": 48000}
+    row |= {"completion_tokens": 15000, "board_s": 1310.5}
+    answer: dict[str, Any] = {"data": [row], "routers": {"up": ["0"], "silent": []}, "unstored": []}
+    server.on("GET /v1/usage", ok(answer))
+    _, out, _ = rkserve("usage", "--days", "31")
+    assert server.asked[0].url.query == b"days=31"
+    head, line = (" ".join(one.split()) for one in out.splitlines())
+    assert head == "day key requests prompt_tokens completion_tokens board_s"
+    assert line == "2026-01-01 alice 120 48000 15000 1310.5"
+    assert json.loads(rkserve("usage", "--json")[1]) == answer
+    answer |= {"routers": {"up": ["0"], "silent": ["2"]}, "unstored": ["0"]}
+    server.on("GET /v1/usage", ok(answer))
+    out = rkserve("usage")[1]
+    assert "without the figures of Routers that do not answer: 2" in out
+    assert "only since their start: Routers that cannot store usage on their node: 0" in out
+    assert rkserve("usage", "--days", "63")[0] == 2
+
+
 def test_status_shows_what_sleeps_and_which_weights_are_loaded(
     server: FakeControl, rkserve: Terminal
 ) -> None:

@@ -135,3 +135,10 @@ def test_verdict_and_history_are_what_the_router_answers(
     server.on("GET /v1/boards/a/history", ok({"board": "a"}))
     assert client.verdict() == {"verdict": "READY"}
     assert client.board_history("a") == {"board": "a"}
+
+
+def test_usage_is_what_the_router_answers(server: FakeControl, client: Client) -> None:
+    answer = {"data": [{"key": "alice"}], "routers": {"up": ["0"], "silent": []}, "unstored": []}
+    server.on("GET /v1/usage", ok(answer))
+    assert client.usage(days=2) == answer
+    assert server.asked[0].url.query == b"days=2"

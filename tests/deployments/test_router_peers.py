@@ -17,6 +17,7 @@ from rkserve.core.board_report import GenerationInfo, GenerationState, RouterGen
 from rkserve.core.desired_state import Scope
 from rkserve.core.errors import BoardFailed, OperationNotFound, RkserveError
 from rkserve.core.exposition import RouterFigures
+from rkserve.core.key_usage import RouterUsage
 from rkserve.core.messages import ControlAction
 from rkserve.deployments.router_peers import RayPeers, RayRouters
 
@@ -209,6 +210,18 @@ async def test_without_any_replica_there_are_no_metrics_of_others(peers: Any) ->
     of, _, _ = peers(UNAVAILABLE)
     answered, missing = await of.figures(2.0)
     assert (list(answered), list(missing)) == ([], [])
+
+
+async def test_the_usage_of_the_others_is_asked_since_a_day_and_silent_ones_are_named(
+    peers: Any,
+) -> None:
+    async def answer() -> tuple[str, RouterUsage]:
+        return "first", RouterUsage("1", "file")
+
+    of, _, handle = peers("unused", {OWN: itself, "first": answer, "abcdefghijkl": silent})
+    answered, missing = await of.usage(20_455, 2.0)
+    assert (list(answered), list(missing)) == ([RouterUsage("1", "file")], ["abcdefgh"])
+    assert handle.calls == [("key_usage", (OWN, 20_455))]
 
 
 @pytest.mark.parametrize(

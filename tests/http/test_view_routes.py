@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
 import pytest
@@ -13,10 +14,10 @@ from rkserve.core.board_report import BoardState
 from rkserve.http.view_routes import STUCK_S
 from tests.support.boards.fake_boards import FakeBoards, eventually, report
 from tests.support.boards.own_time import run_loop
-from tests.support.http.router_house import House, send
+from tests.support.http.router_house import CHAT, House, chat, send
 from tests.support.values.cluster_facts import HEALTHY
 
-VERDICT, EVENTS = "/v1/cluster/verdict", "/v1/cluster/events"
+VERDICT, EVENTS, USAGE = "/v1/cluster/verdict", "/v1/cluster/events", "/v1/usage"
 ADMIN = {"authorization": "Bearer admin"}
 
 
@@ -61,6 +62,29 @@ def test_the_operator_s_stream_is_another_one(headers: dict[str, str], operator:
     assert answer.text.startswith("retry: 1000\n\nevent: snapshot\nid: 1\ndata: {")
     assert f'"operator":{str(operator).lower()}' in answer.text
     assert of.feed.readers == 0
+
+
+def test_usage_has_the_calls_of_each_key_and_is_for_the_operator_alone(tmp_path: Any) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("secret name=alice\n")
+    config = RouterConfig(api_keys_file=keys, admin_key=SecretStr("admin"))
+    of = House(FakeBoards.answering("a"), config)
+    client = {"authorization": "Bearer secret"}
+    assert send(of, "POST", CHAT, json=chat(), headers=client).status_code == 200
+    assert send(of, "GET", USAGE, headers=client).status_code == 403
+    answer = send(of, "GET", USAGE, headers=ADMIN).json()
+    (only,) = answer["data"]
+    assert (only["key"], only["requests"]) == ("alice", 1)
+    assert only["prompt_tokens"] > 0
+    assert only["completion_tokens"] > 0
+    assert answer["routers"] == {"up": ["0"], "silent": []}
+    assert "secret" not in json.dumps(answer)
+
+
+@pytest.mark.parametrize("days", ["0", "63", "all"])
+def test_days_that_are_not_kept_are_refused(days: str) -> None:
+    answer = send(two(), "GET", USAGE, params={"days": days})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "days")
 
 
 @pytest.mark.parametrize("seconds", ["-1", "901", "soon"])

@@ -195,8 +195,18 @@ def test_the_first_keys_are_counted_by_name_and_the_others_together(tmp_path: Pa
     assert found["prompt_tokens_total", "key-2"] == 10
     assert found["prompt_tokens_total", "(other)"] == 20
     assert found["completion_tokens_total", "(other)"] == 6
+    assert {one.key for one in metrics.usage.rows()} == names
     text = generate_latest(metrics.registry).decode()
     assert not any(secret in text for secret in ("tiger", "lion", "puma", "lynx"))
+
+
+def test_board_time_is_usage_of_the_key_without_a_limit_too() -> None:
+    metrics = RouterMetrics(CollectorRegistry())
+    caller = Caller("team", CallerLimits(), usage=metrics.key_usage("team"))
+    caller.use_board(2.5)
+    caller.use_board(1.0)
+    (found,) = metrics.usage.rows()
+    assert (found.key, found.board_s, found.requests) == ("team", 3.5, 0)
 
 
 def test_a_call_that_is_refused_is_no_usage() -> None:

@@ -1,4 +1,4 @@
-"""The schemas of the cluster's view: verdict, live events, and a board's history.
+"""The schemas of the cluster's view: verdict, live events, a board's history, and usage.
 
 The events of ``GET /v1/cluster/events`` describe one JSON document. The first event, ``snapshot``,
 has the whole of it; each ``delta`` is a JSON Merge Patch (RFC 7396) of it: objects are merged key
@@ -19,12 +19,14 @@ from typing_extensions import NotRequired, TypedDict
 
 from rkserve.api.json.schemas import Count, RequestModel, Seconds, one_of
 from rkserve.core.board_report import BoardState
+from rkserve.core.key_usage import DAYS_KEPT
 from rkserve.verdicts.facts import WindowName
 
 VerdictName = Literal["READY", "DEGRADED", "NOT READY"]
 Place = Literal["board", "head", "anywhere"]
 # Proxies in between may buffer without bound for a reader that does not read; it comes back.
 MAX_SECONDS = 900.0
+USUAL_DAYS = 8
 
 
 class ReasonEntry(TypedDict):
@@ -292,3 +294,40 @@ class BoardHistoryAnswer(TypedDict):
     end_s: float
     states: list[StateSpan]
     columns: dict[str, list[float | None]]
+
+
+class UsageQuery(RequestModel):
+    """Query of the usage."""
+
+    days: int = Field(
+        USUAL_DAYS,
+        ge=1,
+        le=DAYS_KEPT,
+        description="The number of days (UTC), the current one included; the default is 8.",
+    )
+
+
+class KeyUsageEntry(TypedDict):
+    """The usage of one API key on one day (UTC). `anonymous` has the calls without an API key, and
+    `(other)` those of keys beyond `router.metrics.keys`.
+    """
+
+    day: str
+    key: str
+    requests: Count
+    prompt_tokens: Count
+    completion_tokens: Count
+    board_s: Seconds
+
+
+class KeyUsageAnswer(TypedDict):
+    """The usage of all keys, the latest day first, over the Routers that answered.
+
+    `unstored` are the Routers whose node could not store usage: their counts begin with their
+    start.
+    """
+
+    object: Literal["list"]
+    data: list[KeyUsageEntry]
+    routers: RoutersEntry
+    unstored: list[str]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
@@ -11,6 +12,7 @@ from rkserve.api.admin.cluster_view import (
     BoardEntry,
     BoardHistoryAnswer,
     HistoryEntry,
+    KeyUsageAnswer,
     ModelView,
     OperationView,
     PauseView,
@@ -29,6 +31,8 @@ from rkserve.control.operations import ControlOperation, ResultStatus
 from rkserve.core.board_report import BoardState, Hardware
 from rkserve.core.desired_state import ActivePause, AdapterVersions, Desired
 from rkserve.core.errors.requests import without_folders
+from rkserve.core.key_usage import DAY_S, UsageReport
+from rkserve.core.metrics import NO_KEY
 from rkserve.verdicts.facts import (
     FEWEST,
     WINDOWS,
@@ -340,6 +344,28 @@ def board_history(board: str, history: BoardHistory, end_s: float) -> BoardHisto
         "end_s": round(end_s, 1),
         "states": _spans(history.spans()),
         "columns": {name: history.column(index) for index, name in enumerate(FIGURES)},
+    }
+
+
+def usage_answer(report: UsageReport) -> KeyUsageAnswer:
+    """Return the answer of GET /v1/usage."""
+    named = ((one, ANONYMOUS if one.key == NO_KEY else one.key) for one in report.days)
+    ordered = sorted(named, key=lambda each: (-each[0].day, each[1]))
+    return {
+        "object": "list",
+        "data": [
+            {
+                "day": time.strftime("%Y-%m-%d", time.gmtime(one.day * DAY_S)),
+                "key": name,
+                "requests": one.requests,
+                "prompt_tokens": one.prompt_tokens,
+                "completion_tokens": one.completion_tokens,
+                "board_s": round(one.board_s, 1),
+            }
+            for one, name in ordered
+        ],
+        "routers": {"up": sorted(report.up), "silent": sorted(report.silent)},
+        "unstored": sorted(report.unstored),
     }
 
 

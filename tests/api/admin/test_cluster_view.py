@@ -9,6 +9,7 @@ from pydantic import TypeAdapter
 
 from rkserve.api.admin.cluster_view import (
     BoardHistoryAnswer,
+    KeyUsageAnswer,
     SnapshotEvent,
     VerdictAnswer,
     ViewDocument,
@@ -21,7 +22,7 @@ EXAMPLE = json.loads((TESTS / "data/cluster_view/example.json").read_text("utf-8
 
 @pytest.mark.parametrize(
     ("name", "schema"),
-    [("verdict", VerdictAnswer), ("board_history", BoardHistoryAnswer)],
+    [("verdict", VerdictAnswer), ("board_history", BoardHistoryAnswer), ("usage", KeyUsageAnswer)],
 )
 def test_the_recorded_answers_follow_their_schemas(name: str, schema: type) -> None:
     TypeAdapter(schema).validate_python(EXAMPLE[name])

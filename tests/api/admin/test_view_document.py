@@ -15,6 +15,7 @@ from pydantic import TypeAdapter
 from rkserve.api.admin.cluster_view import (
     BoardHistoryAnswer,
     HistoryEntry,
+    KeyUsageAnswer,
     VerdictAnswer,
     ViewDocument,
 )
@@ -23,6 +24,7 @@ from rkserve.api.admin.view_document import (
     board_history,
     document,
     history_entry,
+    usage_answer,
     verdict_answer,
 )
 from rkserve.control.calls import OperationKind
@@ -36,6 +38,7 @@ from rkserve.core.desired_state import (
     EffectivePause,
     PauseMode,
 )
+from rkserve.core.key_usage import DayUsage, UsageReport
 from rkserve.core.merge_patch import merge_patch, patched
 from rkserve.core.messages import AdapterRef
 from rkserve.verdicts.facts import ClusterFacts, RequestPhase, RequestView
@@ -189,3 +192,22 @@ def test_an_operation_counts_its_boards() -> None:
     view = made(healthy(), ViewContext("0", 1, operations=(operation,)))
     entry = view["operations"]["op-1"]
     assert (entry["total"], entry["done"], entry["failed"]) == (4, 2, 1)
+
+
+def test_usage_begins_with_the_latest_day_and_names_calls_without_a_key_anonymous() -> None:
+    rows = [
+        DayUsage(20_454, "bob", 1),
+        DayUsage(20_455, "bob", 2, 30, 4, 1.26),
+        DayUsage(20_455, "(none)", 1),
+    ]
+    answer = usage_answer(UsageReport(rows, ["1", "0"], ["2"], ["1"]))
+    found = [(one["day"], one["key"], one["requests"]) for one in answer["data"]]
+    assert found == [
+        ("2026-01-02", "anonymous", 1),
+        ("2026-01-02", "bob", 2),
+        ("2026-01-01", "bob", 1),
+    ]
+    assert answer["data"][1]["board_s"] == 1.3
+    assert answer["routers"] == {"up": ["0", "1"], "silent": ["2"]}
+    assert answer["unstored"] == ["1"]
+    TypeAdapter(KeyUsageAnswer).validate_python(answer, strict=True)

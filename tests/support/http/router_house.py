@@ -63,7 +63,7 @@ class House:
         model_id = self.served.folder.id
         fleet = open_fleet(self.config, {"only": self.boards}, {"only": model_id})
         self.cluster = CoordinatorClient(self.head, fleet.obey)
-        metrics = RouterMetrics(CollectorRegistry())
+        metrics = RouterMetrics(CollectorRegistry(), self.clock)
         dispatch = open_dispatch(self.config, fleet, metrics, random.Random(5))
         self.service = Service(
             self.config,
