@@ -32,7 +32,7 @@ pytestmark = [
 
 RULES = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice"]
 WIDE, PHONE = {"width": 1440, "height": 900}, {"width": 320, "height": 640}
-VIEWS = ("boards", "board/rock-02", "requests", "operations", "audit", "connect")
+VIEWS = ("boards", "board/rock-02", "requests", "operations", "audit", "usage", "connect")
 LOST: Json = EXAMPLE["events"][2]["data"]
 DDR = "echo performance | sudo tee /sys/class/devfreq/dmc/governor"
 # The keyboard's way to an action: its button, and what is sent when it is confirmed.
@@ -452,7 +452,7 @@ def test_a_rollout_has_its_progress_and_is_rolled_back_and_a_pause_is_ended(tab:
     ]
 
 
-def test_the_audit_log_is_fetched_when_it_is_opened(tab: OpenTab) -> None:
+def test_audit_and_usage_are_fetched_when_they_are_opened(tab: OpenTab) -> None:
     one = tab(view="audit")
     api.expect(one.page.locator("#view")).to_contain_text("Nothing was changed yet.")
     line = {"at_s": 1.0, "who": "admin 10.0.0.5", "kind": "pause", "outcome": "succeeded",
@@ -461,7 +461,10 @@ def test_the_audit_log_is_fetched_when_it_is_opened(tab: OpenTab) -> None:
     one.server.answers["GET /v1/audit"] = {"object": "list", "data": [line]}
     one.page.get_by_role("button", name="Refresh").click()
     api.expect(one.page.locator("tbody tr")).to_contain_text('boards ["rock-01"]')
-    one.server.answers["GET /v1/audit"] = (403, "This call needs the admin key.")
+    one.go("usage")
+    first = EXAMPLE["usage"]["data"][0]
+    api.expect(one.page.locator("tbody tr").first).to_contain_text(first["key"])
+    one.server.answers["GET /v1/usage"] = (403, "This call needs the admin key.")
     one.page.get_by_role("button", name="Refresh").click()
     api.expect(one.page.locator("#view .failure")).to_have_text("This call needs the admin key.")
 
@@ -510,7 +513,7 @@ def test_axe_finds_nothing_wrong_on_any_view(
         width = one.page.evaluate("[document.documentElement.scrollWidth, innerWidth]")
         assert (view, width[0]) <= (view, width[1])
     one.go("board/rock-02")
-    one.page.get_by_role("button", name="Restart engine").click()
+    one.page.get_by_role("button", name="Sleep").click()
     assert one.violations() == []
     one.page.keyboard.press("Escape")
     one.server.refuses_streams = True

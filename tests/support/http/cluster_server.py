@@ -84,6 +84,7 @@ class ClusterServer:
         self.view, self._history = snapshot["view"], snapshot["history"]
         self.key, self.port = key, free_port()
         self.answers: dict[str, Json | tuple[int, str]] = {
+            "GET /v1/usage": EXAMPLE["usage"],
             "GET /v1/audit": {"object": "list", "data": []},
         }
         self.lines: list[Json] = []

@@ -1,8 +1,8 @@
-/** Views of lists that are fetched when they are opened: the audit log. */
+/** Views of lists that are fetched when they are opened: the audit log, and usage per key and day. */
 
 import { make, put } from "../elements.js";
 import { heading, Table } from "./tables.js";
-import { time } from "./words.js";
+import { count, span, time } from "./words.js";
 
 /** A view of one list of the server. */
 class Listing {
@@ -27,12 +27,15 @@ class Listing {
 
   async load(asked) {
     try {
-      const { data, routers } = await this.app.call(this.path);
+      const { data, routers, unstored = [] } = await this.app.call(this.path);
       this.table.show(data.map((one, index) => [this.key(one, index), one]));
       this.table.element.hidden = false;
       this.failure.hidden = true;
       const silent = routers?.silent ?? [];
-      put(this.note, silent.length ? `Without the figures of ${silent.join(", ")}, which did not answer in time.` : "");
+      const notes = [];
+      if (silent.length) notes.push(`Without the figures of Router ${silent.join(", ")}: no answer in time.`);
+      if (unstored.length) notes.push(`Router ${unstored.join(", ")} cannot store usage: only since its start.`);
+      put(this.note, notes.join(" "));
       if (asked) this.app.say(`${this.title}: ${data.length} lines.`);
     } catch (error) {
       this.failure.textContent = error.message;
@@ -62,6 +65,25 @@ export function audit(app) {
       { head: "Operation", text: ({ operation }) => operation ?? "–" },
       { head: "Epoch", numeric: true, text: ({ epoch }) => (epoch ? String(epoch) : "–") },
       { head: "Parameters", text: ({ params }) => parameters(params) },
+    ],
+  });
+}
+
+/** Return the view of usage. */
+export function usage(app) {
+  return new Listing(app, {
+    title: "Usage",
+    words: "The last 8 days (UTC) by API key; calls without a key are anonymous.",
+    path: "v1/usage?days=8",
+    key: (one, index) => `${one.day} ${one.key} ${index}`,
+    empty: "No request was counted yet.",
+    columns: [
+      { head: "Day", text: ({ day }) => day },
+      { head: "Key", text: ({ key }) => key },
+      { head: "Requests", numeric: true, text: ({ requests }) => count(requests) },
+      { head: "Prompt tokens", numeric: true, text: ({ prompt_tokens }) => count(prompt_tokens) },
+      { head: "Completion tokens", numeric: true, text: ({ completion_tokens }) => count(completion_tokens) },
+      { head: "Board time", numeric: true, text: ({ board_s }) => span(board_s) },
     ],
   });
 }

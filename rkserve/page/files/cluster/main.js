@@ -7,7 +7,7 @@ import { Board } from "./board.js";
 import { ClusterDocument } from "./document.js";
 import { Fleet } from "./fleet.js";
 import { ask_key, say, Staleness, wire_settings } from "./frame.js";
-import { audit } from "./listings.js";
+import { audit, usage } from "./listings.js";
 import { Operations, Requests } from "./in_flight.js";
 import { Stream } from "./stream.js";
 import { Connect, Runbook } from "./texts.js";
@@ -46,6 +46,7 @@ const views = {
   requests: new Requests(app),
   operations: new Operations(app),
   audit: audit(app),
+  usage: usage(app),
   connect: new Connect(app),
   runbook: new Runbook(),
 };
@@ -77,7 +78,7 @@ function name_page() {
 
 // -- views ---------------------------------------------------------------------------------------
 
-const FETCHED = new Set(["audit", "connect", "runbook"]); // these need no event
+const FETCHED = new Set(["audit", "usage", "connect", "runbook"]); // these need no event
 const EVERYTHING = { all: true, ticked: false, keys: new Set(), boards: new Set(), has: () => true };
 
 function navigate(moved) {
