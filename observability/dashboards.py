@@ -403,15 +403,15 @@ CONTROL = Dashboard(
                 Panel(
                     411,
                     "Time of operations",
-                    "From a control call to its end, 95th percentile.",
-                    _one(quantile(0.95, "rkserve_operation_seconds", "kind"), "{{kind}}"),
+                    "From a control call to its end, 95th percentile of an hour.",
+                    _one(quantile(0.95, "rkserve_operation_seconds", "kind", "1h"), "{{kind}}"),
                     unit="s",
                 ),
                 Panel(
                     412,
                     "Broadcasts",
-                    "From a new desired state to the last board's answer.",
-                    quantiles("rkserve_broadcast_seconds", ""),
+                    "From a new desired state to the last board's answer, over an hour.",
+                    quantiles("rkserve_broadcast_seconds", "", "1h"),
                     unit="s",
                 ),
                 Panel(

@@ -136,22 +136,22 @@ class Dashboard:
             y += height
 
 
-def rate(metric: str, by: str, where: str = "") -> str:
+def rate(metric: str, by: str, where: str = "", over: str = RATE) -> str:
     """Return the rate of a counter, summed by labels: over Routers, or boards, or both."""
-    return f"sum by ({by}) (rate({metric}{where}[{RATE}]))"
+    return f"sum by ({by}) (rate({metric}{where}[{over}]))"
 
 
-def quantile(share: float, histogram: str, by: str = "") -> str:
-    """Return a quantile of a histogram over all Routers."""
+def quantile(share: float, histogram: str, by: str = "", over: str = RATE) -> str:
+    """Return a quantile of a histogram over all Routers. Rare events need a long time ``over``."""
     labels = f"le, {by}" if by else "le"
-    return f"histogram_quantile({share:g}, {rate(f'{histogram}_bucket', labels)})"
+    return f"histogram_quantile({share:g}, {rate(f'{histogram}_bucket', labels, over=over)})"
 
 
-def quantiles(histogram: str, by: str = "model") -> tuple[PanelQuery, ...]:
+def quantiles(histogram: str, by: str = "model", over: str = RATE) -> tuple[PanelQuery, ...]:
     """Return the median and the 95th percentile of a histogram."""
     series = f"{{{{{by}}}}} " if by else ""
     return tuple(
-        PanelQuery(quantile(share, histogram, by), f"{series}{name}")
+        PanelQuery(quantile(share, histogram, by, over), f"{series}{name}")
         for share, name in ((0.5, "p50"), (0.95, "p95"))
     )
 

@@ -22,6 +22,7 @@ from rkserve.control import state_changes, weight_changes
 from rkserve.control.calls import (
     AdapterRolloutAction,
     DeclaredArtifact,
+    OperationKind,
     OperationRequest,
     RebaseAction,
     StoredArtifact,
@@ -101,7 +102,11 @@ class Coordinator:
     def __init__(self, config: CoordinatorConfig, outside: CoordinatorPorts) -> None:
         self._config = config
         self._registry = CollectorRegistry()
-        self._metrics = CoordinatorMetrics(self._registry)
+        self._metrics = CoordinatorMetrics(
+            self._registry,
+            [kind.value for kind in OperationKind],
+            [state.value for state in OperationState if state is not OperationState.RUNNING],
+        )
         self._now_s = outside.now_s
         self._state = StateStore(outside.ledger)
         self._roster = Roster(outside.fleet, self._board_failed)

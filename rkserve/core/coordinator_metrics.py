@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from prometheus_client import CollectorRegistry
 
 from rkserve.core.metrics import CONTROL_BUCKETS_S, makers
 
 
 class CoordinatorMetrics:
-    """Metrics of the Coordinator. Kinds and phases are those of operations."""
+    """Metrics of the Coordinator. Kinds and phases are those of operations.
 
-    def __init__(self, registry: CollectorRegistry) -> None:
+    ``kinds`` and the ``states`` in which operations end have series from the start: Prometheus
+    would not see the first pause of all.
+    """
+
+    def __init__(
+        self, registry: CollectorRegistry, kinds: Sequence[str] = (), states: Sequence[str] = ()
+    ) -> None:
         counter, gauge, histogram = makers(registry)
         self.operations = counter(
             "rkserve_operations",
@@ -30,6 +38,10 @@ class CoordinatorMetrics:
             ("kind",),
             buckets=CONTROL_BUCKETS_S,
         )
+        for kind in kinds:
+            self.duration.labels(kind)
+            for state in states:
+                self.operations.labels(kind, state)
         self.phase = histogram(
             "rkserve_operation_phase_seconds",
             "Time that operations spent in one phase, such as staging or switching.",

@@ -8,7 +8,7 @@ of a series that appears with its first count does not include that count.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
@@ -59,6 +59,12 @@ LOSSES = (
     *("crashed", "hung", "run_failed", "gone", "silent"),
     *("out_of_order", "drained", "unreachable", "busy", "lacking"),
 )
+# The usual errors of generations, and reasons for which one gets no place at a board.
+ERROR_CODES = (
+    *("server_error", "board_failed", "run_failed"),
+    *("no_board", "queue_full", "queue_timeout"),
+)
+TURNED_AWAY = ("no_board", "queue_full", "queue_timeout", "shed")
 # In place of a key's name: of calls without a key, and of keys beyond the limit.
 NO_KEY, OTHER_KEYS = "(none)", "(other)"
 
@@ -75,6 +81,13 @@ def makers(
         partial(Gauge, registry=registry),
         partial(Histogram, registry=registry),
     )
+
+
+def _begin(*counters: tuple[Counter, Iterable[str]]) -> None:
+    """Let the series of counters of one label begin with 0."""
+    for counter, values in counters:
+        for value in values:
+            counter.labels(value)
 
 
 class RouterMetrics:
@@ -105,8 +118,6 @@ class RouterMetrics:
             f"{', '.join(LOSSES[:-1])} or {LOSSES[-1]}.",
             ("why",),
         )
-        for word in LOSSES:
-            self.continuations.labels(word)
         self.continuation = histogram(
             "rkserve_continuation_seconds",
             "From the loss of a generation's board to its next token.",
@@ -130,6 +141,7 @@ class RouterMetrics:
             "Generations that ended with an error, by its code.",
             ("code",),
         )
+        _begin((self.continuations, LOSSES), (self.generation_errors, ERROR_CODES))
         self.queue_wait = histogram(
             "rkserve_queue_wait_seconds",
             "Time that a generation waited in the Router's queue for a place at a board.",
@@ -280,6 +292,8 @@ class RouterMetrics:
             self.judged.labels(model, outcome)
         for word in ("expected", "found"):
             self.prefix_tokens.labels(model, word)
+        for reason in TURNED_AWAY:
+            self.turned_away.labels(model, reason)
 
     def key_usage(self, name: str) -> KeyUsage:
         """Return the counters of an API key's name."""

@@ -29,3 +29,14 @@ def test_operations_are_counted_by_kind_and_end() -> None:
     assert 'rkserve_operations_total{kind="pause",state="succeeded"} 1.0' in text
     assert 'rkserve_operation_seconds_bucket{kind="pause",le="0.4"} 1.0' in text
     assert "rkserve_desired_epoch 7.0" in text
+
+
+def test_the_first_operation_of_a_kind_is_seen_as_an_increase() -> None:
+    registry = CollectorRegistry()
+    CoordinatorMetrics(registry, ["pause", "wake"], ["succeeded", "failed"])
+    for kind in ("pause", "wake"):
+        for state in ("succeeded", "failed"):
+            labels = {"kind": kind, "state": state}
+            assert registry.get_sample_value("rkserve_operations_total", labels) == 0
+        found = registry.get_sample_value("rkserve_operation_seconds_count", {"kind": kind})
+        assert found == 0

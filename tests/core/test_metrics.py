@@ -8,13 +8,16 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from rkserve.core import errors
 from rkserve.core.answer_metrics import TOKEN_GAP_BUCKETS_S
 from rkserve.core.board_metrics import BoardCollector
 from rkserve.core.coordinator_metrics import CoordinatorMetrics
 from rkserve.core.metrics import (
     DECODE_RATE_BUCKETS,
+    ERROR_CODES,
     PREFILL_RATE_BUCKETS,
     TTFT_BUCKETS_S,
+    TURNED_AWAY,
     RouterMetrics,
 )
 from tests.core.test_board_metrics import REPORT
@@ -84,3 +87,12 @@ def test_the_series_of_a_model_begin_with_it() -> None:
     assert value("rkserve_embedded_texts_total", {"model": "vectors"}) == 0
     assert value("rkserve_ttft_seconds_count", {"model": "vectors"}) is None
     assert value("rkserve_continuations_total", {"why": "crashed"}) == 0
+    assert value("rkserve_generation_errors_total", {"code": "board_failed"}) == 0
+    full = {"model": "chat", "reason": "queue_full"}
+    assert value("rkserve_turned_away_total", full) == 0
+
+
+def test_the_errors_that_are_counted_from_the_start_are_codes_of_errors() -> None:
+    known = {getattr(kind, "code", None) for kind in vars(errors).values()}
+    assert set(ERROR_CODES) - {"server_error"} <= known
+    assert set(TURNED_AWAY) - {"shed"} <= known
