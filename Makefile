@@ -24,7 +24,7 @@ help:
 	@echo "make compat-programs VENDOR=.. SERVER=..  programs for boards, unmodified, on the simulator"
 	@echo "make aarch64 install, compile and test in an arm64 Debian under emulation"
 	@echo "make check   ruff, mypy and generated docs"
-	@echo "make check-observability  dashboards and alert rules, with promtool"
+	@echo "make check-observability  dashboards and alert rules, with promtool and Prometheus"
 	@echo "make check-cluster  linters for cluster/: Ansible, systemd units, shell, packages, containers"
 	@echo "make offline  what a cluster needs, into cluster/offline; TARGETS=\"cp311-aarch64\" LIBRARY= MODELS="
 	@echo "make deb     Debian packages of cluster/offline, into dist"
@@ -126,8 +126,8 @@ check: $(READY) sim
 	$(BIN)/python -m observability.generate --check
 	$(MKDOCS) build --strict
 
-# promtool checks the alert rules, and plants the cause of each.
-check-observability: $(READY)
+# promtool checks the alert rules, and plants the cause of each; Prometheus scrapes a cluster.
+check-observability: $(READY) sim
 	@command -v promtool > /dev/null || \
 		{ echo "make check-observability needs promtool: apt-get install prometheus"; exit 1; }
 	$(BIN)/python -m pytest --promtool tests/observability
