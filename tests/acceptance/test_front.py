@@ -6,6 +6,8 @@ import asyncio
 import json
 import stat
 import tempfile
+import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -21,6 +23,7 @@ from rkserve.config.board_group import SimulatedConfig
 from rkserve.deployments.haproxy import available
 from tests.support.boards.fakes import run_loop
 from tests.support.cluster.local_cluster import MODEL
+from tests.support.http.scraping import Scraper
 from tests.support.http.talk import CHAT, ENDLESS, ask, chat_body, streaming
 
 pytestmark = [
@@ -169,3 +172,66 @@ def test_what_is_asked_of_this_machine_alone_is_answered_where_only_it_is_listen
         assert refused.status_code == 403
 
     talk(crew, main)
+
+
+# -- metrics --------------------------------------------------------------------------------------
+
+REQUESTS, SCRAPES, CLIENTS = 10_000, 50, 16
+
+
+@pytest.mark.long
+def test_scrapes_at_random_routers_count_every_request_once(
+    figures: Callable[[str], None],
+) -> None:
+    async def count(http: httpx.AsyncClient) -> tuple[Counter[int], Scraper, list[float]]:
+        statuses: Counter[int] = Counter()
+        seen, took_s = Scraper(), [0.0]
+        places = asyncio.Semaphore(CLIENTS)
+
+        async def scrape() -> None:
+            began_s = time.monotonic()
+            seen.take((await http.get("/metrics")).text)
+            took_s.append(time.monotonic() - began_s)
+
+        async def call() -> None:
+            async with places:
+                answer = await http.post(CHAT, json=chat_body("Hello!", max_tokens=1))
+                statuses[answer.status_code] += 1
+
+        while seen.value("rkserve_router_up") != 3:
+            await scrape()
+        # The first scrape is the one that nothing was counted before.
+        for _ in range(SCRAPES):
+            await asyncio.gather(*(call() for _ in range(REQUESTS // SCRAPES)), scrape())
+        await scrape()
+        return statuses, seen, took_s
+
+    async def whole(url: str) -> tuple[Counter[int], Scraper, list[float]]:
+        # Each call has a connection of its own, which may lead to any Router.
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+        async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits) as http:
+            return await count(http)
+
+    with tempfile.TemporaryDirectory(prefix="rk-", dir="/tmp") as folder:
+        one = BenchProcesses(Path(folder), lambda _: None, front=True)
+        try:
+            args = {"router": {"replicas": 3}}
+            one.deploy(SimulatedDeployment(PROFILE, 4, 0.0, park=False, args=args))
+            host, port = one.address
+            began_s = time.monotonic()
+            statuses, seen, took_s = run_loop(whole(f"http://{host}:{port}"), 3600.0)
+            figures(
+                f"{REQUESTS} requests at 3 Routers in {time.monotonic() - began_s:.0f} s, "
+                f"{dict(statuses)}; slowest of {len(took_s) - 1} scrapes {max(took_s):.2f} s"
+            )
+        finally:
+            one.close()
+    name = "rkserve_requests_total"
+    assert statuses.total() == REQUESTS
+    for status, number in statuses.items():
+        assert seen.increase(name, route=CHAT, status=str(status)) == number
+    shares = [seen.increase(name, route=CHAT, router=str(router)) for router in range(3)]
+    assert sum(shares) == REQUESTS
+    assert min(shares) > 0
+    assert seen.increase("rkserve_ttft_seconds_count") == statuses[200]
+    assert seen.increase("rkserve_key_requests_total") == REQUESTS
