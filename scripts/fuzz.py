@@ -9,6 +9,7 @@ environment of its own, because it would change packages that are pinned in the 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import copy
 import json
 import socket
@@ -45,6 +46,8 @@ CHECKS = (
 # Of calls that are asked by query and body alike, those that are tried with both.
 BY_QUERY = ("/pause", "/sleep", "/v1/lora_adapters", "/receive_weight_update")
 END_S = 30
+STREAM_S = 5.0  # of an answer that has begun
+FIRST = asyncio.FIRST_COMPLETED
 
 
 class Served:
@@ -72,12 +75,27 @@ class Served:
         self._house.responses.close()
 
     async def _app(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            await self._house.serve(scope, receive, send)
+            return
+        begun = asyncio.Event()
+
         async def counted(message: Any) -> None:
             if message["type"] == "http.response.start":
                 self.answered[message["status"]] += 1
+                begun.set()
             await send(message)
 
-        await self._house.serve(scope, receive, counted)
+        answer = asyncio.ensure_future(self._house.serve(scope, receive, counted))
+        await asyncio.wait({answer, asyncio.ensure_future(begun.wait())}, return_when=FIRST)
+        # Events and logs that are followed end with their client, which reads to the end.
+        await asyncio.wait({answer}, timeout=STREAM_S)
+        if not answer.done():
+            answer.cancel()
+            await asyncio.wait({answer})
+            await send({"type": "http.response.body", "body": b""})
+        if not answer.cancelled():
+            answer.result()
 
 
 def to_try() -> dict[str, Any]:
