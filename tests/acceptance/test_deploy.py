@@ -183,8 +183,17 @@ class Customers:
             self.more.notify_all()
 
 
-def test_a_changed_configuration_replaces_the_boards_while_requests_are_served(trio: App) -> None:
-    """What `serve deploy` with an edited file does: here with a shorter queue and a board fewer."""
+@pytest.mark.parametrize(
+    "boards",
+    [
+        pytest.param(3, id="a shorter queue", marks=pytest.mark.long),
+        pytest.param(2, id="and one board fewer"),
+    ],
+)
+def test_a_changed_configuration_replaces_the_boards_while_requests_are_served(
+    trio: App, boards: int
+) -> None:
+    """`serve deploy` with an edited file."""
     before = trio.settled()
     for report in before:
         trio.cluster.control(report.board_id, "time_scale=0.5")
@@ -196,7 +205,7 @@ def test_a_changed_configuration_replaces_the_boards_while_requests_are_served(t
                 await customers.served(5)
                 async with streaming(http, "Write 60 tokens") as under_way:
                     await under_way.read(deltas=1)
-                    after = await asyncio.to_thread(_redeploy, trio.cluster)
+                    after = await asyncio.to_thread(_redeploy, trio.cluster, boards)
                     await under_way.read()
                     assert (under_way.error, under_way.finish_reason) == (None, "stop")
                 await customers.served(5)
@@ -207,20 +216,21 @@ def test_a_changed_configuration_replaces_the_boards_while_requests_are_served(t
         f"statuses while it was deployed anew: {dict(customers.statuses)}; "
         f"nobody was served for {customers.longest_gap_s:.1f} s at most; {customers.refusals}"
     )
-    assert [report.queue_limit for report in after] == [2, 2]
-    assert [report.board_id for report in after] == [f"{GROUP}-0", f"{GROUP}-1"]
+    assert [report.queue_limit for report in after] == [boards] * boards
+    assert [report.board_id for report in after] == [f"{GROUP}-{i}" for i in range(boards)]
     assert not {report.pid for report in before} & {report.pid for report in after}
     assert set(customers.statuses) <= {200, *PASSING}
 
 
-def _redeploy(cluster: LocalCluster) -> list[BoardReport]:
-    changed = _deploy(cluster, 2, queue_limit=2)
+def _redeploy(cluster: LocalCluster, boards: int) -> list[BoardReport]:
+    changed = _deploy(cluster, boards, queue_limit=boards)
 
     def all_anew() -> list[BoardReport] | None:
         found = changed.reports()
-        return found if [report.queue_limit for report in found] == [2, 2] else None
+        limits = [report.queue_limit for report in found]
+        return found if limits == [boards] * boards else None
 
-    return wait_for("two boards with the new limit", all_anew, START_S)
+    return wait_for(f"{boards} boards with the new limit", all_anew, START_S)
 
 
 # -- what the logs say ----------------------------------------------------------------------------
