@@ -215,7 +215,7 @@ def test_of_pauses_those_stay_that_were_acknowledged(
 
 
 # Kinds that make no pause, so that a pause under their name is none that they would leave behind.
-STANDING = {K.RESUME, K.WAKE, K.LABEL, K.ADAPTER_STAGE}
+STANDING = {K.RESUME, K.WAKE, K.LABEL, K.ADAPTER_STAGE, K.DRAIN, K.UNDRAIN}
 
 
 PAUSED = state_changes.pause(Desired(), "op-1", Scope(), PauseMode.KEEP, 5.0, lease_s=2.0)
