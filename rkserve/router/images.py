@@ -236,6 +236,8 @@ MOVED = frozenset({301, 302, 303, 307, 308})
 OK = 200
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 _NAT64_LOCAL = ipaddress.ip_network("64:ff9b:1::/48")
+# IPv4-compatible, deprecated: some systems send to the IPv4 address inside.
+_COMPATIBLE = ipaddress.ip_network("::/96")
 _LAST_32 = 0xFFFF_FFFF
 
 
@@ -249,7 +251,7 @@ def is_public(address: Address) -> bool:
         inner = _inner(address)
         if inner is not None:
             return is_public(inner)
-        if address in _NAT64_LOCAL:
+        if address in _NAT64_LOCAL or address in _COMPATIBLE:
             return False
     return address.is_global and not address.is_multicast
 

@@ -38,10 +38,15 @@ from rkserve.core.node_database import atomic
 
 log = logging.getLogger(__name__)
 
+DAMAGED = "damaged"  # the kind of an entry of the audit log that cannot be read
 FILE, LOCK, RESERVE = "ledger.sqlite3", "lock", "reserve"
 # Reserved while there is room, and released to open the ledger on a full disk: SQLite needs some
 # pages beside the file before it reads it.
 RESERVE_BYTES = 1 << 20
+_WAYS_ON = (
+    "Restore it from a backup; or move it away, and the cluster begins with nothing paused and no "
+    "adapters of its own."
+)
 BUSY_S = 5.0  # a backup or an operator's sqlite3 shell may hold it for a moment
 
 # Each entry migrates the schema by one version. Entries are never edited: existing ledgers have
@@ -132,6 +137,7 @@ class Ledger:
         lock = _lock_folder(folder)
         try:
             _provide(folder, free)
+            _create(folder / FILE, migrations)
             database = _connect(folder / FILE, migrations)
             reading = _connect_to_read(folder / FILE, database)
         except BaseException:
@@ -254,7 +260,7 @@ class Ledger:
     def audit(self, limit: int = 100) -> list[AuditEntry]:
         """Return the latest entries, the last one first. Call it in any thread."""
         rows = self._read("SELECT value FROM audit ORDER BY number DESC LIMIT ?", limit)
-        return [AuditEntry(**json.loads(value)) for (value,) in rows]
+        return [_read_line(value) for (value,) in rows]
 
     def _operations(self, which: str, *values: Any) -> list[ControlOperation]:
         rows = self._rows(f"SELECT value FROM operations {which}", *values)
@@ -337,6 +343,32 @@ def _provide(folder: Path, free: Callable[[Path], int]) -> None:
         log.warning("the ledger's reserve in %s cannot be seen to: %s", folder, exc)
 
 
+def _create(file: Path, migrations: Sequence[Sequence[str]]) -> None:
+    """Create a new ledger, completely or not at all; refuse an empty one.
+
+    SQLite would take an empty file for a new database: a cluster that lost its ledger would begin
+    anew without a word.
+    """
+    try:
+        if file.exists():
+            if file.stat().st_size:
+                return
+            raise LedgerFailed(f"The ledger {file} is damaged: it is empty. {_WAYS_ON}")
+        fresh = file.with_name(f"{file.name}.new")
+        for left in (fresh, *(Path(f"{fresh}-{part}") for part in ("wal", "shm"))):
+            left.unlink(missing_ok=True)
+        os.close(open_private(fresh, os.O_WRONLY | os.O_CREAT))
+        _connect(fresh, migrations).close()
+        sync(fresh)
+        fresh.replace(file)
+        sync(file.parent)
+    except OSError as exc:
+        raise LedgerFailed(
+            f"The ledger {file} cannot be made: {exc.strerror or exc}. Check the space on the head "
+            "node's disk."
+        ) from exc
+
+
 def _connect(file: Path, migrations: Sequence[Sequence[str]]) -> sqlite3.Connection:
     try:
         # Transactions are begun by hand, and all of them in the thread of one event loop.
@@ -356,10 +388,7 @@ def _connect(file: Path, migrations: Sequence[Sequence[str]]) -> sqlite3.Connect
         ) from exc
     except sqlite3.DatabaseError as exc:
         database.close()
-        raise LedgerFailed(
-            f"The ledger {file} is damaged: {exc}. Restore it from a backup; or move it away, and "
-            "the cluster begins with nothing paused and no adapters of its own."
-        ) from exc
+        raise LedgerFailed(f"The ledger {file} is damaged: {exc}. {_WAYS_ON}") from exc
     except BaseException:
         database.close()
         raise
@@ -457,6 +486,15 @@ def _migrate(file: Path, database: sqlite3.Connection, migrations: Sequence[Sequ
         with atomic(database):
             value = write_desired(read_desired(row[0]))
             database.execute("UPDATE desired SET value = ?", (value,))
+
+
+def _read_line(value: str) -> AuditEntry:
+    """Return an entry; one that the disk has damaged is shown as such, among the others."""
+    try:
+        return AuditEntry(**json.loads(value))
+    except (ValueError, TypeError):
+        log.warning("an entry of the audit log is damaged: %.200r", value)
+        return AuditEntry(0.0, "", DAMAGED)
 
 
 def _write_line(line: AuditEntry) -> str:

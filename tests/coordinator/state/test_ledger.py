@@ -19,6 +19,7 @@ from rkserve.control.calls import OperationKind, PauseAction
 from rkserve.control.codec import SCHEMA, write_operation
 from rkserve.control.operations import BoardOutcome, OperationState, ResultStatus
 from rkserve.coordinator.state.ledger import (
+    DAMAGED,
     FILE,
     MIGRATIONS,
     RESERVE,
@@ -246,6 +247,7 @@ def test_a_ledger_that_cannot_be_copied_is_not_migrated(tmp_path: Path) -> None:
     [
         pytest.param(b"not a database, but long enough to be looked at" * 20, id="another file"),
         pytest.param(b"SQLite format 3\x00" + b"\xff" * 4096, id="a damaged header"),
+        pytest.param(b"", id="nothing"),
     ],
 )
 def test_a_damaged_file_is_named_and_left_alone(tmp_path: Path, content: bytes) -> None:
@@ -263,6 +265,27 @@ def test_a_damaged_value_is_an_error_and_not_an_empty_cluster(tmp_path: Path) ->
         database.execute('UPDATE desired SET value = \'{"epoch": "one"}\'')
     with closing(Ledger.open(tmp_path)) as ledger, pytest.raises(LedgerFailed):
         ledger.desired()
+
+
+def test_a_damaged_entry_of_the_audit_log_is_shown_among_the_others(tmp_path: Path) -> None:
+    entries = [AuditEntry(float(second), "w", "pause") for second in range(3)]
+    with closing(Ledger.open(tmp_path)) as ledger:
+        ledger.write(audit=entries)
+        database = ledger._database
+        for number, value in ((1, "{"), (2, '{"who": 1, "unknown": 2}')):
+            database.execute("UPDATE audit SET value = ? WHERE number = ?", (value, number))
+        assert [one.kind for one in ledger.audit()] == ["pause", DAMAGED, DAMAGED]
+
+
+def test_what_was_cut_off_while_it_was_created_is_created_anew(tmp_path: Path) -> None:
+    fresh = tmp_path / f"{FILE}.new"
+    for left in (fresh, Path(f"{fresh}-wal")):
+        left.write_bytes(b"half of it")
+    with closing(Ledger.open(tmp_path)) as ledger:
+        ledger.write(desired=PAUSED)
+    assert not list(tmp_path.glob("*.new*"))
+    with closing(Ledger.open(tmp_path)) as ledger:
+        assert ledger.desired() == PAUSED
 
 
 def test_a_folder_that_others_prepared_is_refused(tmp_path: Path) -> None:
