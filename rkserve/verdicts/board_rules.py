@@ -28,7 +28,6 @@ GONE = (BoardState.LOST, BoardState.FAILED, BoardState.STOPPED)
 COMING = (BoardState.LOADING, BoardState.JOINING, BoardState.FETCHING)
 COMING_S = 600.0  # a large model from a slow card takes some minutes
 BEHIND_S = 30.0  # boards adopt an epoch within seconds
-BUSY_S = 5.0  # a governor that follows the load has raised its clock by then
 SLOW = 0.8  # of the median of its kind
 FEWEST_OF_A_KIND = 3
 LOADED_PERCENT = 30.0  # three cores at 48 to 50 % is what a decoding RK3588 showed
@@ -130,20 +129,38 @@ def _crashes(board: BoardView) -> tuple[str, ...]:
 
 
 def _of_hardware(
-    name: str, look: Callable[[Hardware], Shortfall | None], *, busy: bool = False
+    name: str, look: Callable[[Hardware], Shortfall | None]
 ) -> Callable[[ClusterFacts], Iterator[Reason]]:
-    """Return the condition of a rule about readings of hardware.
-
-    With ``busy`` only those of boards that have worked for a while count: an idle board lowers its
-    clocks in order.
-    """
+    """Return the condition of a rule about readings of hardware."""
 
     def find(facts: ClusterFacts) -> Iterator[Reason]:
         for board in facts.boards:
             hardware = board.report.hardware
-            if hardware is None or board.report.state in GONE or (busy and board.busy_s < BUSY_S):
+            if hardware is None or board.report.state in GONE:
                 continue
             if (found := look(hardware)) is not None:
+                yield Reason.of(name, board.id, found)
+
+    return find
+
+
+def _of_clock(
+    name: str,
+    look: Callable[[Hardware], Shortfall | None],
+    low: Callable[[Hardware], Shortfall | None],
+) -> Callable[[ClusterFacts], Iterator[Reason]]:
+    """Return the condition of a rule about a clock that is ``low``, by ``look`` at work.
+
+    An idle board lowers its clocks in order, so that its readings at work count; between two
+    requests the latest ones do, until the clock is seen to be high.
+    """
+
+    def find(facts: ClusterFacts) -> Iterator[Reason]:
+        for board in facts.boards:
+            now, at_work = board.report.hardware, board.at_work
+            if now is None or at_work is None or board.report.state in GONE or low(now) is None:
+                continue
+            if (found := look(at_work)) is not None:
                 yield Reason.of(name, board.id, found)
 
     return find
@@ -242,7 +259,7 @@ BOARDS_BEHIND = ClusterRule(
 DDR_BELOW_MAX = ClusterRule(
     "DdrBelowMax",
     Gravity.WARNING,
-    _of_hardware("DdrBelowMax", low_ddr, busy=True),
+    _of_clock("DdrBelowMax", low_ddr, low_ddr),
     PrometheusAlert(
         "max by (board) (rkserve_ddr_frequency_hertz) "
         f"< {NEARLY} * max by (board) (rkserve_ddr_max_frequency_hertz) and {_BUSY}",
@@ -254,7 +271,7 @@ DDR_BELOW_MAX = ClusterRule(
 NPU_BELOW_MAX = ClusterRule(
     "NpuClockBelowMaxUnderLoad",
     Gravity.WARNING,
-    _of_hardware("NpuClockBelowMaxUnderLoad", _loaded_npu, busy=True),
+    _of_clock("NpuClockBelowMaxUnderLoad", _loaded_npu, low_npu),
     PrometheusAlert(
         "max by (board) (rkserve_npu_frequency_hertz) "
         f"< {NEARLY} * max by (board) (rkserve_npu_max_frequency_hertz) and {_BUSY} "

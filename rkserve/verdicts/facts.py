@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Literal, TypeAlias
 
 from rkserve.config.router import ObjectivesConfig
-from rkserve.core.board_report import BoardReport, BoardState
+from rkserve.core.board_report import BoardReport, BoardState, Hardware
 from rkserve.core.desired_state import BoardTarget, Desired
 from rkserve.core.skew import crosses_versions
 
@@ -30,10 +30,11 @@ class BoardView:
     """One board as a Router sees it.
 
     ``state_since_s`` is the time since which it has its state. ``speed_tokens_per_s`` is that of
-    decoding alone over the last minutes, None where too few tokens were decoded. It has had
-    running generations for ``busy_s`` without a break. ``expected_tokens_per_s`` is the speed that
-    its SoC and model should reach, and ``basis`` the origin of that figure. ``position_bytes`` is
-    the size of a KV position, None if unknown.
+    decoding alone over the last minutes, None where too few tokens were decoded. ``at_work`` are
+    the latest readings of its hardware that it took at work, None where it has not worked for some
+    minutes. ``expected_tokens_per_s`` is the speed that its SoC and model should reach, and
+    ``basis`` the origin of that figure. ``position_bytes`` is the size of a KV position, None if
+    unknown.
     """
 
     report: BoardReport
@@ -44,7 +45,7 @@ class BoardView:
     prefill_tokens_per_s: float = 0.0
     decode_tokens_per_s: float = 0.0
     speed_tokens_per_s: float | None = None
-    busy_s: float = 0.0
+    at_work: Hardware | None = None
     expected_tokens_per_s: float | None = None
     basis: str = ""
 

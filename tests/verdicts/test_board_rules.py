@@ -18,8 +18,11 @@ SLOW_NPU = replace(HEALTHY, npu_hz=300_000_000)
 @pytest.mark.parametrize(
     "facts",
     [
-        pytest.param(healthy(board(1, SLOW_DDR, busy_s=0.0)), id="an idle board saves power"),
-        pytest.param(healthy(board(1, SLOW_NPU, busy_s=0.0)), id="an idle NPU, too"),
+        pytest.param(healthy(board(1, SLOW_DDR, at_work=None)), id="an idle board saves power"),
+        pytest.param(healthy(board(1, SLOW_NPU, at_work=HEALTHY)), id="an idle NPU, too"),
+        pytest.param(
+            healthy(board(1, HEALTHY, at_work=SLOW_DDR)), id="a clock that was raised meanwhile"
+        ),
         pytest.param(
             healthy(board(1, replace(SLOW_NPU, npu_load=(3.0, 0.0, 0.0)))),
             id="an NPU that has just begun",

@@ -15,7 +15,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Protocol
 
-from rkserve.core.board_report import BoardReport, BoardState
+from rkserve.core.board_report import BoardReport, BoardState, Hardware
 from rkserve.core.errors import BoardNotFound
 from rkserve.core.metrics import (
     TTFT_BUCKETS_S,
@@ -53,6 +53,8 @@ log = logging.getLogger(__name__)
 
 PEERS_S = 2.0  # a reader must not wait longer for a Router that does not answer
 FRESH_S = EVERY_S / 2  # readers within this time share the answers of the other Routers
+BUSY_S = 5.0  # a governor that follows the load has raised its clock by then
+AT_WORK_S = 300.0  # readings at work count for so long after it: requests come and go
 REMEMBERED_S = 1800.0  # a board that is listed no more counts as lost for as long as its history
 STREAMS = ("channel", "ray")
 NO_STREAMS = array("Q", (0, 0))
@@ -70,24 +72,34 @@ class ViewPeers(Protocol):
 
 class _Since:
     """A board's latest report, the time since which it has its state, and that since which it has
-    worked.
+    worked. ``at_work`` are its latest readings at work, with their time.
     """
 
-    __slots__ = ("busy_s", "circuit", "report", "state_s")
+    __slots__ = ("at_work", "busy_s", "circuit", "report", "state_s")
 
     def __init__(self, report: BoardReport, circuit: str, now_s: float) -> None:
         self.report, self.circuit, self.state_s = report, circuit, now_s
         self.busy_s: float | None = None
+        self.at_work: tuple[float, Hardware] | None = None
 
     def look(self, report: BoardReport, circuit: str, now_s: float) -> bool:
         """Take over a report; return whether the state has changed."""
         busy = report.running > 0 and report.state is BoardState.READY
         self.busy_s = (self.busy_s if self.busy_s is not None else now_s) if busy else None
+        settled = self.busy_s is not None and now_s - self.busy_s >= BUSY_S
+        if settled and report.hardware is not None:
+            self.at_work = (now_s, report.hardware)
         before, self.report = (self.report.state, self.circuit), report
         self.circuit = circuit
         if report.state is not before[0]:
             self.state_s = now_s
         return (report.state, circuit) != before
+
+    def worked(self, now_s: float) -> Hardware | None:
+        """Return the latest readings at work, while they count."""
+        if self.at_work is None or now_s - self.at_work[0] > AT_WORK_S:
+            return None
+        return self.at_work[1]
 
 
 class ClusterView:
@@ -289,7 +301,7 @@ class ClusterView:
                 prefill_tokens_per_s=rate.prefill_tokens_per_s,
                 decode_tokens_per_s=rate.decode_tokens_per_s,
                 speed_tokens_per_s=None if history is None else history.speed_tokens_per_s,
-                busy_s=0.0 if since.busy_s is None else now_s - since.busy_s,
+                at_work=since.worked(now_s),
                 expected_tokens_per_s=None if expected is None else expected.decode_tokens_per_s,
                 basis="" if expected is None else expected.basis,
             )

@@ -15,6 +15,7 @@ from rkserve.core.desired_state import Desired
 from rkserve.core.errors import BoardFailed, BoardNotFound, EngineDied, EnginePaused
 from rkserve.core.messages import Delta
 from rkserve.router.features.cluster_view import (
+    AT_WORK_S,
     REMEMBERED_S,
     ViewPeers,
     expectation,
@@ -89,15 +90,36 @@ def test_readers_are_notified_when_a_state_changes_and_not_at_each_report() -> N
     assert of.view.facts().epoch_since_s == of.clock.now_s
 
 
-def test_a_board_is_busy_for_as_long_as_each_report_has_a_running_generation() -> None:
+def test_readings_at_work_are_those_after_some_seconds_of_it_and_count_for_minutes() -> None:
+    def seen() -> Hardware | None:
+        return of.view.facts().boards[0].at_work
+
+    at_work, idle = Hardware(ddr_hz=528_000_000), Hardware(ddr_hz=324_000_000)
     of = Viewed()
-    of.report(report("a", running=1))
-    of.report(report("a", running=2), after_s=6)
-    assert of.view.facts().boards[0].busy_s == 6
-    of.report(report("a"), after_s=1)
-    assert of.view.facts().boards[0].busy_s == 0
-    of.report(report("a", running=1), after_s=1)
-    assert of.view.facts().boards[0].busy_s == 0
+    of.report(report("a", running=1, hardware=idle))
+    assert seen() is None
+    of.report(report("a", running=2, hardware=at_work), after_s=6)
+    assert seen() == at_work
+    of.report(report("a", hardware=idle), after_s=1)
+    of.report(report("a", running=1, hardware=idle), after_s=1)
+    assert seen() == at_work
+    of.report(report("a", hardware=idle), after_s=AT_WORK_S)
+    assert seen() is None
+
+
+def test_a_slow_clock_stays_a_reason_between_two_requests_until_it_is_raised() -> None:
+    slow = Hardware(ddr_hz=528_000_000, ddr_max_hz=2_112_000_000)
+    of = Viewed()
+
+    def rules(running: int, hardware: Hardware, after_s: float = 1) -> list[str]:
+        of.report(report("a", running=running, hardware=hardware), after_s=after_s)
+        found = of.view.verdict()[1].reasons
+        return [one.rule for one in found if one.rule != "CoordinatorDown"]
+
+    assert rules(1, slow) == []
+    assert rules(1, slow, after_s=6) == ["DdrBelowMax"]
+    assert rules(0, slow) == ["DdrBelowMax"]
+    assert rules(0, replace(slow, ddr_hz=2_112_000_000)) == []
 
 
 def test_a_board_that_is_listed_no_more_counts_as_lost_for_half_an_hour() -> None:

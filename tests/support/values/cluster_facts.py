@@ -54,14 +54,15 @@ def board(number: int, hardware: Hardware = HEALTHY, **changes: Any) -> BoardVie
         epoch=EPOCH,
         hardware=hardware,
     )
+    report = replace(report, **of_report)
     view = BoardView(
-        replace(report, **of_report),
+        report,
         BoardTarget(EPOCH),
         state_since_s=NOW_S - 3600,
         prefill_tokens_per_s=40.2,
         decode_tokens_per_s=12.1,
         speed_tokens_per_s=12.4,
-        busy_s=60.0,
+        at_work=report.hardware,
         expected_tokens_per_s=12.5,
         basis="published for Qwen3 1.7B w8a8 on RK3588",
     )
