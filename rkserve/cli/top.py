@@ -13,6 +13,7 @@ import termios
 import threading
 import time
 import tty
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -170,7 +171,8 @@ def _head(view: View, notice: str) -> Iterator[Text]:
     queued = _sum(now.get("queued")) + sum(one["waiting"] for one in models)
     silent = len(view["routers"]["silent"])
     parts = [
-        f"{sum(one['ready'] for one in models)} of {len(view['boards'])} boards ready",
+        f"{sum(one['ready'] for one in models)} of {len(view['boards'])} ready",
+        *_withheld(view["boards"].values()),
         f"{_sum(now.get('decode_tokens_per_s')):.1f} tokens/s",
         f"{_sum(now.get('running')):.0f} running",
         f"{queued:.0f} queued",
@@ -181,6 +183,12 @@ def _head(view: View, notice: str) -> Iterator[Text]:
     yield Text.assemble((f"{mark} {word}", style), "  ", ", ".join(parts))
     if notice:
         yield Text(notice, "bold red")
+
+
+def _withheld(boards: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield the numbers of boards that are kept from their work on purpose."""
+    words = Counter(standing(one).word for one in boards)
+    yield from (f"{words[word]} {word}" for word in ("paused", "drained", "asleep") if words[word])
 
 
 def _sum(values: Iterable[float | None] | None) -> float:

@@ -55,10 +55,17 @@ def test_a_drained_board_is_idle_in_words() -> None:
     assert "‖ drained" in row
 
 
+def test_boards_that_are_paused_drained_or_asleep_are_counted_in_the_first_line() -> None:
+    view = example_snapshot()["view"]
+    view["boards"]["rock-01"]["hold"] = view["boards"]["rock-02"]["hold"] = "keep"
+    view["boards"]["rock-03"]["state"] = "asleep"
+    assert "3 of 3 ready, 2 paused, 1 asleep, " in frame(view, 120)[0]
+
+
 def test_a_frame_of_80_columns_has_the_verdict_the_command_and_the_boards() -> None:
     lines = frame(example_snapshot()["view"], 80)
     assert lines[0] == (
-        "▲ DEGRADED  3 of 3 boards ready, 30.0 tokens/s, 3 running, 1 queued, epoch 12"
+        "▲ DEGRADED  3 of 3 ready, 1 paused, 30.0 tokens/s, 3 running, 1 queued, epoch 12"
     )
     assert f"  {DDR}  # on rock-02" in lines
     (slow,) = [line for line in lines if line.startswith("rock-02")]

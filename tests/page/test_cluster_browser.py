@@ -415,7 +415,7 @@ def test_a_request_is_aborted_by_keyboard(tab: OpenTab) -> None:
     rows = one.page.locator("tbody tr")
     api.expect(rows).to_have_count(2)
     api.expect(rows.nth(1)).to_contain_text("chatcmpl-77ab10prefill")
-    api.expect(rows.nth(1)).to_contain_text("rock-02bob1")
+    api.expect(rows.nth(1)).to_contain_text("qwen3-1.7brock-02bob1")
     path = "/v1/generations/chatcmpl-77ab10/abort"
     one.server.answers[f"POST {path}"] = {"status": "aborted"}
     one.tab_to("Abort request chatcmpl-77ab10")
@@ -452,15 +452,38 @@ def test_a_rollout_has_its_progress_and_is_rolled_back_and_a_pause_is_ended(tab:
     ]
 
 
+def test_the_cluster_is_paused_by_keyboard_and_its_boards_are_counted_as_paused(
+    tab: OpenTab,
+) -> None:
+    one = tab(view="operations")
+    one.server.answers["POST /pause"] = {"state": "succeeded"}
+    one.tab_to("Pause the cluster")
+    one.page.keyboard.press("Enter")
+    dialog = one.page.get_by_role("dialog", name="Pause the whole cluster?")
+    api.expect(dialog).to_contain_text("3 requests in progress.")
+    one.confirm_by_keyboard()
+    api.expect(dialog).to_be_hidden()
+    assert one.server.changes() == [("POST", "/pause", {"mode": "keep", "clear_cache": False})]
+    whole = {"models": [], "boards": [], "mode": "keep", "since_s": 1.0}
+    holds = {name: {"hold": "keep"} for name in one.server.view["order"]}
+    one.server.send({"pauses": {"op-9": whole}, "boards": holds})
+    api.expect(one.page.locator("#verdict-summary")).to_contain_text(
+        "3 of 3 boards ready · 3 paused · "
+    )
+    api.expect(one.page.get_by_role("button", name="Pause the cluster")).to_be_hidden()
+    one.server.send({"pauses": {"op-9": None}})
+    api.expect(one.page.get_by_role("button", name="Pause the cluster")).to_be_visible()
+
+
 def test_audit_and_usage_are_fetched_when_they_are_opened(tab: OpenTab) -> None:
     one = tab(view="audit")
     api.expect(one.page.locator("#view")).to_contain_text("Nothing was changed yet.")
     line = {"at_s": 1.0, "who": "admin 10.0.0.5", "kind": "pause", "outcome": "succeeded",
             "status": 200, "operation": "op-7", "epoch": 12,
-            "params": {"boards": ["rock-01"], "adapter": None}}  # fmt: skip
+            "params": {"boards": ["rock-01", "rock-02"], "adapter": None}}  # fmt: skip
     one.server.answers["GET /v1/audit"] = {"object": "list", "data": [line]}
     one.page.get_by_role("button", name="Refresh").click()
-    api.expect(one.page.locator("tbody tr")).to_contain_text('boards ["rock-01"]')
+    api.expect(one.page.locator("tbody tr")).to_contain_text("boards rock-01 rock-02")
     one.go("usage")
     first = EXAMPLE["usage"]["data"][0]
     api.expect(one.page.locator("tbody tr").first).to_contain_text(first["key"])

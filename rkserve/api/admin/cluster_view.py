@@ -157,7 +157,11 @@ class RequestEntry(TypedDict):
 
 
 class OperationView(TypedDict):
-    """An operation that goes on or has ended in the last minutes, for the operator only."""
+    """An operation that goes on or has ended in the last minutes, for the operator only.
+
+    ``subject`` is the adapter's version, or the boards or models, that it is about; an operation of
+    the whole cluster has none.
+    """
 
     kind: str
     state: str
@@ -167,6 +171,7 @@ class OperationView(TypedDict):
     total: Count
     created_s: float
     finished_s: NotRequired[float]
+    subject: NotRequired[str]
     who: NotRequired[str]
     error: NotRequired[str]
 

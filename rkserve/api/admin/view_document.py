@@ -57,6 +57,7 @@ from rkserve.verdicts.rules import BY_NAME, ClusterVerdict
 T = TypeVar("T")
 ANONYMOUS = "anonymous"  # in the place of a key's name
 P95 = 0.95
+MOST_NAMES = 3  # of an operation's boards
 # Free space changes by a few blocks with each log line; a page shows gigabytes.
 DISK_STEP_MB = 100
 
@@ -314,10 +315,22 @@ def _operation(one: ControlOperation) -> OperationView:
     }
     more = {
         "finished_s": _tenth(one.finished_s),
+        "subject": operation_subject(one.params),
         "who": one.who,
         "error": None if one.error is None else one.error.message,
     }
     return cast(OperationView, {**entry, **_known(more)})
+
+
+def operation_subject(params: Mapping[str, Any]) -> str | None:
+    """Return the adapter or the boards or models of an operation, by its parameters."""
+    if adapter := params.get("name") or params.get("adapter"):
+        version = params.get("version")
+        return f"{adapter}@{version}" if version else str(adapter)
+    found = params.get("boards") or params.get("models")
+    names = list(map(str, found or ()))
+    more = [f"and {len(names) - MOST_NAMES} more"] if len(names) > MOST_NAMES else []
+    return ", ".join([*names[:MOST_NAMES], *more]) or None
 
 
 def history_entry(histories: Mapping[str, BoardHistory], end_s: float) -> HistoryEntry:

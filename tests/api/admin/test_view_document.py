@@ -24,6 +24,7 @@ from rkserve.api.admin.view_document import (
     board_history,
     document,
     history_entry,
+    operation_subject,
     usage_answer,
     verdict_answer,
 )
@@ -192,6 +193,22 @@ def test_an_operation_counts_its_boards() -> None:
     view = made(healthy(), ViewContext("0", 1, operations=(operation,)))
     entry = view["operations"]["op-1"]
     assert (entry["total"], entry["done"], entry["failed"]) == (4, 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("params", "subject"),
+    [
+        ({"model": "sim-chat", "name": "tone", "version": "v2"}, "tone@v2"),
+        ({"model": "sim-chat", "name": "tone"}, "tone"),
+        ({"models": [], "boards": [], "adapter": "tone"}, "tone"),
+        ({"models": ["sim-chat"], "boards": ["a"]}, "a"),
+        ({"models": ["sim-chat"], "boards": []}, "sim-chat"),
+        ({"boards": ["a", "b", "c", "d", "e"]}, "a, b, c, and 2 more"),
+        ({"models": [], "boards": [], "adapter": None}, None),
+    ],
+)
+def test_an_operation_has_its_subject(params: dict[str, Any], subject: str | None) -> None:
+    assert operation_subject(params) == subject
 
 
 def test_usage_begins_with_the_latest_day_and_names_calls_without_a_key_anonymous() -> None:

@@ -151,6 +151,19 @@ export function change_rollout(verb, rollout, app) {
   });
 }
 
+/** Ask before all boards stop generating. */
+export function pause_cluster(app) {
+  const running = app.cluster.total("running");
+  const now = running ? `${several(running, "request")} in progress.` : "No request is in progress.";
+  confirm({
+    question: "Pause the whole cluster?",
+    consequence: `All boards stop generating at the next token. ${now} Requests wait until you end the pause, and lose nothing.`,
+    verb: "Pause the cluster",
+    act: () => app.call("pause", JSON_POST({ mode: "keep", clear_cache: false })),
+    done: () => "The whole cluster is paused.",
+  });
+}
+
 /** Ask before a pause or sleep that an operation made is ended. */
 export function end_pause(pause, app) {
   const { models, boards, adapter, level } = pause;

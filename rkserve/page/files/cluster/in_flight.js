@@ -1,7 +1,7 @@
 /** The views of what goes on: requests in flight, and rollouts, operations and pauses. */
 
 import { make, mark, put } from "../elements.js";
-import { abort_request, change_rollout, end_pause } from "./actions.js";
+import { abort_request, change_rollout, end_pause, pause_cluster } from "./actions.js";
 import { heading, row_button, Table } from "./tables.js";
 import { board_address } from "./verdict.js";
 import { count, measure, percent, rate, several, span, time } from "./words.js";
@@ -25,7 +25,7 @@ export class Requests {
         { head: "Request", text: (_, id) => id },
         { head: "Phase", text: ({ phase }) => phase },
         { head: "Age", numeric: true, text: ({ since_s }) => span(app.cluster.now_s() - since_s) },
-        { head: "Model", text: ({ model }) => model },
+        { head: "Model", text: (one) => one.model ?? app.cluster.view.boards[one.board]?.model ?? "–" },
         { head: "Board", update: link },
         { head: "Key", text: ({ key }) => key ?? "–" },
         { head: "Failovers", numeric: true, text: ({ failovers = 0 }) => count(failovers) },
@@ -69,6 +69,11 @@ function progress_cell(figures) {
       put(words, ` ${count(done)} of ${count(total)}${failed ? `, ${count(failed)} failed` : ""}`);
     },
   };
+}
+
+/** Return whether a pause is one of the whole cluster, and no sleep. */
+function is_of_cluster({ models, boards, adapter, level }) {
+  return !models.length && !boards.length && !adapter && level === undefined;
 }
 
 /** The view of what changes the cluster: rollouts, operations, and pauses in force. */
@@ -123,21 +128,30 @@ export class Operations {
       ],
       "No board, model or adapter is paused.",
     );
-    const section = (words, table) => make("section", {}, make("h2", {}, words), table.element);
+    const section = (words, table, ...rest) => make("section", {}, make("div", { class: "titled" }, make("h2", {}, words), ...rest), table.element);
+    this.pause = make("button", { type: "button" }, "Pause the cluster");
+    this.pause.addEventListener("click", () => pause_cluster(app));
     this.element = make(
       "div",
       {},
       this.heading,
       section("Rollouts", this.rollouts),
-      section("Pauses and sleeps", this.pauses),
+      section("Pauses and sleeps", this.pauses, this.pause),
       section("Operations", this.operations),
       this.hint,
     );
   }
 
+  show_pauses(pauses) {
+    this.pauses.show(Object.entries(pauses));
+    const all = Object.values(pauses).some(is_of_cluster);
+    if (all && document.activeElement === this.pause) this.heading.focus(); // its button goes
+    this.pause.hidden = all;
+  }
+
   update({ view }, change) {
     if (change.has("rollouts")) this.rollouts.show(Object.entries(view.rollouts));
-    if (change.has("pauses")) this.pauses.show(Object.entries(view.pauses));
+    if (change.has("pauses")) this.show_pauses(view.pauses);
     if (change.has("operations")) {
       const latest_first = ([, a], [, b]) => b.created_s - a.created_s;
       this.operations.show(Object.entries(view.operations ?? {}).sort(latest_first));

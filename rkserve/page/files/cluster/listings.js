@@ -44,9 +44,15 @@ class Listing {
   }
 }
 
+/** Return a parameter's value: names in a row, and other structures as JSON. */
+function plain(value) {
+  if (Array.isArray(value) && value.every((one) => typeof one !== "object")) return value.join(" ");
+  return typeof value === "object" ? JSON.stringify(value) : value;
+}
+
 function parameters(params = {}) {
   const shown = Object.entries(params).filter(([, value]) => value !== null && value !== "" && value?.length !== 0);
-  return shown.map(([name, value]) => `${name} ${typeof value === "object" ? JSON.stringify(value) : value}`).join(", ");
+  return shown.map(([name, value]) => `${name} ${plain(value)}`).join(", ");
 }
 
 /** Return the view of the audit log. */

@@ -68,6 +68,15 @@ function identity({ rule, model, boards }) {
   return [rule, model, ...boards].join(" ");
 }
 
+/** Return how many of the boards are kept from their work on purpose, in words. */
+function withheld(boards) {
+  const asleep = boards.filter(({ state }) => state === "asleep").length;
+  const awake = boards.filter(({ state }) => state === "ready");
+  const drained = awake.filter((one) => one.drained).length;
+  const paused = awake.filter((one) => one.hold && !one.drained).length;
+  return Object.entries({ paused, drained, asleep }).flatMap(([word, number]) => (number ? [`${count(number)} ${word}`] : []));
+}
+
 /** The verdict at the head of the page; `say` announces one that changes. */
 export class Verdict {
   constructor(say) {
@@ -88,6 +97,7 @@ export class Verdict {
     const silent = view.routers.silent.length;
     const parts = [
       `${ready} of ${several(boards.length, "board")} ready`,
+      ...withheld(boards),
       `${rate(cluster.total("decode_tokens_per_s"))} tokens/s`,
       `${count(cluster.total("running"))} running`,
       `${count(cluster.total("queued") + waiting)} queued`,
