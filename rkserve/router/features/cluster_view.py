@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import time
 from array import array
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -204,8 +205,8 @@ class ClusterView:
         return known.look(lost, "closed", now_s)
 
     def _reports(self) -> list[BoardReport]:
-        """Return the latest reports, by the boards' names."""
-        return [self._since[board_id].report for board_id in sorted(self._since)]
+        """Return the latest reports, by the boards' names; numbers in them by their values."""
+        return [self._since[board_id].report for board_id in sorted(self._since, key=by_number)]
 
     def _notify(self) -> None:
         for notify in self.changed:
@@ -321,6 +322,12 @@ class ClusterView:
                 location.progress.times,
                 terms.flow,
             )
+
+
+def by_number(name: str) -> list[tuple[int, str]]:
+    """Return the key by which ``sim-2`` is sorted before ``sim-10``."""
+    parts = re.split(r"(\d+)", name)
+    return [(int(part), part) if part.isdecimal() else (0, part) for part in parts]
 
 
 def phase_of(location: RequestLocation) -> RequestPhase:

@@ -90,6 +90,13 @@ def test_readers_are_notified_when_a_state_changes_and_not_at_each_report() -> N
     assert of.view.facts().epoch_since_s == of.clock.now_s
 
 
+def test_boards_are_sorted_by_the_numbers_in_their_names() -> None:
+    of = Viewed()
+    of.report(*(report(name) for name in ("sim-10", "rock/1", "sim-2", "sim-1", "sim-02")))
+    found = [one.id for one in of.view.facts().boards]
+    assert found == ["rock/1", "sim-1", "sim-02", "sim-2", "sim-10"]
+
+
 def test_readings_at_work_are_those_after_some_seconds_of_it_and_count_for_minutes() -> None:
     def seen() -> Hardware | None:
         return of.view.facts().boards[0].at_work
