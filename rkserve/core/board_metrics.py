@@ -13,11 +13,16 @@ _BOARD_LABELS = ("board", "model")
 # Figures of the machine do not depend on the model; at 50 boards each label costs some kilobytes.
 _MACHINE_LABELS = ("board",)
 
-_GAUGES: tuple[tuple[str, str, Callable[[BoardReport], float]], ...] = (
+# Without a sample where the figure is None: 50 boards are to fit into 300 kB.
+_GAUGES: tuple[tuple[str, str, Callable[[BoardReport], float | None]], ...] = (
     ("rkserve_board_running", "Generations that run on the board.", lambda r: r.running),
     ("rkserve_board_queued", "Requests that wait for the board.", lambda r: r.queued),
     ("rkserve_board_paused", "Generations that are paused on the board.", lambda r: r.paused),
-    ("rkserve_board_drained", "1 if the board takes no new requests.", lambda r: r.drained),
+    (
+        "rkserve_board_drained",
+        "1 if the board takes no new requests; no sample otherwise.",
+        lambda r: 1 if r.drained else None,
+    ),
     ("rkserve_board_queue_limit", "Requests that may wait.", lambda r: r.queue_limit),
     ("rkserve_kv_positions", "Positions the live KV cache holds.", lambda r: r.kv_positions),
     (
@@ -141,7 +146,9 @@ class BoardCollector(Collector):
         for name, text, figure in _GAUGES:
             gauge = GaugeMetricFamily(name, text, labels=_BOARD_LABELS)
             for report in reports:
-                gauge.add_metric((report.board_id, report.model), figure(report))
+                value = figure(report)
+                if value is not None:
+                    gauge.add_metric((report.board_id, report.model), value)
             yield gauge
         for name, text, figure in _COUNTERS:
             counter = CounterMetricFamily(name, text, labels=_BOARD_LABELS)
