@@ -330,15 +330,29 @@ def hardware(rows: Iterable[Row]) -> RenderableType:
             **_by_key("model"),
             "state": _state,
             **_by_key("platform", "release", "node"),
-            "hardware": lambda one: _figures(_without_notes(one.get("hardware"))),
+            "hardware": lambda one: _machine(one.get("hardware") or {}),
             **_by_key("reason"),
         },
     )
 
 
-def _without_notes(found: Any) -> Any:
-    """Return a board's hardware without the sentences on it, which `boards show` has."""
-    return {k: v for k, v in found.items() if k != "notes"} if isinstance(found, Mapping) else found
+def _machine(found: Mapping[str, Any]) -> str:
+    """Return in a few words which machine a board is, and how it does; `--json` has all figures."""
+    parts = [str(found.get("soc") or "")]
+    if (celsius := found.get("temperature_c")) is not None:
+        parts.append(f"{celsius:.0f} °C")
+    for name, now, most in (("NPU", "npu_hz", "npu_max_hz"), ("DDR", "ddr_hz", "ddr_max_hz")):
+        if (hertz := found.get(now)) is not None:
+            limit = found.get(most)
+            below = f" of {limit / 1e6:.0f}" if limit and limit > hertz else ""
+            parts.append(f"{name} {hertz / 1e6:.0f}{below} MHz")
+    for name, free, total in (
+        ("memory", "memory_available_bytes", "memory_total_bytes"),
+        ("disk", "disk_free_bytes", "disk_total_bytes"),
+    ):
+        if (left := found.get(free)) is not None and found.get(total):
+            parts.append(f"{left / 1e9:.1f} of {found[total] / 1e9:.1f} GB {name} free")
+    return ", ".join(part for part in parts if part)
 
 
 def copies(rows: Iterable[Row]) -> RenderableType:

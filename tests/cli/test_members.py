@@ -18,7 +18,18 @@ from rkserve.router.membership import ClusterTerms, write_terms
 from tests.support.cluster.fake_control import FakeControl, error, ok
 from tests.support.http.terminal import Terminal
 
-HARDWARE = {"npu": {"load": 42.5}, "soc": "", "notes": ["SoC: unknown"]}
+HARDWARE = {
+    "soc": "RK3588",
+    "temperature_c": 61.4,
+    "npu_hz": 1e9,
+    "npu_max_hz": 1e9,
+    "ddr_hz": 528e6,
+    "ddr_max_hz": 2112e6,
+    "memory_available_bytes": 11.24e9,
+    "memory_total_bytes": 16e9,
+    "cpu_clocks": [{"cpus": "0-3"}],
+    "notes": ["SoC: unknown"],
+}
 SERVED = [
     {"id": "rk@one", "model": "sim-chat", "state": "ready", "node": "one", "hardware": HARDWARE}
 ]
@@ -52,7 +63,8 @@ def test_boards_are_served_joined_waiting_or_denied(server: FakeControl, rkserve
     assert code == Exit.DONE
     lines = {line.split()[0]: " ".join(line.split()) for line in out.splitlines()[1:]}
     assert set(lines) == {"rk@one", "two", "on", "four"}
-    assert lines["rk@one"] == "rk@one sim-chat ready - - one npu.load 42.5 -"
+    machine = "RK3588, 61 °C, NPU 1000 MHz, DDR 528 of 2112 MHz, 11.2 of 16.0 GB memory free"
+    assert lines["rk@one"] == f"rk@one sim-chat ready - - one {machine} -"
     assert lines["two"].startswith("two - waiting")
     assert lines["two"].endswith("rkserve approve 22222222. A copy.")
     assert "joined" in lines["on"]
