@@ -355,8 +355,11 @@ def _create(file: Path, migrations: Sequence[Sequence[str]]) -> None:
                 return
             raise LedgerFailed(f"The ledger {file} is damaged: it is empty. {_WAYS_ON}")
         fresh = file.with_name(f"{file.name}.new")
-        for left in (fresh, *(Path(f"{fresh}-{part}") for part in ("wal", "shm"))):
-            left.unlink(missing_ok=True)
+        # SQLite would apply the log of a file that was moved away to the new one.
+        for one in (fresh, file):
+            for part in ("-wal", "-shm"):
+                one.with_name(one.name + part).unlink(missing_ok=True)
+        fresh.unlink(missing_ok=True)
         os.close(open_private(fresh, os.O_WRONLY | os.O_CREAT))
         _connect(fresh, migrations).close()
         sync(fresh)

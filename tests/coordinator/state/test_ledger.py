@@ -288,6 +288,20 @@ def test_what_was_cut_off_while_it_was_created_is_created_anew(tmp_path: Path) -
         assert ledger.desired() == PAUSED
 
 
+def test_a_new_ledger_has_nothing_of_the_log_of_one_that_was_moved_away(tmp_path: Path) -> None:
+    with closing(Ledger.open(tmp_path)) as ledger:
+        ledger.write(desired=PAUSED)
+        log = (tmp_path / f"{FILE}-wal").read_bytes()
+    assert log, "nothing to replay"
+    (tmp_path / FILE).rename(tmp_path / "moved away")
+    (tmp_path / f"{FILE}-wal").write_bytes(log)
+    with closing(Ledger.open(tmp_path)) as ledger:
+        assert ledger.desired() == Desired()
+        ledger.write(desired=PAUSED)
+    with closing(Ledger.open(tmp_path)) as ledger:
+        assert ledger.desired() == PAUSED
+
+
 def test_a_folder_that_others_prepared_is_refused(tmp_path: Path) -> None:
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir(mode=0o700)
