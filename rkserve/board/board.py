@@ -18,12 +18,12 @@ from dataclasses import asdict
 from rkserve.board.answer.generation import Generation
 from rkserve.board.answer.hooks import HookFactory
 from rkserve.board.engine.protocol import EngineFacts
-from rkserve.board.operations.adapters import AdapterProbes, SpeedTrials
 from rkserve.board.operations.adopt import StateAdopter
 from rkserve.board.operations.base_weights import BaseWeights, StartEngine
 from rkserve.board.operations.embedding import EmbeddingService
 from rkserve.board.operations.report import CacheCalls, ModelFileDigest, PrefixReport
 from rkserve.board.operations.sleep import BoardSleep
+from rkserve.board.operations.trials import AdapterProbes, SpeedTrials
 from rkserve.board.rules.obligations import Obligations
 from rkserve.board.run.job import Job, loop_time_s
 from rkserve.board.run.loaded_engine import LoadedEngine

@@ -44,6 +44,16 @@ class Scored:
     top: tuple[tuple[int, float], ...] = ()
 
 
+# Of runs that measure speed: as long as those of the vendor's table. An answer that ended earlier
+# than the fewest tokens says nothing about speed.
+SPEED_TOKENS, FEWEST_SPEED_TOKENS = 64, 8
+SPEED_TEXT = (
+    "Tell a long story about a lighthouse on a small island, the family that keeps its lamp, the "
+    "storm of one winter, and the ship that they see in the night. Describe the sea, the sky and "
+    "the sounds in the house. Let each of the four people speak. Do not stop before the morning, "
+    "when the wind has gone, and say what each of them does then. Write plain sentences, in the "
+    "order in which things happen, and take your time with each of them."
+)
 NEVER_ENDS = 2**31 - 1  # more tokens than any answer has: the model does not end the answer
 
 

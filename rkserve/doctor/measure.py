@@ -24,6 +24,7 @@ from typing import Any
 
 from rkserve.board.engine.telemetry import read_telemetry
 from rkserve.core.board_report import Hardware
+from rkserve.core.run_params import FEWEST_SPEED_TOKENS, SPEED_TEXT, SPEED_TOKENS
 from rkserve.doctor.facts import MeasuredSpeed
 from rkserve.doctor.known import expected_speed
 
@@ -31,15 +32,6 @@ SECONDS = 20.0
 LOAD_S = 240.0  # a large model from a slow card; the longest load published took 189 s
 LAST_RUN_S = 120.0  # a run that has begun within the time may take this much longer
 SAMPLE_S = 0.5
-NEW_TOKENS = 64  # as in the vendor's table
-FEWEST_TOKENS = 8  # an answer that ended earlier says nothing about speed
-PROMPT = (
-    "Tell a long story about a lighthouse on a small island, the family that keeps its lamp, the "
-    "storm of one winter, and the ship that they see in the night. Describe the sea, the sky and "
-    "the sounds in the house. Let each of the four people speak. Do not stop before the morning, "
-    "when the wind has gone, and say what each of them does then. Write plain sentences, in the "
-    "order in which things happen, and take your time with each of them."
-)
 STDERR_BYTES = 1 << 14
 
 
@@ -208,15 +200,15 @@ def _figures(library: Path, weights: str, context: int, seconds: float) -> Itera
     began_s = time.monotonic()
     runtime = open_runtime(library)
     greedy = Sampling(temperature=0.8, top_k=1, repeat_penalty=1.0)
-    runtime.load(LoadParams(weights, context, NEW_TOKENS, sampling=greedy))
+    runtime.load(LoadParams(weights, context, SPEED_TOKENS, sampling=greedy))
     yield {"load_s": time.monotonic() - began_s}
-    run = RunParams((PromptInput(PROMPT),))
+    run = RunParams((PromptInput(SPEED_TEXT),))
     rates: list[float] = []
     prefill, tokens = 0.0, 0
     deadline_s = time.monotonic() + seconds
     while not rates or time.monotonic() < deadline_s:
         perf = runtime.run(run, lambda _: SinkAction.CONTINUE).perf
-        if perf.decode_tokens < FEWEST_TOKENS or perf.decode_ms <= 0:
+        if perf.decode_tokens < FEWEST_SPEED_TOKENS or perf.decode_ms <= 0:
             if time.monotonic() < deadline_s:
                 continue
             raise RuntimeError(f"answers end after {perf.decode_tokens} tokens")

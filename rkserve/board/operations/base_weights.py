@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from rkserve.board.engine.protocol import Engine
-from rkserve.board.operations.adapters import try_out
+from rkserve.board.operations.trials import try_out
 from rkserve.board.rules.obligations import Obligations, digest_of, same
 from rkserve.board.run.job import ChangeSignal, Job, loop_time_s
 from rkserve.board.run.parts import BoardBooks, EngineSlot, RunQueue
