@@ -88,8 +88,8 @@ def update(
         dry_run=dry_run,
         only_head=only_head,
     )
-    if only_head and (rollback or folder is not None):
-        raise typer.BadParameter("--only-head takes no folder and no --rollback")
+    if only_head and (rollback or dry_run or folder is not None):
+        raise typer.BadParameter("--only-head takes no folder, no --rollback and no --dry-run")
     if rollback and folder is not None:
         raise typer.BadParameter("--rollback takes no folder: the version before is installed")
     place = StateFolder((state or default_state()).expanduser().absolute(), HEAD)

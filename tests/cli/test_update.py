@@ -18,6 +18,8 @@ from rkserve.cli.context import Exit
         pytest.param([], Exit.FAILED, "No head runs that", id="no head"),
         pytest.param(["nowhere"], Exit.USAGE, "does not exist", id="no folder"),
         pytest.param([".", "--rollback"], Exit.USAGE, "takes no folder", id="back to a folder"),
+        pytest.param([".", "--only-head"], Exit.USAGE, "takes no folder", id="a folder for none"),
+        pytest.param(["--only-head", "--dry-run"], Exit.USAGE, "no --dry-run", id="dry head"),
         pytest.param(["--min-speed", "2"], Exit.USAGE, "min-speed", id="faster than before"),
         pytest.param(["--max-unavailable", "0"], Exit.USAGE, "max-unavailable", id="no board"),
     ],
