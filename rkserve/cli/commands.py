@@ -235,8 +235,11 @@ def audit(context: CommandContext, limit: Limit = 50) -> None:
 def usage(
     context: CommandContext,
     days: Annotated[
-        int, typer.Option(min=1, max=DAYS_KEPT, help="How many days (UTC), with the current one.")
-    ] = 8,
+        int | None,
+        typer.Option(
+            min=1, max=DAYS_KEPT, help="How many days (UTC) with the current one, 8 by default."
+        ),
+    ] = None,
 ) -> None:
     """Show requests, tokens and board time of each API key on each of the last days (UTC)."""
     found = context.client.usage(days)

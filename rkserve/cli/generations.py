@@ -318,8 +318,8 @@ def measure_board(
     board: One,
     *,
     seconds: Annotated[
-        float, typer.Option(min=1, max=20, help="How long; requests wait meanwhile.")
-    ] = 10.0,
+        float | None, typer.Option(help="How long, 10 by default; requests wait meanwhile.")
+    ] = None,
     wait: Annotated[bool, typer.Option("--wait", help="First let a run end that goes on.")] = False,
 ) -> None:
     """Measure how fast a board generates, and compare that with what it should reach."""
