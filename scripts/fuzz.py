@@ -47,7 +47,6 @@ CHECKS = (
 BY_QUERY = ("/pause", "/sleep", "/v1/lora_adapters", "/receive_weight_update")
 END_S = 30
 STREAM_S = 5.0  # of an answer that has begun
-FIRST = asyncio.FIRST_COMPLETED
 
 
 class Served:
@@ -78,24 +77,19 @@ class Served:
         if scope["type"] != "http":
             await self._house.serve(scope, receive, send)
             return
-        begun = asyncio.Event()
 
         async def counted(message: Any) -> None:
             if message["type"] == "http.response.start":
                 self.answered[message["status"]] += 1
-                begun.set()
+                # Events and logs that are followed end with their client, which reads to the end.
+                asyncio.get_running_loop().call_later(STREAM_S, answer.cancel)
             await send(message)
 
         answer = asyncio.ensure_future(self._house.serve(scope, receive, counted))
-        await asyncio.wait({answer, asyncio.ensure_future(begun.wait())}, return_when=FIRST)
-        # Events and logs that are followed end with their client, which reads to the end.
-        await asyncio.wait({answer}, timeout=STREAM_S)
-        if not answer.done():
-            answer.cancel()
-            await asyncio.wait({answer})
+        try:
+            await answer
+        except asyncio.CancelledError:
             await send({"type": "http.response.body", "body": b""})
-        if not answer.cancelled():
-            answer.result()
 
 
 def to_try() -> dict[str, Any]:
