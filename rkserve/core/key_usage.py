@@ -93,7 +93,9 @@ def together(routers: Iterable[RouterUsage]) -> list[DayUsage]:
 
 
 @dataclass(slots=True)
-class _Counts:
+class UsageCounts:
+    """Counts of one key on one day."""
+
     requests: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -107,14 +109,14 @@ class UsageByDay:
         """``clock`` returns the time in seconds since 1970."""
         self._clock = clock
         # In the order of their beginning: a clock that was set back keeps no day forever.
-        self._days: dict[int, dict[str, _Counts]] = {}
+        self._days: dict[int, dict[str, UsageCounts]] = {}
 
     @property
     def today(self) -> int:
         """The number of the current day, see ``DayUsage``."""
         return int(self._clock() // DAY_S)
 
-    def of(self, key: str) -> _Counts:
+    def of(self, key: str) -> UsageCounts:
         """Return the counts of a key on the current day."""
         return self._of(self.today, key)
 
@@ -141,7 +143,7 @@ class UsageByDay:
             counts.completion_tokens += row.completion_tokens
             counts.board_s += row.board_s
 
-    def _of(self, day: int, key: str) -> _Counts:
+    def _of(self, day: int, key: str) -> UsageCounts:
         of_day = self._days.get(day)
         if of_day is None:
             of_day = self._days[day] = {}
@@ -149,7 +151,7 @@ class UsageByDay:
                 del self._days[next(iter(self._days))]
         counts = of_day.get(key)
         if counts is None:
-            counts = of_day[key] = _Counts()
+            counts = of_day[key] = UsageCounts()
         return counts
 
 

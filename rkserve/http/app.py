@@ -118,8 +118,8 @@ def make_app(
         add_page(app)
     add_document(app)
     view = view or ClusterView(service)
-    # Before the calls of single boards: one of its paths fits those, too.
     usage = usage or UsageRecords(service.metrics.usage)
+    # Before the calls of single boards: one of its paths fits those, too.
     add_view(app, service, view, feed or ViewFeed(view, service), usage)
     add_logs(app, service, logs)  # one of its paths fits that of a board, too
     add_boards(app, service, view)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -17,8 +18,8 @@ from tests.support.values.control_values import action, recorded
 K = OperationKind
 
 
-def board(name: str, state: BoardState = BoardState.READY, **more: object) -> BoardReport:
-    return BoardReport(name, "m", state, **more)  # type: ignore[arg-type]
+def board(name: str, state: BoardState = BoardState.READY, **more: Any) -> BoardReport:
+    return BoardReport(name, "m", state, **more)
 
 
 def test_a_drain_is_in_the_desired_state_until_it_is_ended() -> None:

@@ -220,9 +220,7 @@ def test_without_boards_there_are_no_samples_and_no_errors() -> None:
 
 
 def test_only_drained_boards_have_a_sample_of_it() -> None:
-    registry = CollectorRegistry()
-    reports = [replace(REPORT, board_id="sim-1", drained=True), REPORT]
-    registry.register(BoardCollector(lambda: reports))
+    registry = registry_of(replace(REPORT, board_id="sim-1", drained=True), REPORT)
     lines = generate_latest(registry).decode().splitlines()
     drained = [line for line in lines if line.startswith("rkserve_board_drained")]
     assert drained == ['rkserve_board_drained{board="sim-1",model="m"} 1.0']
