@@ -29,7 +29,7 @@ from tests.support.http.talk import act, ask, streaming
 
 pytestmark = pytest.mark.ray
 BUILD = "rkserve_build_info"
-pytest_plugins = ["tests.support.boards.pausing_fixtures"]
+pytest_plugins = ["tests.support.cluster.pausing_fixtures"]
 
 
 @pytest.fixture

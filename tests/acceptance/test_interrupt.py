@@ -38,7 +38,7 @@ from tests.support.cluster.local_cluster import App
 from tests.support.http.talk import CHAT, ENDLESS, MODEL, Reply, act, ask, chat_body, streaming
 
 pytestmark = pytest.mark.ray
-pytest_plugins = ["tests.support.boards.pausing_fixtures"]
+pytest_plugins = ["tests.support.cluster.pausing_fixtures"]
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ import pytest
 from rkserve.core.errors import ConfigError
 from rkserve.models.folder import open_model_folder
 from rkserve.models.settings import FAMILIES, VisionSettings
-from tests.support.http.wire_folders import make_folder
 from tests.support.paths import PROJECT
+from tests.support.values.wire_folders import make_folder
 
 WHOLE = {"size": 392, "tokens": 196, "tags": ["<a>", "</a>", "<b>"]}
 

@@ -29,7 +29,7 @@ from rkserve.core.errors import (
     UnsupportedParameter,
 )
 from rkserve.models.folder import ModelFolder
-from tests.support.http.wire_folders import VOCABULARY, make_folder, read_back
+from tests.support.values.wire_folders import VOCABULARY, make_folder, read_back
 
 CONTEXT = 64
 HELLO = [{"role": "user", "content": "Hello"}]

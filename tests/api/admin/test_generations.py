@@ -26,8 +26,8 @@ from rkserve.core.board_report import GenerationInfo, GenerationState
 from rkserve.core.errors import RequestError, RkserveError, UnsupportedParameter
 from rkserve.core.messages import ControlAction, Edit, Kv
 from rkserve.models.folder import ModelFolder
-from tests.support.http.wire_folders import CHATML, VOCABULARY, make_folder, read_back
-from tests.support.http.wire_json import JSON
+from tests.support.values.wire_folders import CHATML, VOCABULARY, make_folder, read_back
+from tests.support.values.wire_json import JSON
 
 CONTEXT = 64
 

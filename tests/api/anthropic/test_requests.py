@@ -18,7 +18,7 @@ from rkserve.core.errors import (
     UnsupportedParameter,
 )
 from rkserve.core.run_params import Guide, GuideKind
-from tests.support.http.wire_json import JSON
+from tests.support.values.wire_json import JSON
 
 HELLO = {"role": "user", "content": "Hello"}
 FORM = {"type": "json_schema", "schema": {"type": "integer"}}

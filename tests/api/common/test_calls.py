@@ -21,7 +21,7 @@ from rkserve.api.json.fields import MAX_CHOICES, MAX_PAUSE_ON, MAX_STOP_CHARS
 from rkserve.api.parsing.sampling import UNSUPPORTED, UNSUPPORTED_CHAT, UNSUPPORTED_COMPLETION
 from rkserve.core.block_hashes import salted
 from rkserve.core.errors import RequestError, RkserveError
-from tests.support.http.wire_json import JSON, MESSAGE
+from tests.support.values.wire_json import JSON, MESSAGE
 
 HELLO = [{"role": "user", "content": "Hello"}]
 

@@ -15,7 +15,7 @@ from rkserve.api.common.version_policy import ResolvedModel
 from rkserve.core.errors import ContextOverflow, RequestError, UnsupportedParameter
 from rkserve.core.messages import AdapterRef, GenerateRequest
 from rkserve.core.run_params import Sampling
-from tests.support.http.wire_folders import VOCABULARY, make_folder
+from tests.support.values.wire_folders import VOCABULARY, make_folder
 
 DEFAULTS = Sampling(temperature=0.6, top_p=0.95, top_k=20, repeat_penalty=1.05)
 CONTEXT = 64

@@ -15,7 +15,7 @@ from rkserve.api.json.fields import CHARS_PER_TOKEN
 from rkserve.api.prompting.templates import NAMED
 from rkserve.core.errors import ContextOverflow, RequestError, UnsupportedParameter
 from rkserve.models.folder import ModelFolder
-from tests.support.http.wire_folders import (
+from tests.support.values.wire_folders import (
     CHATML,
     CONTROL,
     VOCABULARY,

@@ -15,7 +15,7 @@ from rkserve.api.parsing.sampling import SamplingOptions
 from rkserve.api.parsing.tool_choice import ToolOptions
 from rkserve.core.errors import RequestError, UnsupportedParameter
 from rkserve.core.run_params import Guide, GuideKind
-from tests.support.http.wire_json import JSON
+from tests.support.values.wire_json import JSON
 
 HELLO = {"role": "user", "content": "Hello"}
 

@@ -16,8 +16,8 @@ from rkserve.core.errors import InputTooLong, UnsupportedParameter
 from rkserve.core.messages import AdapterRef, Delta
 from rkserve.core.run_params import Scored
 from rkserve.models.settings import RerankSettings
-from tests.support.http.wire_folders import make_folder
 from tests.support.sim.sim_board import FOLDER
+from tests.support.values.wire_folders import make_folder
 
 # Of these words the simulated model's vocabulary has one token each.
 WORDS = {"yes": "A", "no": "No"}

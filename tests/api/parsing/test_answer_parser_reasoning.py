@@ -21,8 +21,8 @@ from rkserve.core.errors import ConfigError, RequestError, UnsupportedParameter
 from rkserve.core.messages import GenerateRequest, Thinking
 from rkserve.core.run_params import Sampling
 from rkserve.models.folder import ModelFolder
-from tests.support.http.wire_folders import make_folder, read_back
 from tests.support.paths import PROJECT
+from tests.support.values.wire_folders import make_folder, read_back
 
 HELLO = [{"role": "user", "content": "Hello"}]
 THINK = Thinking("<think>", "</think>")

@@ -19,7 +19,7 @@ from rkserve.core.messages import (
     GenerateRequest,
 )
 from rkserve.core.run_params import Sampling, Stepwise
-from tests.support.http.wire_folders import CHATML, make_folder
+from tests.support.values.wire_folders import CHATML, make_folder
 
 THINKS = CHATML + "{% if add_generation_prompt %}<think>\n{% else %}</think>{% endif %}"
 CHANCE = Sampling(temperature=0.8, top_k=40)

@@ -30,9 +30,9 @@ from rkserve.models.folder import ModelFolder, open_model_folder
 from rkserve.models.settings import FolderSettings
 from tests.api.openai.test_answers import STAMP, chunks, client_of, finished, streaming, whole
 from tests.support.http.tool_talk import TIME, WEATHER, function
-from tests.support.http.wire_folders import CHATML, make_folder, read_back
-from tests.support.http.wire_json import JSON
 from tests.support.paths import PROJECT
+from tests.support.values.wire_folders import CHATML, make_folder, read_back
+from tests.support.values.wire_json import JSON
 
 HELLO = [{"role": "user", "content": "Hello"}]
 NAMED = {"type": "function", "function": {"name": "get_time"}}

@@ -35,8 +35,8 @@ from tests.support.http.tool_talk import (
     result,
     user,
 )
-from tests.support.http.wire_folders import make_folder
 from tests.support.sim.sim_board import CONTEXT_LEN, Sim, words
+from tests.support.values.wire_folders import make_folder
 
 ASKED = [user("What is the weather in Oslo?")]
 TOOLS = [WEATHER, TIME]

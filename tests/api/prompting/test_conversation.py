@@ -15,8 +15,8 @@ from rkserve.api.common.renderer import Renderer
 from rkserve.api.common.version_policy import ResolvedModel
 from rkserve.core.errors import RequestError, RkserveError, UnsupportedParameter
 from rkserve.core.run_params import Sampling
-from tests.support.http.wire_folders import make_folder
-from tests.support.http.wire_json import MESSAGE
+from tests.support.values.wire_folders import make_folder
+from tests.support.values.wire_json import MESSAGE
 
 HELLO = {"role": "user", "content": "Hello"}
 

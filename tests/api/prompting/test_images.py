@@ -17,7 +17,7 @@ from rkserve.api.prompting.images import ImagePart
 from rkserve.core.errors import ContextOverflow, RequestError, UnsupportedParameter
 from rkserve.core.messages import GenerateRequest
 from rkserve.core.run_params import Picture, Sampling
-from tests.support.http.wire_folders import CHATML, make_folder
+from tests.support.values.wire_folders import CHATML, make_folder
 
 SEEING = 'vision: {size: 32, tokens: 9, tags: ["<i>", "</i>", "<p>"]}'
 PNG = b"\x89PNG and so on"

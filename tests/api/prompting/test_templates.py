@@ -12,7 +12,7 @@ from rkserve.api.common.renderer import Renderer
 from rkserve.api.prompting.templates import NAMED, ChatTemplate
 from rkserve.core.errors import ConfigError, ContextOverflow, RequestError
 from rkserve.models.folder import ModelFolder
-from tests.support.http.wire_folders import (
+from tests.support.values.wire_folders import (
     CHATML,
     make_folder,
 )

@@ -14,7 +14,7 @@ from rkserve.api.json.fields import CHARS_PER_TOKEN
 from rkserve.api.prompting.tokenizer import SLICE_CHARS, ControlTokenGuard, Tokenizer, pieces
 from rkserve.core.errors import ConfigError
 from rkserve.models.folder import ModelFolder
-from tests.support.http.wire_folders import (
+from tests.support.values.wire_folders import (
     CONTROL,
     VOCABULARY,
     make_folder,

@@ -16,7 +16,7 @@ from rkserve.api.responses.answers import ResponseAnswer
 from rkserve.api.responses.requests import ResponseCall, parse_response
 from rkserve.core.errors import EngineDied, RequestError
 from rkserve.core.run_params import Guide, GuideKind
-from tests.support.http.wire_json import JSON
+from tests.support.values.wire_json import JSON
 
 LOOK = {"type": "function", "name": "look", "parameters": {"type": "object"}}
 

@@ -9,7 +9,7 @@ from rkserve.config.router import RouterConfig
 from rkserve.router.served_models import ServedModel
 from tests.support.boards.fake_boards import FakeBoards
 from tests.support.http.router_house import House, house, send
-from tests.support.http.wire_folders import make_folder
+from tests.support.values.wire_folders import make_folder
 
 
 def post(path: str, of: House | None = None, **body: Any) -> Any:

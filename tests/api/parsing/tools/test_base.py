@@ -30,7 +30,7 @@ from rkserve.core.messages import (
     TranscriptToken,
     Usage,
 )
-from tests.support.http.wire_folders import CHATML
+from tests.support.values.wire_folders import CHATML
 
 
 @pytest.mark.parametrize(
