@@ -258,9 +258,14 @@ class Batches:
 
 
 def flaws_of_batch(runs: Iterable[BatchRun], n_batch: int, max_tokens: int) -> list[str]:
-    """Note what makes runs unfit for measuring: every entry goes on to the limit."""
+    """Note what makes runs unfit for measuring: every entry goes on to the limit.
+
+    The runtime counts decoded tokens; an entry's first one comes with the prefill.
+    """
+    wanted = (max_tokens, (max_tokens - 1) * n_batch)
     return [
-        f"{run.steps} steps with {run.tokens} tokens in a batch of {n_batch}, not {max_tokens} each"
+        f"{run.steps} steps with {run.tokens} decoded tokens in a batch of {n_batch}; "
+        f"{wanted[0]} with {wanted[1]} were asked for"
         for run in runs
-        if (run.steps, run.tokens) != (max_tokens, max_tokens * n_batch)
+        if (run.steps, run.tokens) != wanted
     ]
