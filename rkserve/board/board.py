@@ -105,7 +105,7 @@ class Board:
         self.generations, self.emitted = control.generations, control.emitted
         self.control, self.given_out = control.control, control.given_out
         self.abort_all = control.abort_all
-        self.adopt = self._adopter.adopt
+        self.adopt, self.follow = self._adopter.adopt, self._adopter.follow
         self.load_adapter = AdapterProbes(settings, slot, queue, caching, runner).load
         self.measure = SpeedTrials(books, slot, queue, caching, runner).measure
         self.kv, self.clear_kv = cache_calls.kv, cache_calls.clear_kv

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, IntEnum
 from typing import TypeAlias
 
@@ -354,11 +354,21 @@ class ServedWeights:
 @crosses_versions
 @dataclass(frozen=True, slots=True)
 class EffectivePause:
-    """The pause of a board, or of one adapter on it; ``expires_s`` is the end of the last lease."""
+    """The pause of a board, or of one adapter on it; ``expires_s`` is the end of the last lease.
+
+    With several pauses ``mode`` is the strictest for new requests. ``keeps``: another one of mode
+    ``keep`` stops the running generations that ``wait`` would let end.
+    """
 
     mode: PauseMode
     clear_cache: bool = False
     expires_s: float | None = None
+    keeps: bool = False
+
+    @property
+    def stops(self) -> bool:
+        """Return whether running generations stop, or are aborted."""
+        return self.keeps or self.mode is not PauseMode.WAIT
 
 
 @crosses_versions
@@ -387,7 +397,10 @@ class BoardTarget:
         """Return the pause of requests with that adapter (a name), the stricter of two."""
         own = [hold for name, hold in self.adapter_holds if name == adapter]
         holds = [*own, *([] if self.hold is None else [self.hold])]
-        return max(holds, key=lambda hold: _SEVERITY.index(hold.mode), default=None)
+        if not holds:
+            return None
+        strictest = max(holds, key=lambda hold: _SEVERITY.index(hold.mode))
+        return replace(strictest, keeps=_keeps(strictest.mode, holds))
 
     def line(self, name: str) -> AdapterVersions | None:
         """Return the versions of an adapter, if it has any."""
@@ -407,6 +420,15 @@ def _hold(pauses: list[ActivePause]) -> EffectivePause:
         mode,
         any(pause.clear_cache for pause in pauses),
         max(known) if len(known) == len(ends) else None,
+        _keeps(mode, pauses),
+    )
+
+
+def _keeps(mode: PauseMode, pauses: Sequence[ActivePause | EffectivePause]) -> bool:
+    """Return whether one of the pauses stops what ``mode`` lets end."""
+    return mode is PauseMode.WAIT and any(
+        pause.mode is PauseMode.KEEP or (isinstance(pause, EffectivePause) and pause.keeps)
+        for pause in pauses
     )
 
 

@@ -351,6 +351,10 @@ class BoardReplica:
         """Adopt the desired state; see ``Board.adopt``."""
         return await self._board.adopt(desired)
 
+    async def follow(self, desired: Desired) -> Adoption:
+        """Adopt a later desired state; see ``StateAdopter.follow``."""
+        return await self._board.follow(desired)
+
     async def load_adapter(
         self, ref: AdapterRef, prompt_ids: tuple[int, ...], tokens: int
     ) -> Probe:

@@ -93,7 +93,7 @@ def test_a_board_obeys_the_strictest_of_its_pauses_until_the_last_lease_ends() -
     assert target.hold == EffectivePause(ABORT, clear_cache=True, expires_s=9.0)
     assert target.adapter_holds == (("law", EffectivePause(WAIT)),)
     assert target.held("med") == target.hold
-    assert desired.target("b2", "m").held("law") == EffectivePause(WAIT)
+    assert desired.target("b2", "m").held("law") == EffectivePause(WAIT, keeps=True)
     assert (target.level, desired.target("b1", "n").level) == (None, SleepLevel.DROPPED)
     assert desired.target("b3", "o").hold is None
 

@@ -32,7 +32,7 @@ from rkserve.core.desired_state import (
     InFlight,
     PauseMode,
 )
-from rkserve.core.errors import BoardDrained, BoardFailed, NativeError
+from rkserve.core.errors import BoardBehind, BoardDrained, BoardFailed, NativeError
 from rkserve.core.messages import Kv
 
 log = logging.getLogger(__name__)
@@ -81,6 +81,8 @@ class StateAdopter:
         self._clears = False  # the hold requires a clear of the KV cache
         self._clearing: asyncio.Future[None] | None = None  # the last engine task for that
         self._new_state = ChangeSignal()  # of the desired state
+        # Pauses of mode ``wait`` whose generations have ended: of adapters, and None of the board.
+        self._waited: set[str | None] = set()
 
     def admit(self, job: Job) -> None:
         """Hold a new request where its part of the board is held.
@@ -88,7 +90,7 @@ class StateAdopter:
         A request that began elsewhere follows its adapter line, which may have changed meanwhile.
         """
         hold = self._hold(job)
-        job.frozen = hold is not None and hold.mode is PauseMode.KEEP
+        job.frozen = hold is not None and self._stops(hold, job)
         if job.begun:
             self._follow_line(job, AdoptionEffects())
 
@@ -146,6 +148,19 @@ class StateAdopter:
             dropped_tokens=slept.dropped_tokens,
         )
 
+    async def follow(self, desired: Desired) -> Adoption:
+        """Adopt a later desired state than the present one; see ``adopt``.
+
+        Broadcasts also reach boards that the Coordinator does not know yet. The first state comes
+        from a call to this board alone, so that none serves unknown to the Coordinator: what it
+        serves could not be changed while its connection to the head is lost.
+
+        Raises ``BoardBehind`` without a present state.
+        """
+        if self._books.obligations.epoch is None:
+            raise BoardBehind(self._board_id, "it has no desired state yet")
+        return await self.adopt(desired)
+
     # -- without waiting --------------------------------------------------------------------------
 
     def reapply_holds(self) -> None:
@@ -155,6 +170,9 @@ class StateAdopter:
 
     def _carry_out(self, before: BoardTarget | None, done: AdoptionEffects, label: str) -> None:
         """Apply the desired state without a turn of the loop, so that nothing starts in between."""
+        target = self._books.obligations.target
+        assert target is not None
+        self._waited &= _held_parts(target)
         jobs = list(self._books.jobs.values())
         thawed = [job for job in jobs if self._mark(job)]
         self._note_run()
@@ -193,13 +211,23 @@ class StateAdopter:
         hold, before = self._hold(job), job.frozen
         if hold is None or hold.mode is PauseMode.ABORT:
             job.frozen = False
-        elif hold.mode is PauseMode.KEEP:
+        elif self._stops(hold, job):
             job.frozen = True
         else:  # wait: jobs stopped by a stricter mode stay stopped, and so do paused ones
             job.frozen = before or job.state is _S.PAUSED
         if job.muted and not job.frozen:
             job.mute(muted=False)
         return before and not job.frozen
+
+    def _stops(self, hold: EffectivePause, job: Job) -> bool:
+        """Return whether a hold that does not abort lets no run of the job begin.
+
+        Under ``wait`` a request that comes from a lost board runs to its end, as it would have done
+        there, but not after the pause was confirmed: from then on nothing runs.
+        """
+        if hold.stops:
+            return hold.mode is not PauseMode.ABORT
+        return not self._waited.isdisjoint({None, adapter_name(job.request)})
 
     def _note_run(self) -> None:
         """Remember a run with held jobs; it may continue after they left it."""
@@ -291,6 +319,9 @@ class StateAdopter:
     async def _rest(self) -> None:
         while waits_for := set(self._unrested()):
             await self._wait(waits_for)
+        target = self._books.obligations.target
+        assert target is not None
+        self._waited |= _held_parts(target, PauseMode.WAIT)
 
     def _unrested(self) -> Iterator[asyncio.Future[None]]:
         """Yield futures that complete with changes of held jobs that still run."""
@@ -367,6 +398,13 @@ class StateAdopter:
             return False
         holds = self._runner.pauses.holds(job)
         return kv_outlook(self._slot.live, job, holds=holds)[0] is Kv.KEPT
+
+
+def _held_parts(target: BoardTarget, mode: PauseMode | None = None) -> set[str | None]:
+    """Return the adapters that are held, in that mode, and None where the board is."""
+    holds: list[tuple[str | None, EffectivePause | None]] = [(None, target.hold)]
+    holds += target.adapter_holds
+    return {name for name, hold in holds if hold is not None and mode in (None, hold.mode)}
 
 
 def _follows(job: Job, line: AdapterVersions) -> bool:

@@ -165,7 +165,7 @@ class EmbeddingService:
             hold = self._hold(order)
             if hold is not None and hold.mode is PauseMode.ABORT:
                 order.fail(CallAborted(f"board {self._settings.board_id}"))
-            elif hold is None or hold.mode is PauseMode.KEEP:
+            elif hold is None or hold.stops:
                 order.hold(held=hold is not None)
 
     def awaited(self) -> Iterable[asyncio.Future[None]]:
@@ -180,7 +180,7 @@ class EmbeddingService:
 
     def _keeps(self, order: EmbeddingJob) -> bool:
         hold = self._hold(order)
-        return hold is not None and hold.mode is PauseMode.KEEP
+        return hold is not None and hold.stops
 
     # -- runs -------------------------------------------------------------------------------------
 

@@ -184,7 +184,8 @@ class Obligations:
         if hold.mode is PauseMode.WAIT and request.continued is not None:
             return  # it was accepted before the pause and runs to its end
         refused = EnginePaused if level is None else EngineAsleep
-        whole = self.target is not None and hold is self.target.hold
+        of_board = None if self.target is None else self.target.hold
+        whole = of_board is not None and of_board.mode is hold.mode
         what = f"board {self._board_id}" if whole else f"adapter {name}"
         raise refused(what, _retry_after_s(hold, now_s))
 

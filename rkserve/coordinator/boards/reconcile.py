@@ -116,9 +116,7 @@ class Reconciler:
         self._sending.update(boards)
         began_s = time.monotonic()
         try:
-            replies = await self._roster.send(
-                addresses, "adopt", self._state.desired, timeout_s=timeout_s
-            )
+            replies = await self._roster.send(addresses, self._state.desired, timeout_s=timeout_s)
         finally:
             self._sending.subtract(boards)
         now_s = time.monotonic()

@@ -16,7 +16,7 @@ from typing import Any
 
 from rkserve.control.operations import BoardOutcome, ResultStatus
 from rkserve.core.board_report import BoardReport
-from rkserve.core.desired_state import Adoption, Probe, Scope
+from rkserve.core.desired_state import Adoption, Desired, Probe, Scope
 from rkserve.core.errors import (
     BoardFailed,
     BoardGone,
@@ -166,20 +166,21 @@ class Roster:
         return await self._ask_each(addresses, (method, args), timeout_s, tries, Replies())
 
     async def send(
-        self, addresses: Collection[BoardAddress], method: str, *args: Any, timeout_s: float
+        self, addresses: Collection[BoardAddress], desired: Desired, *, timeout_s: float
     ) -> Replies:
-        """Call as ``ask`` does, first with one broadcast to all boards; answers name their board.
+        """Have boards adopt a desired state, first by one broadcast to all of them.
 
-        Boards outside the selection receive it as well.
+        Boards outside the selection receive it as well. One that never reported here is none of
+        the roster, and must not begin to serve by it: without a state a board refuses a broadcast.
         """
         replies, began_s = Replies(), time.monotonic()
-        answers = await self._fleet.ask_together(addresses, method, *args, timeout_s=timeout_s)
+        answers = await self._fleet.ask_together(addresses, "follow", desired, timeout_s=timeout_s)
         for board, answer in answers.found.items():
             replies.answers[board] = answer
             replies.results[board] = good(answer, answers.took_ms[board])
         left = [address for address in addresses if address.board_id not in answers.found]
         left_s = max(0.001, began_s + timeout_s - time.monotonic())
-        return await self._ask_each(left, (method, args), left_s, TRIES, replies)
+        return await self._ask_each(left, ("adopt", (desired,)), left_s, TRIES, replies)
 
     async def _ask_each(
         self,

@@ -6,15 +6,24 @@ import asyncio
 import random
 import time
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rkserve.board.run.job import EngineRun
-from rkserve.core.board_report import GenerationState
-from rkserve.core.desired_state import Desired, InFlight, PauseMode, Probe
+from rkserve.core.board_report import BoardState, GenerationState
+from rkserve.core.desired_state import (
+    ActivePause,
+    Desired,
+    InFlight,
+    PauseMode,
+    Probe,
+    Scope,
+)
 from rkserve.core.errors import (
+    BoardBehind,
     BoardFailed,
     EnginePaused,
     GenerationNotFound,
@@ -23,10 +32,10 @@ from rkserve.core.errors import (
     RunFailed,
     StateConflict,
 )
-from rkserve.core.messages import ControlAction, FinishReason
+from rkserve.core.messages import ControlAction, FailoverState, FinishReason
 from rkserve.native.sim import models as sim_models
-from tests.support.boards.board_bench import Listener, until
-from tests.support.boards.fakes import run_loop
+from tests.support.boards.board_bench import SETTINGS, Bench, Listener, request, until
+from tests.support.boards.fakes import EOS, Script, run_loop, tokens_of
 from tests.support.boards.holding import (
     KINDS,
     LINE,
@@ -455,6 +464,72 @@ def test_wait_returns_when_all_have_ended(tmp_path: Path, release: str, n_batch:
             oracle.check(client, told.versions)
 
     play(tmp_path, body, release, n_batch)
+
+
+WAITS = ActivePause("waits", Scope(), PauseMode.WAIT)
+KEEPS = ActivePause("keeps", Scope(), PauseMode.KEEP)
+
+
+@pytest.mark.virtual_time
+@pytest.mark.parametrize("pauses", [(WAITS,), (KEEPS, WAITS)], ids=["wait", "keep and wait"])
+async def test_an_answer_of_a_lost_board_waits_for_the_end_of_a_confirmed_pause(
+    pauses: tuple[ActivePause, ...],
+) -> None:
+    bench = Bench()
+    async with bench.running():
+        await bench.board.adopt(Desired(1, pauses=pauses))
+        client = Listener(bench.board, request(continued=FailoverState()))
+        await asyncio.sleep(5.0)
+        assert (client.accepted, client.ids) == (True, [])
+        await bench.board.adopt(Desired(2))
+        assert await client.end() == ("Hello", FinishReason.STOP)
+
+
+@pytest.mark.virtual_time
+async def test_a_broadcast_gives_no_board_its_first_state() -> None:
+    bench = Bench(settings=replace(SETTINGS, governed=True))
+    await bench.board.start()
+    with pytest.raises(BoardBehind, match="no desired state yet"):
+        await bench.board.follow(Desired(7))
+    assert bench.state is BoardState.JOINING
+    await bench.board.adopt(Desired(7))
+    assert (await bench.board.follow(Desired(8))).epoch == 8
+    await bench.board.stop()
+
+
+@pytest.mark.virtual_time
+async def test_an_answer_of_a_lost_board_ends_while_a_pause_waits_for_others() -> None:
+    slow = Script([*tokens_of("a", "b", "c", "d"), (EOS, b"")], pace_s=0.2)
+    bench = Bench(slow)
+    async with bench.running():
+        first = Listener(bench.board, request())
+        await until(lambda: first.ids != [])
+        adopting = asyncio.create_task(bench.board.adopt(Desired(1, pauses=(WAITS,))))
+        await until(lambda: bench.board.report().hold == "wait")
+        client = Listener(bench.board, request(continued=FailoverState()))
+        await adopting
+        assert await first.end() == ("abcd", FinishReason.STOP)
+        assert await client.end() == ("Hello", FinishReason.STOP)
+        await bench.board.adopt(Desired(2))
+
+
+@pytest.mark.virtual_time
+async def test_keep_stops_what_a_wait_lets_end_and_its_end_resumes_nothing() -> None:
+    bench = Bench(Script([*tokens_of("Hel", "lo"), (EOS, b"")], pace_s=0.2))
+    async with bench.running():
+        client = Listener(bench.board, request())
+        await until(lambda: client.ids != [])
+        waiting = asyncio.create_task(bench.board.adopt(Desired(1, pauses=(WAITS,))))
+        await until(lambda: bench.board.report().hold == "wait")
+        await bench.board.adopt(Desired(2, pauses=(WAITS, KEEPS)))
+        await waiting
+        before = list(client.ids)
+        assert len(before) == 1  # of three
+        await bench.board.adopt(Desired(3, pauses=(WAITS,)))
+        await asyncio.sleep(5.0)
+        assert client.ids == before
+        await bench.board.adopt(Desired(4))
+        assert (await client.end())[1] is FinishReason.STOP
 
 
 @pytest.mark.promise("Pause", "Per cluster, model, boards or adapter")

@@ -313,11 +313,15 @@ class FakeCluster:
     async def ask_all(
         self, method: str, *args: Any, timeout_s: float, take: Callable[[Any], None]
     ) -> None:
-        async def one(replica: str) -> None:
+        async def one(board: FakeBoard, method: str) -> None:
+            if method == "follow":
+                if board.desired is None:
+                    return  # it refuses
+                method = "adopt"
             with contextlib.suppress(RkserveError):
-                take(await self.ask(replica, method, *args, timeout_s=timeout_s))
+                take(await self.ask(board.replica, method, *args, timeout_s=timeout_s))
 
-        await asyncio.gather(*(one(board.replica) for board in list(self.boards.values())))
+        await asyncio.gather(*(one(board, method) for board in list(self.boards.values())))
 
     async def _hold_up(self, board: FakeBoard, method: str, timeout_s: float) -> None:
         began_s = time.monotonic()
