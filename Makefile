@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip -q --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-quick test-long unit cluster page-test fuzz mutation compat compat-programs compat-lock aarch64 check check-observability check-cluster offline deb format bench bench-control bench-scale bench-kills bench-multi-turn bench-overload docs docs-serve lock sim sanitize clean
+.PHONY: help demo test test-quick test-long unit cluster simulate page-test fuzz mutation compat compat-programs compat-lock aarch64 check check-observability check-cluster offline deb format bench bench-control bench-scale bench-kills bench-multi-turn bench-overload docs docs-serve lock sim sanitize clean
 
 help:
 	@echo "make demo    a chat model on three simulated boards, an embedding model on a fourth, until Ctrl-C"
@@ -30,6 +30,7 @@ help:
 	@echo "make deb     Debian packages of cluster/offline, into dist"
 	@echo "make format  reformat the code"
 	@echo "make sanitize  the binding's and the simulator's tests under ASan and UBSan"
+	@echo "make simulate  a thousand clusters in virtual time under faults, judged by their histories"
 	@echo "make bench   measure, and write docs/benchmarks/serving.md"
 	@echo "make bench-control  measure pauses, adapter switches and faults, and write docs/benchmarks/control.md"
 	@echo "make bench-scale  simulate clusters of up to 1,000 boards, and write docs/benchmarks/scale.md"
@@ -72,6 +73,13 @@ cluster: $(READY) sim
 # What make test leaves out: sanitizers, installations with pip, and trials that go on for long.
 test-long: $(READY) sim
 	$(PYTEST) -n 2 --long -m long
+
+# Clusters in virtual time, a seed each; STORY=--story prints what was done, for a seed that failed.
+FIRST ?= 0
+SEEDS ?= 1000
+STORY ?=
+simulate: $(READY)
+	$(BIN)/python -m tests.support.cluster.simulate --first $(FIRST) --count $(SEEDS) $(STORY)
 
 # What it needs is pinned here: no other target needs it, and CI has no browser.
 PAGE_TOOLS := playwright==1.65.2 axe-playwright-python==0.1.8

@@ -10,10 +10,13 @@ executor has; such tests use ``fakes.run_loop``.
 from __future__ import annotations
 
 import asyncio
+import random
 import selectors
 import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor
+from contextlib import ExitStack
+from functools import partial
 from typing import Any, TypeVar
 from unittest.mock import patch
 
@@ -21,6 +24,7 @@ from tests.support.boards.fakes import settled
 
 T = TypeVar("T")
 TURN_S = 1e-5
+EPOCH_S = 1_800_000_000.0  # where the clock of a seeded run begins
 LOOK_S = 0.01  # how long a thread of an executor is waited for before the clock goes on so far
 
 
@@ -68,6 +72,28 @@ class Loop(asyncio.SelectorEventLoop):
         self.clock.threads -= 1
 
 
+class SeededLoop(Loop):
+    """A loop without threads and without the machine's clock: one seed gives one order of events.
+
+    Jobs of executors are done at once.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clock.now_s = EPOCH_S
+
+    def run_in_executor(  # type: ignore[override]  # as above
+        self, executor: Executor | None, func: Callable[..., Any], *args: Any
+    ) -> asyncio.Future[Any]:
+        """See ``AbstractEventLoop``."""
+        future = self.create_future()
+        try:
+            future.set_result(func(*args))
+        except Exception as exc:  # noqa: BLE001 - the caller gets it, as from a thread
+            future.set_exception(exc)
+        return future
+
+
 def sleep(seconds: float) -> None:
     """Let time pass without a turn of the loop, as ``time.sleep`` does."""
     loop = asyncio.get_running_loop()
@@ -80,11 +106,38 @@ def run_loop(work: Coroutine[Any, Any, T], limit_s: float = 600.0) -> T:
     return settled(work, limit_s, _run)
 
 
-def _run(main: Coroutine[Any, Any, T]) -> T:
-    loop = Loop()
+def run_seeded(work: Coroutine[Any, Any, T], seed: int, limit_s: float) -> T:
+    """As ``run_loop``; dates, and names that are drawn at random, come of the seed as well.
+
+    Sets of strings have another order in each process, unless ``PYTHONHASHSEED`` is set.
+    """
+    drawn = random.Random(seed)
+    random.seed(seed)
+
+    class Seeded(random.Random):
+        """A generator that comes of the seed, also where its user gives none."""
+
+        def __init__(self, own: Any = None) -> None:
+            super().__init__(drawn.random() if own is None else own)
+
+    with (
+        patch("random.Random", Seeded),
+        patch("secrets.token_hex", lambda size=32: drawn.randbytes(size).hex()),
+        patch("os.urandom", drawn.randbytes),
+    ):
+        return settled(work, limit_s, partial(_run, make=SeededLoop, dates=True))
+
+
+def _run(
+    main: Coroutine[Any, Any, T], make: Callable[[], Loop] = Loop, *, dates: bool = False
+) -> T:
+    loop = make()
     asyncio.set_event_loop(loop)
     try:
-        with patch("time.monotonic", loop.time):
+        with patch("time.monotonic", loop.time), ExitStack() as stack:
+            if dates:
+                stack.enter_context(patch("time.time", loop.time))
+                stack.enter_context(patch("time.perf_counter", loop.time))
             return _to_the_end(loop, main)
     finally:
         asyncio.set_event_loop(None)
