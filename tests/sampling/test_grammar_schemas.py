@@ -151,6 +151,9 @@ async def tried(found: Found, chosen: list[tuple[int, Any]]) -> None:
 def refused(found: Found, number: int, exc: RequestError) -> None:
     reason = exc.message.removeprefix("Invalid 'response_format': ")
     too_long = "longer than 2 s" in reason or "too much memory" in reason
+    if "busy with other things" in reason:  # so is the machine, with other tests
+        found.add(number, "not tried")
+        return
     named = (exc.param or "").startswith("response_format") and len(reason.split()) > 1
     found.reasons[reason[:60]] += 1
     found.add(number, "too long" if too_long else "refused", *(() if named else (reason,)))
