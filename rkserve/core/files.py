@@ -49,6 +49,17 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
+def make_folder(folder: Path) -> None:
+    """Create a folder with mode 0700 unless it exists, and its parents; a power cut keeps them.
+
+    Raises ``OSError``.
+    """
+    missing = [one for one in (folder, *folder.parents) if not one.exists()]
+    folder.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
+    for one in reversed(missing):
+        sync(one.parent.resolve())  # its name stands there, perhaps behind a link
+
+
 class UnsafeFolder(OSError):
     """A folder that another account could read, write or replace."""
 
@@ -68,6 +79,7 @@ def private_folder(folder: Path) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
     try:
         folder.mkdir(mode=PRIVATE)
+        sync(folder.parent.resolve())
     except FileExistsError:
         _refuse_links(folder)
     _refuse_parents(folder)

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from rkserve.core.errors import ConfigError, StageFailed
-from rkserve.core.files import DIGEST, FULL, file_digest, free_bytes, sync
+from rkserve.core.files import DIGEST, FULL, file_digest, free_bytes, make_folder, sync
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class PartialFiles:
         folder = self.folder
         with self.lock:
             try:
-                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+                make_folder(folder)
                 own_folder(folder / PARTS)
                 self._remove_old(time.time())
             except OSError as exc:

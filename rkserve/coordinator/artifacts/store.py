@@ -30,7 +30,7 @@ from rkserve.coordinator.artifacts.metadata import (
 from rkserve.coordinator.artifacts.sources import Source, check_prefixes, open_path, open_url
 from rkserve.core.desired_state import AdapterVersion, Artifact, BaseVersion
 from rkserve.core.errors import ArtifactNotFound, ArtifactRefused, BodyTooLarge, ConfigError
-from rkserve.core.files import DIGEST, FULL, file_digest, free_bytes, sync
+from rkserve.core.files import DIGEST, FULL, file_digest, free_bytes, make_folder, sync
 from rkserve.core.messages import AdapterRef
 
 log = logging.getLogger(__name__)
@@ -107,7 +107,7 @@ class ArtifactStore:
             if not allowed.expanduser().is_absolute():
                 raise ConfigError(f"coordinator.allowed_paths: '{allowed}' must be absolute.")
         try:
-            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_folder(self._folder)
             uploads = self._folder / UPLOADS
             uploads.mkdir(mode=0o700, exist_ok=True)
             for left in uploads.iterdir():
