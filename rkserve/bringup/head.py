@@ -93,12 +93,7 @@ class HeadPlan:
         options = content.get("http_options") or {}
         host, port = str(options.get("host", preflight.HOST)), options.get("port", preflight.PORT)
         host_here = "127.0.0.1" if host in ("0.0.0.0", "::") else host
-        listed = content.get("applications")
-        found = [
-            preflight.check_args(one.get("args") or {})
-            for one in (listed if isinstance(listed, list) else [content])
-            if one.get("import_path") == preflight.APPLICATION
-        ]
+        found = preflight.applications(content)
         if not found:
             raise ConfigError(f"{config} has no application with {preflight.APPLICATION}.")
         groups = [group for one in found for group in one.boards if group.simulated is None]

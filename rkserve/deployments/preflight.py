@@ -27,6 +27,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,16 @@ def read(file: Path) -> Mapping[str, Any]:
     return content
 
 
+def applications(content: Mapping[str, Any]) -> list[RkserveConfig]:
+    """Return the settings of rkserve's applications in a file. Raises ``ConfigError``."""
+    listed = content.get("applications")
+    return [
+        check_args(one.get("args") or {})
+        for one in (listed if isinstance(listed, list) else [content])
+        if isinstance(one, dict) and one.get("import_path") == APPLICATION
+    ]
+
+
 def check_file(file: Path, *, starts: bool, ray: bool = True) -> None:
     """Check the applications of rkserve in a file, and with ``ray`` Ray's own keys beside them.
 
@@ -126,15 +137,8 @@ def check_file(file: Path, *, starts: bool, ray: bool = True) -> None:
         ConfigError: the message names the key or the port.
     """
     content = read(file)
-    listed = content.get("applications")
-    applications = listed if isinstance(listed, list) else [content]
-    ours = [
-        one
-        for one in applications
-        if isinstance(one, dict) and one.get("import_path") == APPLICATION
-    ]
-    for one in ours:
-        config = check_args(one.get("args") or {})
+    ours = applications(content)
+    for config in ours:
         if starts:
             check_folders(config)
     if ray:
@@ -269,14 +273,47 @@ def _check_given(name: str, file: Path, address: str | None) -> None:
     if not file.is_file():
         if file.suffix in YAML:
             raise ConfigError(f"{file} does not exist.")
-        return  # an import path
+        if name == "deploy":
+            _check_import_path(str(file))
+        return
     starts = name == "run" and not _is_running(address)
     check_file(file, starts=starts)
+    if name == "deploy":
+        _check_something_stays(file)
     warning = check_token(os.environ, starts=starts)
     if warning:
         print(f"rkserve: {warning}", file=sys.stderr)  # noqa: T201 -- before Ray has a log
     if starts:
         os.environ.update(own_environ(os.environ))
+
+
+def _check_import_path(given: str) -> None:
+    """Raise ``ConfigError`` for an argument of ``serve deploy`` that names nothing.
+
+    Ray takes each argument that is no file for an import path, and removes all running
+    applications before it finds that it cannot be imported.
+    """
+    module, _, attribute = given.partition(":")
+    found = False
+    if attribute and all(part.isidentifier() for part in module.split(".")):
+        here = Path(*module.split(".")).with_suffix(".py")
+        with contextlib.suppress(ImportError):  # of a package above it
+            found = here.is_file() or find_spec(module) is not None
+    if not found:
+        raise ConfigError(
+            f"{given} is neither a file nor an import path such as module:application. Nothing was "
+            "deployed, and what runs stays."
+        )
+
+
+def _check_something_stays(file: Path) -> None:
+    """Raise ``ConfigError`` for a file that would only remove applications."""
+    content = read(file)
+    if not content.get("applications") and "import_path" not in content:
+        raise ConfigError(
+            f"{file} lists no application, so that deploying it would remove those that run. "
+            "Nothing was deployed; `serve shutdown` removes them."
+        )
 
 
 def check_token(environ: Mapping[str, str], *, starts: bool) -> str:

@@ -20,7 +20,13 @@ from rkserve.app import build
 from rkserve.core.child_process import free_port
 from rkserve.core.errors import ConfigError
 from rkserve.deployments.haproxy import BINARY, FLAG, available, check_environ, own_environ
-from rkserve.deployments.preflight import check_file, check_token, end_waiting
+from rkserve.deployments.preflight import (
+    _check_given,
+    check_file,
+    check_token,
+    end_waiting,
+    main,
+)
 from tests.support.paths import PROJECT
 
 pytestmark = pytest.mark.slow
@@ -161,6 +167,45 @@ def test_serve_ends_with_one_sentence_and_an_exit_code(
     assert done.stderr.count("\n") == 1, done.stderr
     assert done.stderr.startswith("rkserve: ")
     assert words in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("given", "content", "words"),
+    [
+        pytest.param("serve_config.yam", None, "neither a file nor an import path", id="misspelt"),
+        pytest.param("no_such_module:app", None, "no_such_module:app is neither", id="no module"),
+        pytest.param("rkserve.no:app", None, "what runs stays", id="no module of a package"),
+        pytest.param("empty.yaml", "applications: []", "lists no application", id="an empty list"),
+        pytest.param("other.yaml", "http_options: {port: 1}", "other.yaml", id="no list"),
+        pytest.param("bad.yaml", "applications: [", "is not valid YAML", id="no YAML"),
+    ],
+)
+def test_a_deployment_that_would_remove_what_runs_is_refused(
+    given: str,
+    content: str | None,
+    words: str,
+    *,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if content is not None:
+        Path(given).write_text(content, encoding="utf-8")
+    monkeypatch.setattr(sys, "argv", ["serve", "deploy", given])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 1
+    assert words in capsys.readouterr().err
+
+
+def test_an_import_path_of_this_folder_is_left_to_ray(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text("app = None", encoding="utf-8")
+    _check_given("deploy", Path("mine:app"), None)
+    _check_given("deploy", Path("rkserve.app:build"), None)
 
 
 @pytest.fixture
