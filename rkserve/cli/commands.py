@@ -35,7 +35,7 @@ from rkserve.cli.models import models, weights
 from rkserve.cli.probe import EXIT_CODES as PROBE_EXIT_CODES
 from rkserve.cli.probe import probe
 from rkserve.cli.top import top
-from rkserve.cli.update import update
+from rkserve.cli.update import backup, restore, update
 from rkserve.client import NotFound
 from rkserve.client.answers import PARTIAL, SUCCEEDED
 from rkserve.core.errors import ConfigError
@@ -173,7 +173,7 @@ app.command(cls=ClusterCommand)(doctor)
 app.command(cls=ClusterCommand)(approve)
 app.command(cls=ClusterCommand)(deny)
 app.command(epilog=PROBE_EXIT_CODES)(probe)
-for bring_up in (up, down, token, join, leave, update):
+for bring_up in (up, down, token, join, leave, update, backup, restore):
     app.command()(bring_up)
 app.add_typer(model_commands)
 

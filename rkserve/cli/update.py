@@ -1,7 +1,11 @@
-"""``rkserve update``: another version on all nodes of a cluster, one after the other."""
+"""``rkserve update``, another version on all nodes of a cluster; ``backup`` and ``restore``, the
+ledger of this machine's head as a file.
+"""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -13,7 +17,18 @@ from rkserve.bringup.update import FleetUpdater, UpdateOptions
 from rkserve.bringup.versions import VersionFolder
 from rkserve.cli.bringup import State, default_state, note
 from rkserve.cli.context import Exit
-from rkserve.core.errors import RkserveError
+from rkserve.config.serve_config import default_data_dir
+from rkserve.coordinator.state.ledger import MIGRATIONS
+from rkserve.coordinator.state.ledger_files import (
+    FILE,
+    back_up,
+    backups_of,
+    copy_ledger,
+    defect_of,
+    restore_ledger,
+)
+from rkserve.core.errors import ConfigError, LedgerFailed, RkserveError
+from rkserve.deployments import preflight
 
 
 def update(
@@ -102,3 +117,101 @@ def update(
         note("Boards go on with what they were ordered; `rkserve update` goes on with the others.")
         raise typer.Exit(Exit.INTERRUPTED) from None
     raise typer.Exit(Exit.DONE if done else Exit.FAILED)
+
+
+CONFIG = Path("serve_config.yaml")
+Config = Annotated[
+    Path | None,
+    typer.Option(
+        help=f"The application's configuration, whose coordinator.data_dir is used. Default: "
+        f"{CONFIG} if that is there."
+    ),
+]
+DataDir = Annotated[
+    Path | None,
+    typer.Option(help="The Coordinator's folder, in place of that of a configuration."),
+]
+
+
+def backup(
+    file: Annotated[
+        Path | None,
+        typer.Argument(metavar="[FILE]", help="Where to. Default: backups/ in the same folder."),
+    ] = None,
+    *,
+    config: Config = None,
+    data_dir: DataDir = None,
+) -> None:
+    """Copy the ledger of this head to a file, also while the application runs.
+
+    The ledger has pauses, adapter versions, operations and the audit log; uploaded files are not in
+    it. Exit codes: 0 done; 1 it failed.
+    """
+
+    def copy() -> None:
+        folder = _folder(config, data_dir)
+        if not (folder / FILE).is_file():
+            raise LedgerFailed(f"There is no ledger at {folder / FILE}.")
+        if file is None:
+            made = back_up(folder, time.time()).path
+        else:
+            made = file.absolute()
+            if made.exists() and (problem := defect_of(made)):
+                raise ConfigError(f"{made} exists, and is no backup of a ledger: {problem}.")
+            copy_ledger(folder / FILE, made)
+        note(f"The ledger of {folder} was copied to {made}.")
+
+    _run(copy)
+
+
+def restore(
+    file: Annotated[
+        Path | None,
+        typer.Argument(metavar="[FILE]", help="The backup. Without it the backups are listed."),
+    ] = None,
+    *,
+    config: Config = None,
+    data_dir: DataDir = None,
+) -> None:
+    """Replace the ledger of this head by a backup, while the application is down.
+
+    The earlier ledger is kept beside it. Exit codes: 0 done; 1 it failed, and nothing was changed.
+    """
+
+    def replace() -> None:
+        folder = _folder(config, data_dir)
+        if file is None:
+            _list(folder)
+            return
+        aside = restore_ledger(file.absolute(), folder, len(MIGRATIONS), time.time())
+        kept = "" if aside is None else f" The earlier one is {aside}."
+        note(f"The ledger of {folder} is that of {file}.{kept}")
+
+    _run(replace)
+
+
+def _list(folder: Path) -> None:
+    for one in backups_of(folder):
+        problem = defect_of(one.path)
+        note(f"{one.when}  {one.path}{f'  damaged: {problem}' if problem else ''}")
+
+
+def _folder(config: Path | None, data_dir: Path | None) -> Path:
+    """Return the Coordinator's folder on this machine. Raises ``ConfigError``."""
+    if data_dir is not None:
+        return data_dir.expanduser().absolute()
+    if config is None and not CONFIG.is_file():
+        return default_data_dir().expanduser()
+    file = config or CONFIG
+    found = {one.coordinator.data_dir for one in preflight.applications(preflight.read(file))}
+    if len(found) != 1:
+        raise ConfigError(f"{file} has {len(found)} ledgers: name one by --data-dir.")
+    return found.pop().expanduser().absolute()
+
+
+def _run(work: Callable[[], None]) -> None:
+    try:
+        work()
+    except (RkserveError, OSError) as exc:
+        typer.echo(f"rkserve: {exc}", err=True)
+        raise typer.Exit(Exit.FAILED) from None

@@ -55,6 +55,7 @@ from rkserve.coordinator.operations.prompt_caches import CacheTimes, PromptCache
 from rkserve.coordinator.operations.sleep import IdleModels, SleepOperations
 from rkserve.coordinator.operations.weights import WeightOperations
 from rkserve.coordinator.state.ledger import AuditEntry, Ledger
+from rkserve.coordinator.state.ledger_files import LedgerBackup
 from rkserve.coordinator.state.state_store import StateStore, recover, stands
 from rkserve.core.coordinator_metrics import CoordinatorMetrics
 from rkserve.core.desired_state import Desired, DesiredCache, Scope
@@ -477,6 +478,10 @@ class Coordinator:
         if declared.base_digest is not None:
             await asyncio.to_thread(self._weights.learn, declared.model)
             self._weights.require_base(self._state.desired, declared.model, declared.base_digest)
+
+    def backed_up(self, backup: LedgerBackup) -> None:
+        """Count a backup of the ledger."""
+        self._metrics.backed_up.set(backup.made_s)
 
     def metrics(self) -> bytes:
         """Return the metrics in Prometheus' text format."""

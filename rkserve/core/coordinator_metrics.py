@@ -95,3 +95,7 @@ class CoordinatorMetrics:
             ("model", "state"),
         )
         self.behind = gauge("rkserve_boards_behind", "Boards that do not obey that epoch yet.")
+        self.backed_up = gauge(
+            "rkserve_ledger_backup_timestamp_seconds",
+            "When the ledger was last backed up, in seconds since 1970; 0 before the first time.",
+        )

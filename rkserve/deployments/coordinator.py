@@ -28,6 +28,7 @@ from rkserve.coordinator.artifacts.sources import DownloadPool
 from rkserve.coordinator.artifacts.store import ArtifactRules, ArtifactStore
 from rkserve.coordinator.coordinator import Coordinator, CoordinatorPorts
 from rkserve.coordinator.state.ledger import Ledger
+from rkserve.coordinator.state.ledger_files import BackupKeeper
 from rkserve.core.desired_state import (
     SYSTEM_PROMPT,
     Artifact,
@@ -107,6 +108,10 @@ class CoordinatorReplica:
             asyncio.to_thread(self._coordinator.learn, tuple(own)), name="hash the model files"
         )
         self._sweeps = asyncio.get_running_loop().create_task(self._sweep(), name="sweep uploads")
+        backups = BackupKeeper(self._ledger, time.time, self._coordinator.backed_up)
+        self._backups = asyncio.get_running_loop().create_task(
+            backups.follow(), name="back the ledger up"
+        )
 
     async def _sweep(self) -> None:
         """Remove abandoned uploads."""
@@ -246,6 +251,7 @@ class CoordinatorReplica:
         """Release everything. Called by Ray, also after a constructor that failed."""
         if hasattr(self, "_sweeps"):
             self._sweeps.cancel()
+            self._backups.cancel()
             self._store.stop()
             await asyncio.gather(self._learning, return_exceptions=True)
             await self._coordinator.stop()

@@ -1,15 +1,21 @@
-"""``rkserve update``: options, errors and exit codes."""
+"""``rkserve update``, ``backup`` and ``restore``: options, errors and exit codes."""
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 
 import pytest
+import yaml
 from typer.testing import CliRunner
 
 from rkserve.bringup.update import FleetUpdater, UpdateOptions
 from rkserve.cli import app
 from rkserve.cli.context import Exit
+from rkserve.coordinator.state.ledger import Ledger
+from rkserve.coordinator.state.ledger_files import BACKUPS, FILE, backups_of
+from rkserve.core.desired_state import Desired
+from tests.support.values.config_args import args
 
 
 @pytest.mark.parametrize(
@@ -52,3 +58,53 @@ def test_the_exit_code_tells_whether_all_nodes_came_through(
     done = CliRunner().invoke(app, [*words, "--state", str(tmp_path / "node")])
     assert done.exit_code == code
     assert given == [UpdateOptions(tmp_path, canary="b1", max_unavailable=3, dry_run=True)]
+
+
+def run(*words: str | Path) -> tuple[int, str]:
+    done = CliRunner().invoke(app, [str(word) for word in words])
+    return done.exit_code, done.output
+
+
+def test_a_backup_is_restored_where_the_application_is_down(tmp_path: Path) -> None:
+    folder, copy = tmp_path / "data", tmp_path / "copy.sqlite3"
+    with closing(Ledger.open(folder)) as ledger:
+        ledger.write(desired=Desired(7))
+        code, output = run("backup", copy, "--data-dir", folder)
+        assert (code, str(copy) in output) == (Exit.DONE, True), output
+        ledger.write(desired=Desired(8))
+        code, output = run("restore", copy, "--data-dir", folder)
+        assert (code, "End the application first" in output) == (Exit.FAILED, True), output
+    code, output = run("restore", copy, "--data-dir", folder)
+    assert (code, f"{FILE}.aside-" in output) == (Exit.DONE, True), output
+    with closing(Ledger.open(folder)) as ledger:
+        assert ledger.desired() == Desired(7)
+
+
+def test_backups_are_made_and_listed_in_the_folder_of_a_configuration(tmp_path: Path) -> None:
+    folder, config = tmp_path / "data", tmp_path / "serve_config.yaml"
+    given = {**args(), "coordinator": {"data_dir": str(folder)}}
+    one = {"name": "rkserve", "import_path": "rkserve.app:build", "args": given}
+    config.write_text(yaml.safe_dump({"applications": [one]}), encoding="utf-8")
+    code, output = run("backup", "--config", config)
+    assert (code, "no ledger" in output) == (Exit.FAILED, True), output
+    Ledger.open(folder).close()
+    for _ in range(2):
+        assert run("backup", "--config", config)[0] == Exit.DONE
+    newest, oldest = backups_of(folder)
+    oldest.path.write_bytes(b"x" * 4096)
+    code, output = run("restore", "--config", config)
+    assert code == Exit.DONE
+    assert [*output.split()].count("damaged:") == 1
+    assert str(newest.path) in output
+
+
+def test_a_backup_replaces_no_file_but_a_backup(tmp_path: Path) -> None:
+    folder, other = tmp_path / "data", tmp_path / "letter"
+    Ledger.open(folder).close()
+    other.write_text("Dear reader", encoding="utf-8")
+    code, output = run("backup", other, "--data-dir", folder)
+    assert (code, "no backup of a ledger" in output) == (Exit.FAILED, True), output
+    assert other.read_text() == "Dear reader"
+    for _ in range(2):
+        assert run("backup", tmp_path / "copy", "--data-dir", folder)[0] == Exit.DONE
+    assert not (folder / BACKUPS).exists()

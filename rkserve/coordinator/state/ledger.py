@@ -8,7 +8,6 @@ could do nothing meanwhile anyway.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
 import os
@@ -31,23 +30,22 @@ from rkserve.control.codec import (
     write_operation,
 )
 from rkserve.control.operations import ControlOperation, OperationState
+from rkserve.coordinator.state.ledger_files import (
+    BUSY_S,
+    FILE,
+    backups_of,
+    lock_folder,
+    provide_reserve,
+    way_back,
+)
 from rkserve.core.desired_state import Desired, DesiredCache
 from rkserve.core.errors import LedgerFailed
-from rkserve.core.files import FULL, free_bytes, open_private, private_folder, sync
+from rkserve.core.files import free_bytes, open_private, sync
 from rkserve.core.node_database import atomic
 
 log = logging.getLogger(__name__)
 
 DAMAGED = "damaged"  # the kind of an entry of the audit log that cannot be read
-FILE, LOCK, RESERVE = "ledger.sqlite3", "lock", "reserve"
-# Reserved while there is room, and released to open the ledger on a full disk: SQLite needs some
-# pages beside the file before it reads it.
-RESERVE_BYTES = 1 << 20
-_WAYS_ON = (
-    "Restore it from a backup; or move it away, and the cluster begins with nothing paused and no "
-    "adapters of its own."
-)
-BUSY_S = 5.0  # a backup or an operator's sqlite3 shell may hold it for a moment
 
 # Each entry migrates the schema by one version. Entries are never edited: existing ledgers have
 # applied them.
@@ -117,6 +115,8 @@ class Ledger:
         self._lock = lock
         self._database = database
         self._limit = limit
+        self._changes = 0
+        self._place = _place(self.file)
 
     @classmethod
     def open(
@@ -134,9 +134,9 @@ class Ledger:
 
         ``free`` returns the free bytes of the disk. On a full disk the reserve is released.
         """
-        lock = _lock_folder(folder)
+        lock = lock_folder(folder)
         try:
-            _provide(folder, free)
+            provide_reserve(folder, free)
             _create(folder / FILE, migrations)
             database = _connect(folder / FILE, migrations)
             reading = _connect_to_read(folder / FILE, database)
@@ -156,6 +156,11 @@ class Ledger:
     def file(self) -> Path:
         """The path of the database."""
         return self._folder / FILE
+
+    @property
+    def changes(self) -> int:
+        """The number of stored changes since it was opened."""
+        return self._changes
 
     # -- desired state -------------------------------------------------------------------------
 
@@ -292,55 +297,25 @@ class Ledger:
         try:
             with atomic(self._database):
                 yield self._database
+                self._require_place()
+            self._changes += 1
         except sqlite3.Error as exc:
             raise LedgerFailed(
                 f"The ledger {self.file} cannot be written, so nothing was changed: {exc}. "
                 "Free space on the head node's disk, or mend it, and repeat the call."
             ) from exc
 
+    def _require_place(self) -> None:
+        """Raise ``LedgerFailed`` if the file is no longer the one that is open.
 
-def _lock_folder(folder: Path) -> int:
-    """Lock the folder; return the descriptor, which the kernel releases when this process ends."""
-    try:
-        private_folder(folder)  # it contains params of operations and uploaded weights
-        lock = open_private(folder / LOCK, os.O_RDWR | os.O_CREAT)
-    except OSError as exc:
-        raise LedgerFailed(
-            f"The folder {folder} (coordinator.data_dir) cannot be used: {exc.strerror or exc}."
-        ) from exc
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        owner = os.pread(lock, 32, 0).decode("ascii", "replace").strip() or "unknown"
-        os.close(lock)
-        raise LedgerFailed(
-            f"The folder {folder} is in use by another Coordinator (process {owner}). Each "
-            "application needs a coordinator.data_dir of its own."
-        ) from None
-    try:
-        os.ftruncate(lock, 0)
-        os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
-    except OSError as exc:
-        if exc.errno not in FULL:
-            os.close(lock)
-            raise LedgerFailed(f"The folder {folder} cannot be written: {exc.strerror}.") from exc
-        log.warning("%s does not name its process: %s", folder / LOCK, exc.strerror)
-    return lock
-
-
-def _provide(folder: Path, free: Callable[[Path], int]) -> None:
-    """Create the reserve if there is room for it, and release it if the disk is full."""
-    reserve = folder / RESERVE
-    try:
-        if free(folder) < RESERVE_BYTES:
-            reserve.unlink(missing_ok=True)
-            log.warning("the disk of %s is full: the ledger's reserve is given back", folder)
-        elif not reserve.exists() and free(folder) >= 4 * RESERVE_BYTES:
-            descriptor = open_private(reserve, os.O_WRONLY | os.O_CREAT)
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(bytes(RESERVE_BYTES))
-    except OSError as exc:
-        log.warning("the ledger's reserve in %s cannot be seen to: %s", folder, exc)
+        SQLite would go on with a file that has no name, and a restart would lose its changes.
+        """
+        if _place(self.file) != self._place:
+            raise LedgerFailed(
+                f"The ledger {self.file} or its log was moved, removed or replaced while it is in "
+                "use, so nothing was changed. Put it back; or end the application, restore a "
+                "backup, and start it again."
+            )
 
 
 def _create(file: Path, migrations: Sequence[Sequence[str]]) -> None:
@@ -353,7 +328,11 @@ def _create(file: Path, migrations: Sequence[Sequence[str]]) -> None:
         if file.exists():
             if file.stat().st_size:
                 return
-            raise LedgerFailed(f"The ledger {file} is damaged: it is empty. {_WAYS_ON}")
+            raise LedgerFailed(
+                f"The ledger {file} is damaged: it is empty. {way_back(file.parent)}"
+            )
+        if backups_of(file.parent):
+            raise LedgerFailed(f"The ledger {file} is gone. {way_back(file.parent)}")
         fresh = file.with_name(f"{file.name}.new")
         # SQLite would apply the log of a file that was moved away to the new one.
         for one in (fresh, file):
@@ -391,7 +370,7 @@ def _connect(file: Path, migrations: Sequence[Sequence[str]]) -> sqlite3.Connect
         ) from exc
     except sqlite3.DatabaseError as exc:
         database.close()
-        raise LedgerFailed(f"The ledger {file} is damaged: {exc}. {_WAYS_ON}") from exc
+        raise LedgerFailed(f"The ledger {file} is damaged: {exc}. {way_back(file.parent)}") from exc
     except BaseException:
         database.close()
         raise
@@ -411,8 +390,21 @@ def _connect_to_read(file: Path, database: sqlite3.Connection) -> sqlite3.Connec
     return reading
 
 
+def _place(file: Path) -> list[tuple[int, int] | None]:
+    """Return device and inode of a ledger and of its log."""
+    found: list[tuple[int, int] | None] = []
+    for path in (file, file.with_name(f"{file.name}-wal")):
+        try:
+            at = path.stat()
+        except FileNotFoundError:
+            found.append(None)
+        else:
+            found.append((at.st_dev, at.st_ino))
+    return found
+
+
 def _check(database: sqlite3.Connection) -> None:
-    (found,) = database.execute("PRAGMA quick_check(1)").fetchone()
+    (found,) = database.execute("PRAGMA integrity_check(1)").fetchone()
     if found != "ok":
         raise sqlite3.DatabaseError(found)
 

@@ -20,13 +20,11 @@ from rkserve.control.codec import SCHEMA, write_operation
 from rkserve.control.operations import BoardOutcome, OperationState, ResultStatus
 from rkserve.coordinator.state.ledger import (
     DAMAGED,
-    FILE,
     MIGRATIONS,
-    RESERVE,
-    RESERVE_BYTES,
     AuditEntry,
     Ledger,
 )
+from rkserve.coordinator.state.ledger_files import FILE, RESERVE, RESERVE_BYTES, back_up
 from rkserve.core.desired_state import Desired, PauseMode, Scope
 from rkserve.core.errors import LedgerFailed
 from tests.support.values.control_values import recorded
@@ -256,6 +254,52 @@ def test_a_damaged_file_is_named_and_left_alone(tmp_path: Path, content: bytes) 
     with pytest.raises(LedgerFailed, match=rf"{FILE} is damaged: .* move it away"):
         Ledger.open(tmp_path)
     assert file.read_bytes() == content
+
+
+@pytest.mark.parametrize("gone", [pytest.param(True, id="gone"), pytest.param(False, id="damaged")])
+def test_a_lost_ledger_is_refused_with_the_command_that_brings_its_backup_back(
+    tmp_path: Path, gone: bool
+) -> None:
+    with closing(Ledger.open(tmp_path)) as ledger:
+        ledger.write(desired=PAUSED, operations=[DONE])
+        backup = back_up(tmp_path, 1e9)
+        ledger.write(desired=state_changes.set_label(PAUSED, "m", "later"))
+    (tmp_path / FILE).unlink()
+    if not gone:
+        (tmp_path / FILE).write_bytes(b"SQLite format 3\x00" + b"\xff" * 4096)
+    with pytest.raises(LedgerFailed, match="2001-09-09 01:46:40 UTC") as refused:
+        Ledger.open(tmp_path)
+    command = f"rkserve restore {backup.path} --data-dir {tmp_path}"
+    assert command in refused.value.message
+
+
+@pytest.mark.parametrize(
+    ("spoil", "mend"),
+    [
+        pytest.param("mv {0} {0}.moved", "mv {0}.moved {0}", id="moved away"),
+        pytest.param(
+            "cp {0} {0}.copy; mv {0} {0}.moved; mv {0}.copy {0}", "mv {0}.moved {0}", id="replaced"
+        ),
+        pytest.param("mv {0}-wal {0}.log", "mv {0}.log {0}-wal", id="its log moved away"),
+    ],
+)
+def test_a_ledger_that_is_no_longer_in_its_place_is_not_written(
+    tmp_path: Path, spoil: str, mend: str
+) -> None:
+    def run(command: str) -> None:
+        subprocess.run(["sh", "-c", command.format(tmp_path / FILE)], check=True, timeout=60)
+
+    later = state_changes.set_label(PAUSED, "m", "later")
+    with closing(Ledger.open(tmp_path)) as ledger:
+        ledger.write(desired=PAUSED)
+        run(spoil)
+        with pytest.raises(LedgerFailed, match="was moved, removed or replaced"):
+            ledger.write(desired=later)
+        assert ledger.desired() == PAUSED
+        run(mend)
+        ledger.write(desired=later)
+    with closing(Ledger.open(tmp_path)) as ledger:
+        assert ledger.desired() == later
 
 
 def test_a_damaged_value_is_an_error_and_not_an_empty_cluster(tmp_path: Path) -> None:

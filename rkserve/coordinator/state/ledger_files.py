@@ -1,0 +1,328 @@
+"""The files of a ledger: its lock, its reserve, its backups, and the restoration of one.
+
+A backup is a whole database in one file, checked and on the disk before it has its name. Its number
+orders it: the clock of a board without a battery begins in 1970.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import logging
+import os
+import re
+import shutil
+import sqlite3
+import time
+from calendar import timegm
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from rkserve.core.errors import LedgerFailed
+from rkserve.core.files import FULL, open_private, private_folder, sync
+
+log = logging.getLogger(__name__)
+
+FILE, LOCK, RESERVE, BACKUPS = "ledger.sqlite3", "lock", "reserve", "backups"
+# Reserved while there is room, and released to open the ledger on a full disk: SQLite needs some
+# pages beside the file before it reads it.
+RESERVE_BYTES = 1 << 20
+BUSY_S = 5.0  # a backup or an operator's sqlite3 shell may hold it for a moment
+# The newest backups are kept, and of those before them the last one of each hour.
+KEPT, NEWEST = 10, 4
+BACKUP_S = 60.0  # between two of them
+LOOK_S = 5.0
+HOUR_S = 3600
+_STAMP = "%Y%m%dT%H%M%SZ"
+_NAME = re.compile(r"ledger-(\d{6,})-(\d{8}T\d{6}Z)\.sqlite3")
+_ANOTHER_FOLDER = "Each application needs a coordinator.data_dir of its own."
+_END_FIRST = "End the application first."
+_WAYS_ON = (
+    "Restore it from a backup; or move it away, and the cluster begins with nothing paused and no "
+    "adapters of its own."
+)
+
+
+def lock_folder(folder: Path, remedy: str = _ANOTHER_FOLDER) -> int:
+    """Lock the folder; return the descriptor, which the kernel releases when this process ends.
+
+    ``remedy`` is the advice where another process has it. Raises ``LedgerFailed``.
+    """
+    try:
+        private_folder(folder)  # it contains params of operations and uploaded weights
+        lock = open_private(folder / LOCK, os.O_RDWR | os.O_CREAT)
+    except OSError as exc:
+        raise LedgerFailed(
+            f"The folder {folder} (coordinator.data_dir) cannot be used: {exc.strerror or exc}."
+        ) from exc
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        owner = os.pread(lock, 32, 0).decode("ascii", "replace").strip() or "unknown"
+        os.close(lock)
+        raise LedgerFailed(
+            f"The folder {folder} is in use by another Coordinator (process {owner}). {remedy}"
+        ) from None
+    try:
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
+    except OSError as exc:
+        if exc.errno not in FULL:
+            os.close(lock)
+            raise LedgerFailed(f"The folder {folder} cannot be written: {exc.strerror}.") from exc
+        log.warning("%s does not name its process: %s", folder / LOCK, exc.strerror)
+    return lock
+
+
+def provide_reserve(folder: Path, free: Callable[[Path], int]) -> None:
+    """Create the reserve if there is room for it, and release it if the disk is full."""
+    reserve = folder / RESERVE
+    try:
+        if free(folder) < RESERVE_BYTES:
+            reserve.unlink(missing_ok=True)
+            log.warning("the disk of %s is full: the ledger's reserve is given back", folder)
+        elif not reserve.exists() and free(folder) >= 4 * RESERVE_BYTES:
+            descriptor = open_private(reserve, os.O_WRONLY | os.O_CREAT)
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(bytes(RESERVE_BYTES))
+    except OSError as exc:
+        log.warning("the ledger's reserve in %s cannot be seen to: %s", folder, exc)
+
+
+# -- backups ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, order=True)
+class LedgerBackup:
+    """A backup by its number; ``made_s`` is in seconds since 1970 by the head's clock then."""
+
+    number: int
+    made_s: int
+    path: Path
+
+    @property
+    def when(self) -> str:
+        """The time at which it was made."""
+        return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(self.made_s))
+
+
+def backups_of(folder: Path) -> list[LedgerBackup]:
+    """Return the backups of a ledger's folder, the newest first. Raises ``OSError``."""
+    found = []
+    with suppress(FileNotFoundError):
+        for path in (folder / BACKUPS).iterdir():
+            if match := _NAME.fullmatch(path.name):
+                made_s = timegm(time.strptime(match[2], _STAMP))
+                found.append(LedgerBackup(int(match[1]), made_s, path))
+    return sorted(found, reverse=True)
+
+
+def surplus(backups: Sequence[LedgerBackup]) -> list[LedgerBackup]:
+    """Return the backups to remove; ``backups`` has the newest first."""
+    kept = list(backups[:NEWEST])
+    hours = {one.made_s // HOUR_S for one in kept[-1:]}
+    for one in backups[NEWEST:]:
+        if len(kept) < KEPT and one.made_s // HOUR_S not in hours:
+            hours.add(one.made_s // HOUR_S)
+            kept.append(one)
+    return [one for one in backups if one not in kept]
+
+
+def defect_of(file: Path) -> str:
+    """Return why a file that no process uses is no intact ledger; empty if it is one."""
+    try:
+        # Immutable: nothing beside it is looked at or made.
+        address = f"{file.absolute().as_uri()}?mode=ro&immutable=1"
+        with closing(sqlite3.connect(address, uri=True)) as database:
+            (found,) = database.execute("PRAGMA integrity_check(1)").fetchone()
+            query = "SELECT count(*) FROM sqlite_master WHERE name IN ('desired', 'operations')"
+            (tables,) = database.execute(query).fetchone()
+    except sqlite3.Error as exc:
+        return str(exc)
+    return "" if found == "ok" and tables else str(found) if tables else "it has other tables"
+
+
+def newest_intact(folder: Path) -> LedgerBackup | None:
+    """Return the newest backup that can be restored. Raises ``OSError``."""
+    return next((one for one in backups_of(folder) if not defect_of(one.path)), None)
+
+
+def way_back(folder: Path) -> str:
+    """Return the remedy for a ledger that is damaged or gone."""
+    try:
+        found = newest_intact(folder)
+    except OSError as exc:
+        return f"Its backups cannot be read: {exc}. {_WAYS_ON}"
+    if found is None:
+        return _WAYS_ON
+    return (
+        f"Its newest intact backup was made at {found.when}. To return to that: "
+        f"rkserve restore {found.path} --data-dir {folder}. To begin with nothing instead, move "
+        f"{folder / BACKUPS} away, and the ledger."
+    )
+
+
+def copy_ledger(file: Path, target: Path) -> None:
+    """Copy a ledger, which may be in use, to a file that is checked and on the disk before it has
+    its name.
+
+    Raises:
+        LedgerFailed: it cannot be copied; an earlier ``target`` stays.
+    """
+    fresh = target.with_name(f"{target.name}.new")
+    try:
+        fresh.unlink(missing_ok=True)
+        os.close(open_private(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
+        address = f"{file.absolute().as_uri()}?mode=rw"  # it creates nothing
+        with closing(sqlite3.connect(address, uri=True, timeout=BUSY_S)) as database:
+            database.execute("VACUUM INTO ?", (str(fresh),))
+        if problem := defect_of(fresh):
+            raise sqlite3.DatabaseError(f"the copy is damaged: {problem}")
+        sync(fresh)
+        fresh.replace(target)
+        sync(target.parent)
+    except (OSError, sqlite3.Error) as exc:
+        with suppress(OSError):
+            fresh.unlink()
+        raise LedgerFailed(
+            f"The ledger {file} cannot be copied to {target}: {exc}. Check the space on the disk."
+        ) from exc
+
+
+def back_up(folder: Path, now_s: float) -> LedgerBackup:
+    """Add a backup, and remove those that are too many. Raises ``LedgerFailed``."""
+    try:
+        private_folder(folder / BACKUPS)
+        before = backups_of(folder)
+    except OSError as exc:
+        raise LedgerFailed(f"Backups cannot be made in {folder / BACKUPS}: {exc}.") from exc
+    number = before[0].number + 1 if before else 1
+    stamp = time.strftime(_STAMP, time.gmtime(now_s))
+    path = folder / BACKUPS / f"ledger-{number:06}-{stamp}.sqlite3"
+    copy_ledger(folder / FILE, path)
+    made = LedgerBackup(number, int(now_s), path)
+    for one in surplus([made, *before]):
+        with suppress(FileNotFoundError):
+            one.path.unlink()
+    return made
+
+
+class ChangingLedger(Protocol):
+    """The part of an open ledger that its backups need."""
+
+    @property
+    def file(self) -> Path:
+        """The path of the database."""
+
+    @property
+    def changes(self) -> int:
+        """The number of stored changes since it was opened."""
+
+
+class BackupKeeper:
+    """Backs a ledger up after changes, not more often than every ``BACKUP_S``."""
+
+    def __init__(
+        self,
+        ledger: ChangingLedger,
+        now_s: Callable[[], float],
+        done: Callable[[LedgerBackup], None],
+    ) -> None:
+        """``now_s`` reads seconds since 1970; ``done`` gets each backup."""
+        self._ledger, self._now_s, self._done = ledger, now_s, done
+        self._stored = -1  # changes of the last backup
+        self._failure = ""
+
+    async def follow(self) -> None:
+        """Make backups, forever."""
+        while True:
+            try:
+                await self.look()
+                self._failure = ""
+            except LedgerFailed as exc:
+                if exc.message != self._failure:  # a full disk is logged once
+                    log.warning("%s", exc)
+                self._failure = exc.message
+            await asyncio.sleep(LOOK_S)
+
+    async def look(self) -> None:
+        """Make a backup if one is due. Raises ``LedgerFailed``."""
+        changes, folder, now_s = self._ledger.changes, self._ledger.file.parent, self._now_s()
+        if changes == self._stored:
+            return
+        try:
+            newest = (await asyncio.to_thread(backups_of, folder))[:1]
+        except OSError as exc:
+            raise LedgerFailed(f"Backups of {self._ledger.file} cannot be made: {exc}.") from exc
+        # A clock that was set back makes no backup wait.
+        if newest and 0 <= now_s - newest[0].made_s < BACKUP_S:
+            return
+        self._done(await asyncio.to_thread(back_up, folder, now_s))
+        self._stored = changes
+
+
+# -- restoration --------------------------------------------------------------------------------
+
+
+def restore_ledger(backup: Path, folder: Path, schema: int, now_s: float) -> Path | None:
+    """Replace the ledger of a folder by a backup; return the new place of the earlier one, None
+    without one.
+
+    ``schema`` is the newest that this release reads. A crash leaves the earlier ledger or the
+    backup.
+
+    Raises:
+        LedgerFailed: the application runs, the backup is damaged or of a newer release, or the disk
+            is full; the ledger is as before.
+    """
+    if problem := defect_of(backup):
+        raise LedgerFailed(f"{backup} is no intact ledger: {problem}.")
+    if (found := _schema_of(backup)) > schema:
+        raise LedgerFailed(
+            f"{backup} has schema {found}, and this release knows {schema}: a newer rkserve wrote "
+            "it. Restore it with that one."
+        )
+    with _locked(folder):
+        file, fresh = folder / FILE, folder / f"{FILE}.new"
+        aside = folder / f"{FILE}.aside-{time.strftime(_STAMP, time.gmtime(now_s))}"
+        try:
+            fresh.unlink(missing_ok=True)
+            descriptor = open_private(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+            with os.fdopen(descriptor, "wb") as target, backup.open("rb") as source:
+                shutil.copyfileobj(source, target)
+            sync(fresh)
+            kept = _set_aside(file, aside)
+            fresh.replace(file)
+            sync(folder)
+        except OSError as exc:
+            raise LedgerFailed(f"{backup} cannot be restored to {file}: {exc}.") from exc
+        return aside if kept else None
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    lock = lock_folder(folder, _END_FIRST)
+    try:
+        yield
+    finally:
+        os.close(lock)
+
+
+def _set_aside(file: Path, aside: Path) -> bool:
+    """Give a ledger a second name, and its log that of it; return whether there was one."""
+    if not file.exists():
+        return False
+    os.link(file, aside)
+    for part in ("-wal", "-shm"):
+        with suppress(FileNotFoundError):
+            file.with_name(file.name + part).replace(aside.with_name(aside.name + part))
+    return True
+
+
+def _schema_of(file: Path) -> int:
+    address = f"{file.absolute().as_uri()}?mode=ro&immutable=1"
+    with closing(sqlite3.connect(address, uri=True)) as database:
+        return int(database.execute("PRAGMA user_version").fetchone()[0])
