@@ -402,6 +402,7 @@ class OperationRequest:
     after ``timeout_s`` seconds (None: the Coordinator's own limit) are undone. With
     ``expected_epoch`` the call is refused (``StaleEpoch``) unless that is the current epoch.
     ``background`` answers at once, with a running operation. ``request_id`` is for the log.
+    ``sent_s`` is the time of sending by ``time.monotonic`` on the machine started as ``boot``.
     """
 
     action: AnyAction
@@ -411,6 +412,8 @@ class OperationRequest:
     expected_epoch: int | None = None
     background: bool = False
     request_id: str = field(default="", compare=False)
+    boot: str = field(default="", compare=False)
+    sent_s: float = field(default=0.0, compare=False)
 
     @property
     def kind(self) -> OperationKind:

@@ -63,6 +63,7 @@ from rkserve.core.errors import (
     LedgerFailed,
     OperationConflict,
     OperationNotFound,
+    OperationTimeout,
     RequestError,
     RkserveError,
 )
@@ -342,6 +343,11 @@ class Coordinator:
             RkserveError: it was refused before it began.
         """
         operation = run.operation
+        if operation.kind in HOLDS and run.late:
+            raise OperationTimeout(
+                f"The call reached the Coordinator after its limit of {run.limit_s:g} s; nothing "
+                "was changed."
+            )
         state_changes.expect(self._state.desired, run.call.expected_epoch)
         await self._weights.prepare(self._state.desired, operation.action)
         await self._exclude(run)

@@ -60,6 +60,17 @@ def make_folder(folder: Path) -> None:
         sync(one.parent.resolve())  # its name stands there, perhaps behind a link
 
 
+@lru_cache(maxsize=1)
+def boot_id() -> str:
+    """Return the id of this machine's start, empty if it has none: processes with the same one have
+    the same ``time.monotonic``.
+    """
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        return ""
+
+
 class UnsafeFolder(OSError):
     """A folder that another account could read, write or replace."""
 

@@ -165,7 +165,8 @@ class RouterReplica:
         metrics = RouterMetrics(CollectorRegistry())
         dispatch = open_dispatch(config.router, fleet, metrics, random.Random())
         models = {folder.id: ServedModel.open(folder) for folder in folders.values()}
-        cluster = CoordinatorClient(RayCoordinatorLink(coordinator), fleet.obey)
+        limit_s = config.coordinator.operation_timeout_s
+        cluster = CoordinatorClient(RayCoordinatorLink(coordinator), fleet.obey, limit_s)
         self._tracing = open_tracing(
             config.router.tracing, serve.get_replica_context().replica_id.unique_id
         )

@@ -9,11 +9,17 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import replace
 from typing import Any, Protocol
 
-from rkserve.control.calls import DeclaredArtifact, OperationRequest, StoredArtifact
-from rkserve.control.operations import ControlOperation, OperationOutcome
+from rkserve.control.calls import (
+    DeclaredArtifact,
+    OperationKind,
+    OperationRequest,
+    StoredArtifact,
+)
+from rkserve.control.operations import HOLDS, ControlOperation, OperationOutcome
 from rkserve.control.sleep import REQUEST, requested, wakeable
 from rkserve.core.desired_state import Artifact, Desired, DesiredCache
-from rkserve.core.errors import CoordinatorAway, ModelAsleep, RkserveError
+from rkserve.core.errors import CoordinatorAway, ModelAsleep, OperationTimeout, RkserveError
+from rkserve.core.files import boot_id
 from rkserve.core.logs import LogPage, LogQuery, request_id
 from rkserve.fleet.fleet import Fleet
 from rkserve.models.incoming import UploadProgress
@@ -30,6 +36,8 @@ METRICS_S = 2.0  # a scrape must not wait
 # Operations have time limits of their own, which the Coordinator enforces. This one is for a
 # Coordinator whose loss Ray does not notice; a canary may be observed for a day.
 CHANGE_S = 2 * 24 * 3600.0
+# The Coordinator answers a pause at its limit, after it has undone it, for which it has 5 s.
+LATE_S = 7.0
 HEAR_OF_IT_S = 2.0
 PIECE_S = 60.0
 STORE_S = 3600.0  # gigabytes may be copied or fetched, and are hashed
@@ -46,11 +54,17 @@ class CoordinatorClient:
     """The desired state as last received, and calls to the Coordinator. One event loop."""
 
     def __init__(
-        self, link: CoordinatorLink, on_change: Callable[[Desired], None] = lambda _desired: None
+        self,
+        link: CoordinatorLink,
+        on_change: Callable[[Desired], None] = lambda _desired: None,
+        hold_s: float | None = None,
     ) -> None:
+        """``hold_s`` is the Coordinator's time limit of a pause that states none."""
         self._link = link
         self._on_change = on_change
+        self._hold_s = hold_s
         self._heard_s: float | None = None
+        self._going_on: set[asyncio.Future[Any]] = set()
         self.desired = Desired()  # empty until one was received
         self.known = False  # a desired state was received
         self.reachable = False
@@ -135,16 +149,37 @@ class CoordinatorClient:
     async def perform(self, call: OperationRequest) -> OperationOutcome:
         """Have the Coordinator change the cluster. Raises ``RkserveError``.
 
-        The call continues if the client leaves, because half a change would be worse.
+        The call continues if the client leaves, because half a change would be worse. A pause or a
+        sleep that a frozen Coordinator has not answered in time is an ``OperationTimeout``; the
+        Coordinator undoes it, or does not begin it, when it goes on.
         """
+        call = replace(call, request_id=request_id(), boot=boot_id(), sent_s=time.monotonic())
         if not self.reachable:
             await self.refresh()  # Ray would wait without limit for one that is gone
-        call = replace(call, request_id=request_id())
         asked = asyncio.ensure_future(self._link.call("perform", call, timeout_s=CHANGE_S))
+        self._going_on.add(asked)  # also where nobody waits for it any more
+        asked.add_done_callback(self._going_on.discard)
         asked.add_done_callback(_look_at_error)
-        outcome: OperationOutcome = await asyncio.shield(asked)
+        limit_s = self._limit_of(call)
+        try:
+            outcome: OperationOutcome = await asyncio.wait_for(asyncio.shield(asked), limit_s)
+        except (TimeoutError, asyncio.TimeoutError):  # two classes before Python 3.11
+            raise OperationTimeout(
+                f"The Coordinator did not answer within {limit_s:g} s, with {LATE_S:g} s beyond "
+                f"the time limit; the {call.kind.value} is not in effect once it answers again. "
+                "GET /v1/operations has its record."
+            ) from None
         await self._hear_of(outcome.operation.epoch)
         return outcome
+
+    def _limit_of(self, call: OperationRequest) -> float | None:
+        """Return the longest wait for the answer to a pause or a sleep; None without a limit."""
+        if call.kind not in HOLDS:
+            return None
+        limit_s = call.timeout_s
+        if limit_s is None and call.kind is OperationKind.PAUSE:  # a sleep may load models
+            limit_s = self._hold_s
+        return None if limit_s is None else limit_s + LATE_S
 
     # -- looking ------------------------------------------------------------------------------
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import signal
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -23,6 +25,7 @@ from tests.support.cluster.controlled import (
     LIMIT_S,
     all_report,
     body,
+    coordinator_pid,
     flaws,
     get,
     kill,
@@ -278,6 +281,30 @@ def test_a_coordinator_that_dies_leaves_the_cluster_paused_and_the_next_one_resu
     assert (reply.text, reply.finish_reason) == (COUNTED, "stop")
     assert get(http, "/is_paused")["is_paused"] is False
     assert all(report.state is BoardState.READY for report in all_report(app))
+
+
+@pytest.mark.promise("Pause", "A Coordinator that is frozen does not answer a pause with success")
+def test_a_pause_whose_coordinator_is_frozen_is_an_error_and_not_in_effect_when_it_goes_on(
+    app: App, http: httpx.Client
+) -> None:
+    frozen = coordinator_pid(app)
+    before = len(get(http, "/v1/operations?limit=1000")["data"])
+    os.kill(frozen, signal.SIGSTOP)
+    try:
+        failed = http.post("/pause", json={**KEEP, "timeout_s": 1.0})
+        assert failed.status_code in (503, 504), failed.text
+        assert failed.json()["error"]["code"] in ("operation_timeout", "coordinator_unavailable")
+    finally:
+        with contextlib.suppress(ProcessLookupError):  # Serve may have replaced it
+            os.kill(frozen, signal.SIGCONT)
+
+    def answers() -> bool:
+        return http.get("/v1/operations").status_code == 200
+
+    wait_for("the Coordinator to answer", answers)
+    assert get(http, "/is_paused")["is_paused"] is False
+    assert chat(http).status_code == 200
+    assert len(get(http, "/v1/operations?limit=1000")["data"]) <= before + 1
 
 
 # -- what it tells of itself ----------------------------------------------------------------------

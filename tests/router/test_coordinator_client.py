@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ from rkserve.core.board_report import BoardState
 from rkserve.core.desired_state import PauseMode
 from rkserve.core.errors import BoardAsleep, BoardOutOfOrder, EnginePaused, LedgerFailed
 from rkserve.router import coordinator_client as wake_on_request
+from tests.support.boards import own_time
 from tests.support.boards.fake_boards import answer, eventually, report
 from tests.support.boards.fakes import run_loop
 from tests.support.http.router_house import CHAT, House, chat, events
@@ -262,3 +264,28 @@ def test_the_coordinator_learns_the_id_of_the_request_for_its_log() -> None:
     answer = send(of, "POST", "/pause", headers={"x-request-id": "theirs"})
     assert answer.status_code == 200
     assert [call.request_id for call in of.head.calls] == ["theirs"]
+
+
+@pytest.mark.promise("Pause", "A Coordinator that is frozen does not answer a pause with success")
+def test_a_pause_that_a_frozen_coordinator_does_not_answer_is_an_error_after_its_limit() -> None:
+    of, thaws, limit_s = house("a"), asyncio.Event(), 3.0
+
+    async def frozen(call: OperationRequest) -> OperationOutcome:
+        await thaws.wait()
+        return woken(of, call)
+
+    of.head.says["perform"] = frozen
+
+    async def main() -> None:
+        began_s = time.monotonic()
+        paused = await of("POST", "/pause", json={"timeout_s": limit_s})
+        assert (paused.status_code, paused.json()["error"]["code"]) == (504, "operation_timeout")
+        assert "/v1/operations" in paused.json()["error"]["message"]
+        assert limit_s < time.monotonic() - began_s < limit_s + wake_on_request.LATE_S + 1
+        thaws.set()
+        await eventually(lambda: not of.cluster._going_on)
+
+    own_time.run_loop(main())
+    (call,) = of.head.calls
+    assert call.boot
+    assert call.sent_s > 0

@@ -34,6 +34,7 @@ from rkserve.core.errors import (
     ModelNotFound,
     OperationTimeout,
 )
+from rkserve.core.files import boot_id
 
 log = logging.getLogger(__name__)
 
@@ -125,7 +126,10 @@ class OperationRun:
         self.unwritten: tuple[OperationState, ControlError | None] | None = None
         limit_s = context.config.operation_timeout_s if call.timeout_s is None else call.timeout_s
         self._limit_s = limit_s
-        self._began_s = time.monotonic()
+        self._began_s = now_s = time.monotonic()
+        if call.boot and call.boot == boot_id():
+            # The caller's limit began when it was sent: this process may have been frozen since.
+            self._began_s = min(now_s, call.sent_s)
         self._deadline_s = self._began_s + limit_s
 
     @property
@@ -142,6 +146,11 @@ class OperationRun:
     def left_s(self) -> float:
         """Seconds until the time limit; never quite zero, so that due steps are tried."""
         return max(0.001, self._deadline_s - time.monotonic())
+
+    @property
+    def late(self) -> bool:
+        """True after the time limit, when the caller has been answered already."""
+        return time.monotonic() > self._deadline_s
 
     def allow(self, limit_s: float) -> None:
         """Extend the time limit, unless the caller set it."""

@@ -36,7 +36,7 @@ from rkserve.coordinator.operations.operation_run import (
     shortfall,
 )
 from rkserve.core.desired_state import PauseMode, Scope
-from rkserve.core.errors import RkserveError
+from rkserve.core.errors import OperationTimeout, RkserveError
 
 RESET_LEASE_S = 120.0
 ROUTERS_S = 10.0
@@ -95,12 +95,19 @@ async def halt(run: OperationRun, scope: Scope, phase: Phase = Phase.STOPPING) -
 
 
 async def end_hold(run: OperationRun, scope: Scope, replies: Replies, done: str) -> None:
-    """End the operation successfully if every board followed, and undo it otherwise."""
+    """End the operation successfully if every board followed in time, and undo it otherwise."""
     behind = replies.behind
-    if not behind and holds(run):
+    if behind:
+        error = shortfall(behind, done, run.limit_s)
+    elif run.late:
+        # This process was frozen, and its caller has the error of a timeout already.
+        message = f"The Coordinator was late: not done within {run.limit_s:g} s; {done}."
+        error = ControlError.of(OperationTimeout(message))
+    elif holds(run):
         run.end(OperationState.SUCCEEDED)
         return
-    error = shortfall(behind, done, run.limit_s) if behind else LEASE_OVER
+    else:
+        error = LEASE_OVER
     await undo(run, scope, error)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -11,12 +12,15 @@ from typing import Any
 
 import pytest
 
-from rkserve.control.calls import OperationKind
+from rkserve.control.calls import OperationKind, OperationRequest, PauseAction
 from rkserve.control.operations import Phase
 from rkserve.coordinator.state.ledger import Ledger
-from rkserve.core.errors import LedgerFailed
+from rkserve.core.desired_state import PauseMode
+from rkserve.core.errors import LedgerFailed, OperationTimeout
+from rkserve.core.files import boot_id
 from tests.support.boards.fake_boards import eventually
-from tests.support.cluster.fake_cluster import MODEL, Control, FakeCluster, started
+from tests.support.boards.own_time import Loop
+from tests.support.cluster.fake_cluster import MODEL, Control, FakeBoard, FakeCluster, started
 
 pytestmark = pytest.mark.virtual_time
 
@@ -127,3 +131,63 @@ async def test_a_lease_that_ends_while_there_is_no_coordinator_has_ended_for_the
         await it.again()
         await eventually(lambda: it.follows)
         assert it.held == []
+
+
+async def test_a_pause_whose_coordinator_was_frozen_beyond_its_limit_fails_and_is_undone(
+    tmp_path: Path,
+) -> None:
+    """Its caller has the error of a timeout already, and believes that nothing is paused."""
+    it = Control(tmp_path, FakeCluster.of("a", "b", "c"))
+    async with started(it):
+        stopped: set[str] = set()
+
+        def freeze(board: FakeBoard, method: str) -> None:
+            if method == "adopt" and board.is_held:
+                stopped.add(board.board_id)
+                if len(stopped) == 3:
+                    put_forward(60.0)
+
+        it.cluster.after = freeze
+        outcome = await it.pause(timeout_s=5.0)
+        assert stopped == {"a", "b", "c"}
+        assert outcome.status == 504
+        assert outcome.operation.error is not None
+        assert outcome.operation.error.code == "operation_timeout"
+        await eventually(lambda: it.follows)
+        assert it.held == []
+        assert it.desired.pauses == ()
+        it.cluster.after = lambda _board, _method: None
+        assert (await it.pause(timeout_s=5.0)).status == 200
+
+
+@pytest.mark.parametrize(
+    ("boot", "status"),
+    [
+        pytest.param(boot_id(), 504, id="sent on this machine"),
+        pytest.param("another", 200, id="sent on a machine with another clock"),
+    ],
+)
+async def test_a_pause_that_reaches_the_coordinator_after_its_limit_is_not_begun(
+    tmp_path: Path, boot: str, status: int
+) -> None:
+    it = Control(tmp_path, FakeCluster.of("a"))
+    async with started(it):
+        call = OperationRequest(
+            PauseAction(mode=PauseMode.KEEP),
+            timeout_s=5.0,
+            boot=boot,
+            sent_s=time.monotonic() - 6.0,
+        )
+        try:
+            found = (await it.it.perform(call)).status
+        except OperationTimeout as exc:
+            found = exc.http_status
+        assert found == status
+        assert bool(it.held) is (status == 200)
+
+
+def put_forward(seconds: float) -> None:
+    """Have this process be frozen for a while, as by SIGSTOP."""
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, Loop)
+    loop.clock.now_s += seconds
