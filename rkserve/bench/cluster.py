@@ -52,8 +52,10 @@ def deploy(command: Json) -> dict[str, Any]:
     state_dir = Path(command["folder"]) / "state"
     state_dir.mkdir(exist_ok=True)
     data_dir = str(Path(command["folder"]) / "data")
+    router = {"replicas": 1, **command["args"].get("router", {})}  # one is what is measured
     args = {
         **command["args"],
+        "router": router,
         "boards": [group],
         "state_dir": str(state_dir),
         "coordinator": {"data_dir": data_dir},

@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from rkserve.deployments.haproxy import FLAG, METRICS_MS, PATIENCE
+from rkserve.deployments.haproxy import FLAG, METRICS_MS, PATIENCE, PROXY_CHECK
 
 HEAD, BOARD = "head", "board"
 GCS_PORT, DASHBOARD_PORT = 6379, 8265
@@ -53,6 +53,16 @@ SETTINGS: tuple[RaySetting, ...] = (
         "Serve's 100 ms wakes every replica ten times a second; a board would never be idle.",
     ),
     RaySetting("RAY_USAGE_STATS_ENABLED", "0", "Ray reports usage to its makers by default."),
+    *(
+        RaySetting(
+            name,
+            value,
+            "Serve looks every 10 s by default, three times: a killed proxy would be missed for "
+            "half a minute.",
+            (HEAD,),
+        )
+        for name, value in PROXY_CHECK.items()
+    ),
     *(RaySetting(name, value, SLOW_START) for name, value in PATIENCE.items()),
 )
 

@@ -152,7 +152,13 @@ class TracingConfig(Settings):
 class RouterConfig(Settings):
     """The OpenAI ingress."""
 
-    replicas: int = Field(1, ge=1, le=64, description="Router replicas.")
+    replicas: int = Field(
+        2,
+        ge=1,
+        le=64,
+        description="Router replicas. With two, the loss of one costs the requests of the other "
+        "nothing. Limits and queues that are stated for one Router hold at each.",
+    )
     nodes: str = Field(
         "head",
         min_length=1,

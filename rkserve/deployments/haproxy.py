@@ -1,4 +1,4 @@
-"""Ray's HAProxy in front of the Routers: its environment, private folder and configuration.
+"""Ray's HAProxy in front of the Routers: its environment, private folder and launcher.
 
 It is turned on by the environment of Ray's start, on every node; the application is the same with
 and without it. Ray writes a configuration and restarts HAProxy with every change of its Routers.
@@ -9,8 +9,6 @@ This module uses names of Ray's settings, and imports nothing of Ray.
 from __future__ import annotations
 
 import ipaddress
-import json
-import math
 import os
 import re
 import resource
@@ -18,8 +16,7 @@ import shlex
 import shutil
 import stat
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NoReturn
@@ -27,6 +24,7 @@ from typing import NoReturn
 from rkserve.core.child_process import listens_nowhere
 from rkserve.core.errors import ConfigError
 from rkserve.core.files import UnsafeFolder, private_folder
+from rkserve.deployments.haproxy_config import ProxyLimits, check_template, prepare_config
 
 # Ray's time limits for its own start, in its environment. A busy machine may take minutes for what
 # they give 30 s by default, and Serve's proxy 5 s: it is replaced by another one then, which has to
@@ -41,10 +39,6 @@ PATIENCE = {
 }
 FLAG = "RAY_SERVE_ENABLE_HA_PROXY"
 BINARY = "RAY_SERVE_HAPROXY_BINARY_PATH"
-MAXCONN = "RAY_SERVE_HAPROXY_MAXCONN"
-HEADER_TIMEOUT = "RKSERVE_FRONT_HEADER_TIMEOUT_S"
-PER_ADDRESS = "RKSERVE_FRONT_CONNECTIONS_PER_ADDRESS"
-PROXIES = "RKSERVE_FRONT_PROXIES"
 LAUNCHER = "rkserve-haproxy"
 # A replica serves HTTP itself then. What it is asked by its own loop costs no change of threads.
 ONE_LOOP = {
@@ -54,13 +48,18 @@ ONE_LOOP = {
 # Ray's own 0.1 s wakes every replica ten times a second, which on a board is never idle then.
 METRICS_MS = 5000
 READY_S = 60  # Ray ends a proxy that is not ready after 5 s, and a busy machine takes longer
+# Ray replaces a proxy after three failed checks, every 10 s by default: a killed HAProxy would be
+# missed for half a minute.
+PROXY_CHECK = {"RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "0.5"}
+# A Router that answers no check of HAProxy twice gets no requests: 5 s each by default. One that
+# was killed refuses connections, which counts at once.
+ROUTER_CHECK = "2s"
+# What a Router that was killed had taken and not begun to answer goes to another one, as far as
+# ``haproxy_config`` allows it.
+RETRY_ON = "conn-failure empty-response"
 DRAIN_S = 1  # on one machine no load balancer needs 30 s to notice a leaving Router
 # Ray adds the node's id (56 characters) and a name, HAProxy a suffix; a socket's path has 107.
 LONGEST_FOLDER = 29
-# Further connections of one address are closed without an answer.
-SPARE_CONNECTIONS = 100
-MOST_CONNECTIONS = 10_000  # each has 2.5 files, with those that splice, and 20 KB while it is read
-OWN_FILES = 500  # HAProxy's files besides those of connections
 ROUTER_PORTS = 100
 # The same for every Ray on a machine: those of HAProxy itself, of Serve's own proxy, to which
 # HAProxy sends requests where no Router runs, and of Routers.
@@ -73,36 +72,6 @@ DEFAULT_PORTS = {
 FIRST_ROUTER_PORT = "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT"
 LAST_ROUTER_PORT = "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT"
 DEFAULT_ROUTER_PORT = 30_000
-PREPARED = "# Prepared by rkserve"
-
-
-@dataclass(frozen=True)
-class ProxyLimits:
-    """HAProxy's limits. ``proxies`` are addresses that speak for many clients."""
-
-    header_timeout_s: float = 10.0
-    connections_per_address: int = 1024
-    proxies: tuple[str, ...] = ("127.0.0.0/8", "::1")
-
-    @classmethod
-    def of(cls, environ: Mapping[str, str]) -> ProxyLimits:
-        """Return the limits of an environment. Raises ``ConfigError`` naming the variable."""
-        limits = cls(
-            _number(environ, HEADER_TIMEOUT, cls.header_timeout_s, 0.001),
-            int(_number(environ, PER_ADDRESS, cls.connections_per_address, 0)),
-            tuple(environ[PROXIES].replace(",", " ").split())
-            if PROXIES in environ
-            else cls.proxies,
-        )
-        for address in limits.proxies:
-            try:
-                ipaddress.ip_network(address, strict=False)
-            except ValueError:
-                raise ConfigError(
-                    f"{PROXIES}: '{address}' is no IP address or network; give a list such as "
-                    "127.0.0.0/8,::1,192.0.2.7."
-                ) from None
-        return limits
 
 
 def available() -> bool:
@@ -175,6 +144,9 @@ def prepare(folder: Path) -> dict[str, str]:
         **ONE_LOOP,
         "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": str(METRICS_MS),
         "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": str(READY_S),
+        **PROXY_CHECK,
+        "RAY_SERVE_HAPROXY_HEALTH_CHECK_INTER": ROUTER_CHECK,
+        "RAY_SERVE_HAPROXY_RETRY_ON": RETRY_ON,
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(folder / "haproxy.cfg"),
         "RAY_SERVE_HAPROXY_SOCKET_PATH": str(folder / "admin.sock"),
         "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(folder / "metrics.sock"),
@@ -237,205 +209,6 @@ def is_loopback(host: str | None) -> bool:
         return host == "localhost"
 
 
-# -- the configuration --------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class TemplateEdit:
-    """A replacement of the matching lines of one section.
-
-    ``count`` is the required number of matches; None allows any.
-    """
-
-    section: str
-    line: re.Pattern[str]
-    put: Callable[[re.Match[str]], list[str]]
-    count: int | None = 1
-
-
-def prepare_config(text: str, limits: ProxyLimits, files: int) -> str:
-    """Return Ray's configuration with some lines replaced by rkserve's.
-
-    ``files`` is the number of files that HAProxy may open. A prepared configuration is returned
-    unchanged.
-
-    Raises:
-        ConfigError: the configuration lacks lines to be replaced.
-    """
-    if text.startswith(PREPARED):
-        return text
-    edits = _edits(limits, files)
-    found = [0] * len(edits)
-    lines = [f"{PREPARED}; Ray writes it anew with every change."]
-    section = ""
-    for line in text.splitlines():
-        if line and not line[0].isspace():
-            section = " ".join(line.split())
-        lines += _edited(line, section, edits, found)
-    for edit, count in zip(edits, found, strict=True):
-        if edit.count is not None and edit.count != count:
-            raise ConfigError(
-                f"Ray's HAProxy configuration is not the one that this rkserve knows: section "
-                f"'{edit.section}' has {count} lines like '{edit.line.pattern}', and not "
-                f"{edit.count}. Use the Ray release that rkserve's requirements name, or start Ray "
-                f"without {FLAG}."
-            )
-    _refuse_leftovers(lines)
-    return "\n".join(lines) + "\n"
-
-
-def check_template() -> None:
-    """Make sure that the installed Ray writes a configuration that can be prepared.
-
-    Raises:
-        ConfigError: it does not, or Ray is not there.
-    """
-    ray = find_spec("ray")  # its package's folder: to import it takes seconds
-    if ray is None or ray.origin is None:
-        raise ConfigError("Ray is not installed.")
-    path = Path(ray.origin).parent / "serve" / "_private" / "haproxy_templates.py"
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as exc:
-        raise ConfigError(f"Ray's template for HAProxy cannot be read: {exc}.") from exc
-    _, _, template = text.partition('HAPROXY_CONFIG_TEMPLATE = """')
-    # Every line that the template may write, with 1 in the place of each value.
-    lines = re.sub(r"{{.*?}}", "1", re.sub(r"{%.*?%}", "", template.partition('"""')[0]))
-    prepare_config(lines, ProxyLimits(), MOST_CONNECTIONS)
-
-
-def _edited(line: str, section: str, edits: list[TemplateEdit], found: list[int]) -> list[str]:
-    for number, edit in enumerate(edits):
-        if section == edit.section and (match := edit.line.fullmatch(line.strip())):
-            found[number] += 1
-            return [f"    {new}" for new in edit.put(match)]
-    return [line]
-
-
-_LEFTOVER = re.compile(r"\s*(option splice-(request|auto)\b|stats socket (?!\S+ mode 600 ))")
-
-
-def _refuse_leftovers(lines: list[str]) -> None:
-    for line in lines:
-        if _LEFTOVER.match(line):
-            raise ConfigError(
-                "Ray's HAProxy configuration is not the one that this rkserve knows: it has the "
-                f"line '{line.strip()}' in an unknown place. Use the Ray release that rkserve's "
-                f"requirements name, or start Ray without {FLAG}."
-            )
-
-
-def _edits(limits: ProxyLimits, files: int) -> list[TemplateEdit]:
-    return [
-        TemplateEdit(
-            "global",
-            re.compile(r"(stats socket \S+) mode 666 (level admin expose-fd listeners)"),
-            lambda match: [f"{match[1]} mode 600 {match[2]}"],
-        ),
-        TemplateEdit(
-            "global", re.compile(r"maxconn (\d+)"), lambda match: [_maxconn(match[1], files)]
-        ),
-        # With it HAProxy does not see that a client leaves whose request came in two segments.
-        TemplateEdit("defaults", re.compile(r"option splice-request"), lambda _: []),
-        TemplateEdit("defaults", re.compile(r"timeout http-request .*"), lambda _: [], count=None),
-        TemplateEdit("defaults", re.compile(r"errorfile 50[234] .*"), lambda _: [], count=3),
-        TemplateEdit(
-            "defaults",
-            re.compile(r"option abortonclose"),
-            lambda match: [
-                match[0],
-                f"timeout http-request {_ms(limits.header_timeout_s)}",
-                # Browsers connect before they know what to ask: no 408 for a request of no byte.
-                "option http-ignore-probes",
-                *_own_errors(),
-            ],
-        ),
-        # Both would fill the table of connections of all, too.
-        TemplateEdit(
-            "frontend prometheus", re.compile(r"bind :\d+"), lambda m: [m[0], "maxconn 64"]
-        ),
-        TemplateEdit(
-            "listen stats",
-            re.compile(r"bind \*:(\d+)"),
-            lambda match: [f"bind 127.0.0.1:{match[1]}", "maxconn 64"],
-        ),
-        TemplateEdit(
-            "frontend http_frontend",
-            re.compile(r"bind \S+:\d+"),
-            lambda match: [match[0], *_per_address(limits)],
-        ),
-    ]
-
-
-def _maxconn(given: str, files: int) -> str:
-    """Return as many connections as the file limit allows, unless an operator chose a number."""
-    if MAXCONN in os.environ:
-        return f"maxconn {given}"
-    return f"maxconn {max(1, min(MOST_CONNECTIONS, (files - OWN_FILES) * 2 // 5))}"
-
-
-def _per_address(limits: ProxyLimits) -> list[str]:
-    """Limit the connections of an address, or of an IPv6 network of 64 bits."""
-    most = limits.connections_per_address
-    if not most:
-        return []
-    error = _error(
-        f"This address has more than {most} connections; use fewer at once, or have the "
-        f"operator list a proxy in {PROXIES}.",
-        "rate_limit_exceeded",
-        "too_many_connections",
-    )
-    many = "{ sc0_conn_cur gt %d }"
-    return [
-        "stick-table type ipv6 size 100k expire 1m store conn_cur",
-        *(f"acl rkserve_proxy src {address}" for address in limits.proxies),
-        "tcp-request connection track-sc0 src,ipmask(32,64)"
-        + (" unless rkserve_proxy" if limits.proxies else ""),
-        f"tcp-request connection reject if {many % (most + SPARE_CONNECTIONS)}",
-        f"tcp-request connection set-var(sess.rkserve_crowded) bool(true) if {many % most}",
-        "http-request return status 429 content-type application/json "
-        "hdr retry-after 1 hdr connection close "
-        f"string '{error}' if {{ var(sess.rkserve_crowded) -m bool }}",
-    ]
-
-
-def _own_errors() -> list[str]:
-    """Return HAProxy's own answers as OpenAI's error object; its 400 and 408 cannot be changed."""
-    messages = {
-        502: "The Router failed before it answered; try again.",
-        503: "No Router is ready; try again soon.",
-        504: "The Router did not answer in time; try again.",
-    }
-    return [
-        f"http-error status {status} content-type application/json "
-        f"string '{_error(message, 'server_error', 'no_router')}' hdr retry-after 1"
-        for status, message in messages.items()
-    ]
-
-
-def _error(message: str, kind: str, code: str) -> str:
-    error = {"message": message, "type": kind, "param": None, "code": code}
-    # HAProxy's single quotes know no escape.
-    return json.dumps({"error": error}).replace("'", "\\u0027")
-
-
-def _ms(seconds: float) -> str:
-    return f"{max(1, math.ceil(seconds * 1e3))}ms"
-
-
-def _number(environ: Mapping[str, str], name: str, default: float, least: float) -> float:
-    given = environ.get(name, "").strip()
-    if not given:
-        return default
-    try:
-        value = float(given)
-    except ValueError:
-        value = math.nan
-    if not least <= value < math.inf:  # false for NaN, too
-        raise ConfigError(f"{name}: '{given}' is not a number of {least:g} or more.")
-    return value
-
-
 # -- the launcher -------------------------------------------------------------------------------
 
 
@@ -448,11 +221,36 @@ def become_haproxy() -> NoReturn:
     program, *arguments = sys.argv[1:]
     try:
         if "-f" in arguments[:-1]:
-            _prepare_file(Path(arguments[arguments.index("-f") + 1]))
+            config = Path(arguments[arguments.index("-f") + 1])
+            _prepare_file(config)
+            if "-sf" not in arguments and (left := orphans(config.parent.parent)):
+                arguments += ["-sf", *map(str, left)]
     except (ConfigError, OSError) as exc:
         sys.stderr.write(f"rkserve: {exc}\n")
         raise SystemExit(1) from None
     os.execv(program, [program, *arguments])  # same process: Ray knows it by its id
+
+
+def orphans(folder: Path, proc: Path = Path("/proc")) -> list[int]:
+    """Return the HAProxys with a configuration below a folder whose manager has ended.
+
+    Ray's manager of HAProxy may be killed alone: its HAProxy listens on, and the next one could not
+    begin to. That one takes the port over, and lets the other end its answers.
+    """
+    found = []
+    for place in proc.iterdir():
+        try:
+            if (place / "comm").read_text() != "haproxy\n":
+                continue
+            words = (place / "cmdline").read_bytes().split(b"\0")
+            if not any(word.startswith(f"{folder}/".encode()) for word in words[1:]):
+                continue
+            fields = (place / "stat").read_text().rpartition(")")[2].split()
+            if b"HAProxy" not in (proc / fields[1] / "cmdline").read_bytes():
+                found.append(int(place.name))
+        except (OSError, ValueError):
+            continue  # it has ended since, or is no process
+    return [pid for pid in found if pid != os.getpid()]
 
 
 def _prepare_file(path: Path) -> None:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import secrets
+import signal
 import stat
 import tempfile
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +22,14 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.harness.prompts import PROFILE
+from rkserve.bench.processes import PROC, snapshot
 from rkserve.bench.systems import BenchProcesses, SimulatedDeployment
 from rkserve.config.board_group import SimulatedConfig
 from rkserve.deployments.haproxy import available
 from tests.support.boards.fakes import run_loop
 from tests.support.cluster.local_cluster import MODEL
 from tests.support.http.scraping import Scraper
-from tests.support.http.talk import CHAT, ENDLESS, ask, chat_body, streaming
+from tests.support.http.talk import CHAT, ENDLESS, Reply, ask, chat_body, streaming
 
 pytestmark = [
     pytest.mark.ray,
@@ -32,16 +37,17 @@ pytestmark = [
     pytest.mark.skipif(not available(), reason="Ray has no HAProxy for this platform"),
 ]
 BODY_LIMIT = 100_000
+ROUTERS = 2
 
 
 @pytest.fixture(scope="module")
 def crew() -> Iterator[BenchProcesses]:
-    """A Ray with HAProxy, and two boards behind it."""
+    """A Ray with HAProxy, two Routers behind it, and two boards."""
     assert SimulatedConfig().profile == PROFILE
     with tempfile.TemporaryDirectory(prefix="rk-", dir="/tmp") as folder:
         one = BenchProcesses(Path(folder), lambda _: None, front=True)
         try:
-            args = {"router": {"max_body_bytes": BODY_LIMIT}}
+            args = {"router": {"max_body_bytes": BODY_LIMIT, "replicas": ROUTERS}}
             one.deploy(SimulatedDeployment(PROFILE, 2, 0.05, park=False, args=args))
             yield one
         finally:
@@ -100,7 +106,7 @@ def test_it_is_haproxy_that_answers(crew: BenchProcesses) -> None:
 
 def test_answers_stream_and_come_over_the_channel(crew: BenchProcesses) -> None:
     async def main(http: httpx.AsyncClient) -> None:
-        await reaches(http, "rkserve_channels", 2)
+        await reaches(http, "rkserve_channels", 2 * ROUTERS)
         before = await figure(http, "rkserve_token_streams_total", path="channel")
         through = await figure(http, "rkserve_token_streams_total", path="ray")
         streamed = await ask(http, "Hello!", temperature=0)
@@ -170,6 +176,114 @@ def test_what_is_asked_of_this_machine_alone_is_answered_where_only_it_is_listen
         from_elsewhere = {"x-forwarded-for": "192.0.2.1"}
         refused = await http.post("/pause", headers=from_elsewhere)
         assert refused.status_code == 403
+
+    talk(crew, main)
+
+
+# -- what ends ------------------------------------------------------------------------------------
+
+STREAMS = 8
+
+
+def processes(crew: BenchProcesses, part: str) -> list[int]:
+    """The processes of a part of the cluster."""
+    found = snapshot(PROC, crew.pids())
+    return [one.pid for one, (name, _) in found.items() if name == part]
+
+
+@dataclass
+class Ended:
+    """A stream as its client saw it, and a repeat of its request."""
+
+    deltas: int = 0
+    text: str = ""
+    done: bool = False
+    broken: bool = False
+    error: Any = None
+
+
+async def long_stream(http: httpx.AsyncClient, key: str, ended: Ended) -> None:
+    """Read a long answer to a request with a key until it ends, in whatever way."""
+    body = chat_body("Count to 300", stream=True, temperature=0)
+    headers = {"Idempotency-Key": key}
+    try:
+        async with http.stream("POST", CHAT, json=body, headers=headers) as response:
+            reply = Reply(response.headers, response.aiter_lines())
+            if response.status_code != 200:
+                ended.error = json.loads(await response.aread())["error"]
+                return
+            while not reply.done:
+                before = reply.deltas
+                await reply.read(deltas=before + 1)
+                ended.deltas, ended.text = reply.deltas, reply.text
+                if reply.deltas == before:
+                    break
+            ended.done = reply.done
+    except httpx.RemoteProtocolError:
+        ended.broken = True
+
+
+def test_a_killed_router_costs_the_streams_of_the_other_nothing_and_its_own_are_repeated_once(
+    crew: BenchProcesses, figures: Callable[[str], None]
+) -> None:
+    killed, *_ = routers = processes(crew, "router")
+    assert len(routers) == ROUTERS
+
+    async def main(http: httpx.AsyncClient) -> None:
+        found = [Ended() for _ in range(STREAMS)]
+        key = secrets.token_hex(8)
+        asked = [
+            asyncio.create_task(long_stream(http, f"{key}-{at}", one))
+            for at, one in enumerate(found)
+        ]
+        while sum(one.deltas > 5 for one in found) < 2:  # noqa: ASYNC110 # of other processes
+            await asyncio.sleep(0.05)
+        os.kill(killed, signal.SIGKILL)
+        slowest_s = 0.0
+        for _ in range(20):
+            began_s = time.monotonic()
+            assert (await http.get("/v1/models")).status_code == 200
+            slowest_s = max(slowest_s, time.monotonic() - began_s)
+        figures(f"slowest of 20 new requests after a Router was killed: {slowest_s:.2f} s")
+        await asyncio.gather(*asked)
+        whole = {one.text for one in found if one.done}
+        assert len(whole) == 1, "those of the other Router are complete"
+        cut_off = [at for at, one in enumerate(found) if not one.done]
+        figures(f"of {STREAMS} streams, {len(cut_off)} were cut off with their Router")
+        assert cut_off, "the killed one had some"
+        for at in cut_off:
+            assert found[at].broken, "what had not begun is repeated at the other Router"
+            again = Ended()
+            await long_stream(http, f"{key}-{at}", again)
+            assert (again.done, again.text) == (True, *whole)
+        while len(processes(crew, "router")) < ROUTERS:  # noqa: ASYNC110 # as above
+            await asyncio.sleep(0.2)
+
+    talk(crew, main)
+
+
+def test_a_killed_haproxy_is_replaced_and_valid_requests_get_no_answer_that_is_final(
+    crew: BenchProcesses, figures: Callable[[str], None]
+) -> None:
+    async def main(http: httpx.AsyncClient) -> None:
+        statuses: Counter[int] = Counter()
+        for pid in processes(crew, "proxy"):
+            if (PROC / str(pid) / "comm").read_text() == "haproxy\n":
+                os.kill(pid, signal.SIGKILL)
+        began_s = time.monotonic()
+        good = 0
+        while good < 20:
+            try:
+                status = (await http.get("/v1/models")).status_code
+            except httpx.TransportError:
+                status = 0
+            statuses[status] += 1
+            good = good + 1 if status == 200 else 0
+            if good == 1:
+                took_s = time.monotonic() - began_s
+                figures(f"an answer {took_s:.2f} s after HAProxy was killed")
+            await asyncio.sleep(0.05)
+        assert set(statuses) <= {0, 200, 503}, statuses
 
     talk(crew, main)
 

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from http.client import HTTPConnection
+from http.client import HTTPConnection, IncompleteRead
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -38,26 +38,28 @@ from rkserve.deployments.haproxy import (
     DEFAULT_ROUTER_PORT,
     FIRST_ROUTER_PORT,
     FLAG,
-    HEADER_TIMEOUT,
     LAST_ROUTER_PORT,
     LAUNCHER,
+    RETRY_ON,
+    available,
+    check_environ,
+    environ,
+    is_loopback,
+    orphans,
+    ports_where_taken,
+    prepare,
+)
+from rkserve.deployments.haproxy_config import (
+    HEADER_TIMEOUT,
     PER_ADDRESS,
     PROXIES,
     SPARE_CONNECTIONS,
-    ProxyLimits,
-    available,
-    check_environ,
-    check_template,
-    environ,
-    is_loopback,
-    ports_where_taken,
-    prepare,
-    prepare_config,
 )
 from rkserve.http.auth import check_operator
 from rkserve.router.auth import Keys
 
 PATIENCE_S = 30.0
+JSON = b"application/json"
 NODE = "n" * 56  # as long as Ray's ids of nodes
 with_haproxy = pytest.mark.skipif(not available(), reason="Ray has no HAProxy for this platform")
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
@@ -233,112 +235,20 @@ def test_haproxy_with_rays_own_configuration_is_refused(
         check_environ(given)
 
 
-@pytest.mark.parametrize(
-    ("given", "limits"),
-    [
-        pytest.param({}, ProxyLimits(10.0, 1024, ("127.0.0.0/8", "::1")), id="defaults"),
-        pytest.param({HEADER_TIMEOUT: "2.5"}, ProxyLimits(header_timeout_s=2.5), id="header time"),
-        pytest.param({PER_ADDRESS: "0"}, ProxyLimits(connections_per_address=0), id="no limit"),
-        pytest.param(
-            {PROXIES: "192.0.2.1, ::2"}, ProxyLimits(proxies=("192.0.2.1", "::2")), id="list"
-        ),
-        pytest.param({PROXIES: ""}, ProxyLimits(proxies=()), id="no proxies"),
-    ],
-)
-def test_limits_are_read_from_the_environment(given: dict[str, str], limits: ProxyLimits) -> None:
-    assert ProxyLimits.of(given) == limits
-
-
-@pytest.mark.parametrize(
-    "given",
-    [
-        pytest.param({HEADER_TIMEOUT: "0"}, id="no time"),
-        pytest.param({HEADER_TIMEOUT: "nan"}, id="not a number"),
-        pytest.param({PER_ADDRESS: "-1"}, id="negative"),
-        pytest.param({PER_ADDRESS: "inf"}, id="endless"),
-        pytest.param({PROXIES: "127.0.0.1 { src 0.0.0.0/0 }"}, id="words of HAProxy"),
-    ],
-)
-def test_a_wrong_limit_is_named(given: dict[str, str]) -> None:
-    with pytest.raises(ConfigError, match=next(iter(given))):
-        ProxyLimits.of(given)
-
-
-# -- the configuration --------------------------------------------------------------------------
-
-
-def test_the_installed_ray_writes_a_configuration_that_is_known() -> None:
-    check_template()
-
-
-KNOWN = """global
-    stats socket /f/admin.sock mode 666 level admin expose-fd listeners
-    maxconn 4096
-defaults
-    option abortonclose
-    option splice-request
-    option splice-response
-    errorfile 502 /f/500.http
-    errorfile 503 /f/500.http
-    errorfile 504 /f/500.http
-frontend prometheus
-    bind :9101
-frontend http_frontend
-    bind 127.0.0.1:8000
-listen stats
-  bind *:8404
-"""
-
-
-@pytest.mark.parametrize(
-    "line",
-    [line for line in KNOWN.splitlines() if line.startswith(" ") and "splice-response" not in line],
-)
-def test_a_configuration_without_a_line_that_is_replaced_is_refused(line: str) -> None:
-    prepare_config(KNOWN, ProxyLimits(), 4000)
-    with pytest.raises(ConfigError, match="not the one that this rkserve knows"):
-        prepare_config(KNOWN.replace(line, "    other"), ProxyLimits(), 4000)
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        pytest.param("option splice-auto", id="splicing of another name"),
-        pytest.param("option splice-request", id="splicing in a section of its own"),
-        pytest.param("stats socket /f/second.sock mode 660", id="a second socket"),
-    ],
-)
-def test_what_would_undo_it_elsewhere_is_refused(line: str) -> None:
-    with pytest.raises(ConfigError, match="in an unknown place"):
-        prepare_config(f"{KNOWN}backend one\n    {line}\n", ProxyLimits(), 4000)
-
-
-@pytest.mark.parametrize(
-    ("files", "given", "maxconn"),
-    [
-        pytest.param(1 << 20, None, 10_000, id="as many as memory should be spent on"),
-        pytest.param(4500, None, 1600, id="as many as there are files for"),
-        pytest.param(4500, "4096", 4096, id="an operator's"),
-    ],
-)
-def test_connections_are_limited_by_files(
-    files: int, given: str | None, maxconn: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv(haproxy.MAXCONN, raising=False)
-    if given is not None:
-        monkeypatch.setenv(haproxy.MAXCONN, given)
-    assert f"    maxconn {maxconn}\n" in prepare_config(KNOWN, ProxyLimits(), files)
-
-
 # -- a HAProxy ----------------------------------------------------------------------------------
 
 
 @dataclass
 class Router:
-    """A server in the place of a Router. ``/hang`` is answered by nothing."""
+    """A server in the place of a Router. ``/hang`` is answered by nothing, ``/text`` and ``/json``
+    by a 404 of that type, and ``/stream`` by the beginning of a stream until ``killed``.
+    """
 
     complete: threading.Event = field(default_factory=threading.Event)
     left: threading.Event = field(default_factory=threading.Event)
+    killed: threading.Event = field(default_factory=threading.Event)
+    dies: bool = False  # it closes each connection when it has read a request
+    asked: list[str] = field(default_factory=list)
 
     @contextmanager
     def listening(self) -> Iterator[int]:
@@ -356,12 +266,30 @@ class Router:
                         name, _, value = header.decode().partition(":")
                         length = int(value) if name.lower() == "content-length" else length
                     self.rfile.read(length)
+                    router.asked.append(line.split()[1].decode())
+                    if router.dies and not line.split()[1].startswith(b"/-/"):
+                        return
                     if line.split()[1] == b"/hang":
                         router.complete.set()
                         with suppress(ConnectionError):
                             self.rfile.read(1)  # until HAProxy closes or resets it
                         router.left.set()
                         return
+                    if line.split()[1] == b"/stream":
+                        self.wfile.write(
+                            b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n"
+                            b"content-type: text/event-stream\r\n\r\n9\r\ndata: 1\n\n\r\n"
+                        )
+                        router.killed.wait(PATIENCE_S)
+                        return
+                    if line.split()[1] in (b"/text", b"/json"):
+                        kind = {b"/text": b"text/plain; charset=utf-8", b"/json": JSON}
+                        self.wfile.write(
+                            b"HTTP/1.1 404 Not Found\r\ncontent-length: 2\r\ncontent-type: "
+                            + kind[line.split()[1]]
+                            + b"\r\n\r\n{}"
+                        )
+                        continue
                     self.wfile.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok")
 
         class Server(socketserver.ThreadingTCPServer):
@@ -391,8 +319,8 @@ class Front:
     def config(self) -> Path:
         return self.folder / NODE / "haproxy.cfg"
 
-    def write(self, router: int) -> None:
-        """Have Ray's own code write the configuration."""
+    def write(self, *routers: int) -> None:
+        """Have Ray's own code write the configuration of an application, or of none."""
         from ray.serve._private.haproxy import (
             BackendConfig,
             HAProxyApi,
@@ -414,10 +342,15 @@ class Front:
             has_received_routes=True,
             has_received_servers=True,
             is_head=True,
+            retry_on=RETRY_ON,
         )
-        server = ServerConfig(name="router", host="127.0.0.1", port=router)
-        backend = BackendConfig(name="app", path_prefix="/", app_name="app", servers=[server])
-        api = HAProxyApi(config, {"app": backend}, config_file_path=str(self.config))
+        servers = [
+            ServerConfig(name=f"router{n}", host="127.0.0.1", port=port)
+            for n, port in enumerate(routers)
+        ]
+        backend = BackendConfig(name="app", path_prefix="/", app_name="app", servers=servers)
+        backends = {"app": backend} if servers else {}
+        api = HAProxyApi(config, backends, config_file_path=str(self.config))
         api._generate_config_file_internal()
 
     def start(self) -> subprocess.Popen[str]:
@@ -459,8 +392,8 @@ class Front:
         return closing(HTTPConnection(*where, timeout=PATIENCE_S, source_address=(source, 0)))
 
 
-def ask(client: HTTPConnection) -> tuple[int, bytes]:
-    client.request("GET", "/v1/models")
+def ask(client: HTTPConnection, path: str = "/v1/models") -> tuple[int, bytes]:
+    client.request("GET", path)
     answer = client.getresponse()
     return answer.status, answer.read()
 
@@ -581,6 +514,131 @@ def test_where_no_router_is_the_answer_is_an_error_object(
     made = opened_front(None)
     with made.running(HTTPStatus.SERVICE_UNAVAILABLE, router=1), made.client() as client:
         assert code(ask(client)[1]) == "no_router"
+
+
+@with_haproxy
+def test_before_an_application_is_known_clients_are_told_to_repeat_the_request(
+    opened_front: Callable[..., Front],
+) -> None:
+    made = opened_front(None)
+    made.write()
+    with made.running(HTTPStatus.SERVICE_UNAVAILABLE), made.client() as client:
+        client.request("POST", "/v1/chat/completions", b"{}")
+        answer = client.getresponse()
+        assert answer.getheader("retry-after") == "1"
+        assert code(answer.read()) == "no_router"
+
+
+@with_haproxy
+def test_serves_own_errors_become_error_objects_and_those_of_a_router_stay(
+    opened_front: Callable[..., Front],
+) -> None:
+    with opened_front(None).running() as one, one.client() as client:
+        status, body = ask(client, "/text")
+        assert (status, code(body)) == (HTTPStatus.SERVICE_UNAVAILABLE, "no_router")
+        assert ask(client, "/json") == (HTTPStatus.NOT_FOUND, b"{}")
+
+
+@with_haproxy
+def test_a_router_that_is_gone_costs_new_requests_nothing_where_another_one_runs(
+    opened_front: Callable[..., Front],
+) -> None:
+    made = opened_front(None)
+    with Router().listening() as lives:
+        gone = next(free_ports())
+        made.write(gone, lives)
+        with made.running() as one:
+            for _ in range(10):
+                with one.client() as client:
+                    assert ask(client)[0] == HTTPStatus.OK
+
+
+@with_haproxy
+@pytest.mark.parametrize(
+    ("method", "path", "repeated"),
+    [
+        pytest.param("POST", "/v1/chat/completions", True, id="a generation"),
+        pytest.param("GET", "/v1/models", True, id="a question"),
+        pytest.param("POST", "/pause", False, id="a change"),
+        pytest.param("DELETE", "/v1/responses/resp_1", False, id="a removal"),
+    ],
+)
+def test_what_a_router_took_before_its_end_is_repeated_at_another_if_it_changes_nothing(
+    opened_front: Callable[..., Front], method: str, path: str, repeated: bool
+) -> None:
+    made = opened_front(None)
+    ends, lives = Router(dies=True), Router()
+    with ends.listening() as first, lives.listening() as second, made.client() as client:
+        made.write(first, second)
+        with made.running():
+            ends.asked.clear()
+            for _ in range(20):
+                client.request(method, path, b"{}", {"content-type": "application/json"})
+                answer = client.getresponse()
+                assert answer.read()
+                assert answer.status == HTTPStatus.OK if repeated else answer.status in (200, 502)
+                if path in ends.asked:
+                    break
+            assert path in ends.asked, "the one that ends was never asked"
+            assert answer.status == (HTTPStatus.OK if repeated else HTTPStatus.BAD_GATEWAY)
+
+
+@with_haproxy
+def test_a_haproxy_whose_manager_was_killed_gives_its_port_to_the_next_one(
+    opened_front: Callable[..., Front],
+) -> None:
+    router = Router()
+    with opened_front(router).running() as one, one.client() as client:
+        client.request("GET", "/stream")
+        answer = client.getresponse()
+        # The manager's name is part of its command line; this test's is not its.
+        left = orphans(one.folder)
+        assert len(left) == 1
+        second = one.start()
+        try:
+            while orphans(one.folder) == left:
+                assert second.poll() is None, "it could not listen"
+                time.sleep(0.05)
+            router.killed.set()
+            with suppress(IncompleteRead):
+                assert answer.read().startswith(b"data: 1"), "the first one ends its answers"
+            while left[0] in orphans(one.folder):
+                time.sleep(0.05)
+            one._wait(second, HTTPStatus.OK)
+        finally:
+            second.kill()
+            second.communicate()
+
+
+def test_only_a_haproxy_of_the_folder_without_a_manager_is_an_orphan(tmp_path: Path) -> None:
+    def process(pid: int, parent: int, program: str, *words: str) -> None:
+        (place := tmp_path / str(pid)).mkdir()
+        (place / "comm").write_text(f"{program}\n")
+        (place / "cmdline").write_bytes(b"\0".join(word.encode() for word in (program, *words)))
+        (place / "stat").write_text(f"{pid} ({program}) S {parent} 0 0")
+
+    process(1, 0, "init")
+    process(2, 1, "ray::HAProxyManager")
+    process(3, 2, "haproxy", "-f", "/f/node/haproxy.cfg")
+    process(4, 1, "haproxy", "-f", "/f/node/haproxy.cfg")
+    process(5, 1, "haproxy", "-f", "/fo/node/haproxy.cfg")
+    process(6, 1, "vim", "/f/node/haproxy.cfg")
+    (tmp_path / "version").write_text("")
+    assert orphans(Path("/f"), tmp_path) == [4]
+
+
+@with_haproxy
+def test_the_stream_of_a_killed_router_does_not_look_complete(
+    opened_front: Callable[..., Front],
+) -> None:
+    router = Router()
+    with opened_front(router).running() as one, one.client() as client:
+        client.request("GET", "/stream")
+        answer = client.getresponse()
+        assert answer.read(9) == b"data: 1\n\n"
+        router.killed.set()
+        with pytest.raises(IncompleteRead):
+            answer.read()
 
 
 @with_haproxy

@@ -138,7 +138,9 @@ class LocalCluster:
 
         # One application alone may keep its ledger there.
         kept = {"data_dir": str(self.folder / "data" / name), **args.get("coordinator", {})}
-        config = {"state_dir": str(self.folder / "state"), **args, "coordinator": kept}
+        router = {"replicas": 1, **args.get("router", {})}  # each is a process that has to start
+        changed = {"coordinator": kept, "router": router}
+        config = {"state_dir": str(self.folder / "state"), **args, **changed}
         target = serve.RunTarget(build(config), name=name, route_prefix=f"/{name}")
         serve.run_many([target], wait_for_applications_running=False)
         return f"{self.url}/{name}"
