@@ -55,12 +55,13 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "router.queue": BASE | {"fleet", "router.policies"},
     "router.dispatch": BASE | {"fleet", "router.policies", "router.queue"},
     "router.auth": BASE | {"api.json", "router.queue"},
+    "router.idempotency": BASE,
     "router.images": BASE | {"api.prompting"},
     "router.response_store": BASE | {"api"},
     "router.stored_responses": BASE | {"api", "router.auth", "router.response_store"},
     "router": BASE
     | {"fleet", "control", "api", "sampling.trial"}
-    | {"router.auth", "router.dispatch", "router.images", "router.queue"}
+    | {"router.auth", "router.dispatch", "router.idempotency", "router.images", "router.queue"}
     | {"router.stored_responses"},
     # Published speeds are the doctor's.
     "router.features": BASE | {"fleet", "control", "api", "router", "verdicts", "doctor.known"},

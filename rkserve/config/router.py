@@ -75,6 +75,39 @@ class ResponsesConfig(Settings):
     )
 
 
+class IdempotencyConfig(Settings):
+    """Answers to requests with an `Idempotency-Key`
+    ([api.md](api.md#repeating-a-request-safely)), which are kept on the disk of the Router's node.
+    """
+
+    enabled: bool = Field(
+        True, description="Whether they are kept; without, the header is ignored on such requests."
+    )
+    keep_s: float = Field(
+        3600.0, gt=0, le=7 * 24 * 3600, description="How long after its end an answer is kept."
+    )
+    max_answers: int = Field(
+        10_000, ge=1, description="How many a node keeps; the oldest go first."
+    )
+    max_bytes: int = Field(
+        64 * 1024**2,
+        ge=1024**2,
+        description="What they may take together, compressed; the oldest go first.",
+    )
+    max_answer_bytes: int = Field(
+        4 * 1024**2,
+        ge=1024,
+        description="The longest answer that is kept. A repeat of a request with a longer one is a "
+        "422.",
+    )
+    linger_s: float = Field(
+        30.0,
+        ge=0,
+        le=3600,
+        description="How long an answer goes on without its client, for a repeat of its request.",
+    )
+
+
 class ObjectivesConfig(Settings):
     """The targets by which the [verdict](../how-to/runbook.md) judges the answers."""
 
@@ -315,6 +348,7 @@ class RouterConfig(Settings):
     )
     images: ImagesConfig = ImagesConfig()
     responses: ResponsesConfig = ResponsesConfig()
+    idempotency: IdempotencyConfig = IdempotencyConfig()
     objectives: ObjectivesConfig = ObjectivesConfig()
     max_viewers: int = Field(
         32,

@@ -56,6 +56,7 @@ from rkserve.router.features.cluster_view import ClusterView
 from rkserve.router.features.logs import ROUTER as ROUTER_LOG
 from rkserve.router.features.logs import OwnLogs
 from rkserve.router.features.view_feed import ViewFeed
+from rkserve.router.idempotency.answers import KeyedAnswers
 from rkserve.router.membership import Membership
 from rkserve.router.served_models import ServedModel
 from rkserve.router.service import Service
@@ -170,15 +171,21 @@ class RouterReplica:
         self._tracing = open_tracing(
             config.router.tracing, serve.get_replica_context().replica_id.unique_id
         )
+        state_dir, once = config.state_dir.expanduser(), config.router.idempotency
+        self._keyed = KeyedAnswers(once, state_dir / "idempotency") if once.enabled else None
         self._service = Service(
-            config.router, models, dispatch, cluster, metrics, tracing=self._tracing
+            config.router,
+            models,
+            dispatch,
+            cluster,
+            metrics,
+            tracing=self._tracing,
+            keyed=self._keyed,
         )
         self._service.registry.register(StreamCollector(channels.counts))
         several = config.router.replicas > 1
         peers = RayPeers(config.router.report_timeout_s) if several else None
-        self._responses = Responses(
-            config.router, config.state_dir.expanduser() / "responses", peers
-        )
+        self._responses = Responses(config.router, state_dir / "responses", peers)
         self._gradio = GradioCalls(peers)
         self._metrics = await self._open_metrics(config, metrics, peers)
         self._view = ClusterView(
@@ -192,7 +199,7 @@ class RouterReplica:
         self._usage = UsageRecords(
             metrics.usage,
             self._metrics.router,
-            config.state_dir.expanduser() / "usage",
+            state_dir / "usage",
             peers or RayPeers(config.router.report_timeout_s),
         )
         self.asgi: ASGIApp = make_app(
@@ -223,6 +230,10 @@ class RouterReplica:
             loop.create_task(feed.follow(), name="sample the cluster"),
             loop.create_task(self._usage.follow(), name="store the usage"),
         ]
+        if self._keyed is not None:
+            self._follows.append(
+                loop.create_task(self._keyed.follow(), name="forget old answers to keyed requests")
+            )
 
     async def _open_metrics(
         self, config: RkserveConfig, metrics: RouterMetrics, peers: RayPeers | None
@@ -315,6 +326,8 @@ class RouterReplica:
             await self._metrics.end()
         if hasattr(self, "_usage"):
             await self._usage.close()
+        if (keyed := getattr(self, "_keyed", None)) is not None:
+            await keyed.close()
         if (slot := getattr(self, "_slot", None)) is not None:
             slot.release()
         if hasattr(self, "_responses"):

@@ -6,6 +6,7 @@ on disconnect.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing
@@ -17,6 +18,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive, Scope, Send
 
+from rkserve.api.admin.query import read_key
 from rkserve.api.common.answer import AnyCall, Dialect
 from rkserve.api.common.output import (
     BOARD,
@@ -47,6 +49,7 @@ from rkserve.http.openapi import (
     EVENTS,
     GENERATION,
     JSON,
+    KEY,
     OK,
     EndpointAnswer,
     EndpointParameter,
@@ -55,9 +58,11 @@ from rkserve.http.openapi import (
     returns,
 )
 from rkserve.router.auth import Caller, ClientKey
+from rkserve.router.idempotency.answers import REPLAYED, LiveAnswer
+from rkserve.router.idempotency.store import name_of
 from rkserve.router.request_log import failed
 from rkserve.router.service import Opened, Service, read_call
-from rkserve.router.stored_responses import CallMemory
+from rkserve.router.stored_responses import CallMemory, owner_of
 
 # Defaults of HTTP clients for callers that name no type: the first is that of curl's ``-d``, the
 # second that of aiohttp for bytes.
@@ -178,7 +183,7 @@ log = logging.getLogger(__name__)
 
 
 # Headers of calls that a board answers, and of their answers.
-ASKED = (
+ASKED: tuple[EndpointParameter, ...] = (
     EndpointParameter(
         POLICY, "header", str, "`any`, `latest-only` or `min-version:<version>` of the weights."
     ),
@@ -199,6 +204,7 @@ ANSWERED = {
     EPOCH: "The epoch of what the boards obey.",
     WEIGHT_VERSION: "The versions of the weights.",
 }
+_REPLAYED = "`true` where it was made for an earlier request with the same `Idempotency-Key`."
 
 
 def generation(  # noqa: PLR0917 - as a table of routes reads them
@@ -216,16 +222,17 @@ def generation(  # noqa: PLR0917 - as a table of routes reads them
 
     ``answered`` describes an answer without pieces.
     """
-    answer = returns(whole, answered, headers=ANSWERED)
+    answer, asked = returns(whole, answered, headers=ANSWERED), ASKED
     if piece is not None:
         content, what = {JSON: whole, stream: str}, "The answer, whole or with `stream` in pieces."
-        answer = EndpointAnswer(OK, what, content, ANSWERED, {stream: piece})
+        headers = {**ANSWERED, REPLAYED: _REPLAYED}
+        answer, asked = EndpointAnswer(OK, what, content, headers, {stream: piece}), (*ASKED, KEY)
     return routes(
         call,
         CLIENT,
         answer,
         errors=GENERATION,
-        headers=ASKED,
+        headers=asked,
         body=body,
         example=Example(example),
         says=says,
@@ -294,11 +301,14 @@ async def respond(
     session, caller = request.headers.get(SESSION), service.callers.of(client)
     if aside is not None and (answered := await aside(body, caller)) is not None:
         return answered
-    call_of = partial(service.open, body, dialect, policy, session)
     memory = None if remember is None else remember(client)
-    opening = asyncio.get_running_loop().create_task(
-        call_of(caller=caller, timeout_s=timeout_s, memory=memory)
-    )
+    opens = partial(service.open, body, dialect, policy, session)
+    call_of = partial(opens, caller=caller, timeout_s=timeout_s, memory=memory)
+    key = read_key(request.headers.get(KEY.name))
+    if key is not None and service.keyed is not None:
+        name = name_of(owner_of(client, service.keys), key)
+        return await _respond_once(service, request, dialect, body, name, call_of)
+    opening = asyncio.get_running_loop().create_task(call_of())
     try:
         await asyncio.wait({opening}, timeout=service.config.headers_after_s)
         if not opening.done() and (call := await read_call(body, dialect.parse)).stream:
@@ -314,6 +324,100 @@ async def respond(
         await give_up(service, opening)
         raise
     return JSONResponse(answer, headers=opened.headers)
+
+
+async def _respond_once(  # noqa: PLR0917 - the parts of ``respond``
+    service: Service,
+    request: Request,
+    dialect: Dialect,
+    body: bytes,
+    name: str,
+    opens: Callable[[], Awaitable[Opened]],
+) -> Response:
+    """Answer a request with an ``Idempotency-Key``: a repeat gets the answer of the first one."""
+    assert service.keyed is not None
+    path, policy = request.scope["path"], request.headers.get(POLICY, "")
+    digest = hashlib.sha256(f"{path}\n{policy}\n".encode() + body).hexdigest()
+    live, follows = service.keyed.join(name, digest, _maker(service, dialect, opens))
+    joined = True
+
+    async def leave() -> None:
+        nonlocal joined
+        if joined:
+            joined = False
+            live.leave()
+
+    try:
+        await asyncio.wait({live.begun}, timeout=service.config.headers_after_s)
+        if not live.begun.done() and (call := await read_call(body, dialect.parse)).stream:
+            early = {**dialect.headers, **tool_headers(call.left_out)}
+            return StreamedAnswer(_late(service, live, dialect, call), leave, early)
+        await asyncio.shield(live.begun)
+        repeated = {REPLAYED: "true"} if follows or live.replayed else {}
+        headers = {**live.headers, **repeated}
+        if headers["content-type"] != JSON:
+            return StreamedAnswer(live.read(), leave, headers)
+        parts = [part async for part in live.read()]
+    except BaseException:
+        await leave()
+        raise
+    await leave()
+    return Response(b"".join(parts), headers=headers)
+
+
+def _maker(
+    service: Service, dialect: Dialect, opens: Callable[[], Awaitable[Opened]]
+) -> Callable[[LiveAnswer], Awaitable[None]]:
+    """Return the function that makes the answer to a request with an ``Idempotency-Key``."""
+
+    async def make(live: LiveAnswer) -> None:
+        opened = await opens()
+        try:
+            await (stream if opened.call.stream else whole)(live, opened)
+        finally:
+            await service.close(opened)
+
+    async def whole(live: LiveAnswer, opened: Opened) -> None:
+        async def keep(answer: JsonObject) -> None:
+            body = bytes(JSONResponse(answer).body)
+            await live.store({**opened.headers, "content-type": JSON}, body)
+
+        opened.completed = keep
+        body = bytes(JSONResponse(await service.whole(opened)).body)
+        live.begin({**opened.headers, "content-type": JSON})
+        await live.add(body)
+
+    async def stream(live: LiveAnswer, opened: Opened) -> None:
+        headers, ping = {**dialect.headers, **opened.headers}, dialect.ping(opened.call)
+
+        async def keep(closing: bytes) -> None:
+            await live.store(headers, live.body(without=ping) + closing)
+
+        opened.completed = keep
+        live.begin(headers)
+        async with aclosing(service.stream(opened)) as events:
+            async for part in events:
+                await live.add(part)
+
+    return make
+
+
+async def _late(
+    service: Service, live: LiveAnswer, dialect: Dialect, call: AnyCall
+) -> AsyncGenerator[bytes, None]:
+    """Yield pings until an answer has begun, and then it; see ``stream_late``."""
+    try:
+        while not live.begun.done():
+            yield dialect.ping(call)
+            await asyncio.wait({live.begun}, timeout=service.config.ping_s)
+        live.begun.result()
+    except RkserveError as exc:
+        failed(record_of_request(), exc)
+        yield dialect.broken(exc)
+        return
+    async with aclosing(live.read()) as parts:
+        async for part in parts:
+            yield part
 
 
 class StreamedAnswer(StreamingResponse):

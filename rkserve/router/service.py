@@ -7,11 +7,11 @@ import logging
 import secrets
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from rkserve.api.common.answer import AnswerOrigin, AnyCall, Dialect, DialectAnswer
 from rkserve.api.common.calls import ChatCall, CompletionCall, named_answer
@@ -50,6 +50,7 @@ from rkserve.router.answer_meter import AnswerMeter, is_fault
 from rkserve.router.auth import Caller, Callers, open_keys, queue_terms
 from rkserve.router.coordinator_client import CoordinatorClient, WakeOnRequest
 from rkserve.router.dispatch.dispatch import Dispatch
+from rkserve.router.idempotency.answers import KeyedAnswers
 from rkserve.router.images import ImageInputs, fetch_of
 from rkserve.router.off_loop import INLINE_BODY_BYTES, GrammarChecker, off_loop
 from rkserve.router.queue.admission import QueueTerms
@@ -61,6 +62,7 @@ from rkserve.router.streams import Choices, OpenStreams
 log = logging.getLogger(__name__)
 
 CallT = TypeVar("CallT")
+PartT = TypeVar("PartT")
 
 
 async def read_call(body: bytes, parse: Callable[[bytes], CallT]) -> CallT:
@@ -84,6 +86,9 @@ class Opened:
     meter: AnswerMeter
     memory: CallMemory | None = None
     closed: bool = False
+    # Called with the answer, or the end of its stream, when it is complete and before it is counted
+    # as given.
+    completed: Callable[[Any], Awaitable[None]] | None = None
 
     @property
     def headers(self) -> dict[str, str]:
@@ -114,9 +119,14 @@ class Service:
         metrics: RouterMetrics,
         *,
         tracing: Tracing | None = None,
+        keyed: KeyedAnswers | None = None,
     ) -> None:
-        """Raises ``ConfigError``: a key file cannot be used."""
+        """``keyed`` are the answers to requests with an ``Idempotency-Key``.
+
+        Raises ``ConfigError``: a key file cannot be used.
+        """
         self.config = config
+        self.keyed = keyed
         self.log = RequestLog(tracing)
         self.keys = open_keys(config)
         self.callers = Callers(self.keys, metrics, config.metrics.keys)
@@ -365,7 +375,7 @@ class Service:
                     answer.end(index, event)
             meter.done(answer.usage())
             await opened.keep()
-            return answer.whole()
+            return await self._completed(opened, answer.whole())
         except BaseException as exc:
             opened.meter.broken(exc)
             raise
@@ -399,7 +409,7 @@ class Service:
             opened.meter.done(answer.usage())
             # Before the client sees the end, because its next call may refer to this answer.
             await opened.keep()
-            yield answer.closing()
+            yield await self._completed(opened, answer.closing())
         except Exception as exc:
             opened.meter.broken(exc)
             if not isinstance(exc, RkserveError):
@@ -413,6 +423,11 @@ class Service:
         finally:
             self.flows.leave(request.request_id for request in opened.requests)
             await self.close(opened)
+
+    async def _completed(self, opened: Opened, last: PartT) -> PartT:
+        if opened.completed is not None:
+            await opened.completed(last)
+        return last
 
     def _chunk(self, opened: Opened, index: int, event: Delta | Paused | Finished) -> bytes:
         if isinstance(event, Delta):

@@ -11,6 +11,8 @@
     |   +-- MethodNotAllowed         405
     |   +-- BodyTooLarge             413  body_too_large
     |   +-- BodyTooSlow              408  body_too_slow
+    |   +-- IdempotencyKeyReused     422  idempotency_key_reused
+    |   +-- AnswerNotKept            422  answer_not_kept
     |   +-- UnsupportedMediaType     415  unsupported_media_type
     |   +-- HostNotAllowed           421  host_not_allowed
     |   +-- ContextOverflow          400  context_length_exceeded
@@ -63,6 +65,7 @@
     +-- OperationTimeout             504  operation_timeout
     +-- LedgerFailed                 503  ledger_failed
     +-- ResponsesFailed              503  responses_failed
+    +-- IdempotencyFailed            503  idempotency_failed
     +-- BoardFailed                  503  board_failed
     |   +-- BoardOutOfOrder          503  board_failed
     |   +-- BoardSilent              503  board_failed

@@ -518,6 +518,15 @@ class ResponsesFailed(RkserveError):
     code = "responses_failed"
 
 
+class IdempotencyFailed(RkserveError):
+    """A request with an Idempotency-Key cannot be recorded: the disk of a Router's node is full or
+    broken.
+    """
+
+    http_status = 503
+    code = "idempotency_failed"
+
+
 class BoardBehind(BoardFailed):
     """The board has not adopted the desired state yet; another one may have.
 

@@ -119,6 +119,36 @@ class BodyTooSlow(RequestError):
     code = "body_too_slow"
 
 
+class IdempotencyKeyReused(RequestError):
+    """Another request of the same caller had that key."""
+
+    http_status = 422
+    code = "idempotency_key_reused"
+    sentence = (
+        "The Idempotency-Key was used for a request with another body, path or policy: give every "
+        "request a key of its own."
+    )
+
+    def __init__(self) -> None:
+        RkserveError.__init__(self)
+        self.param = "Idempotency-Key"
+
+
+class AnswerNotKept(RequestError):
+    """The request was answered completely, and its answer was too long to be kept."""
+
+    http_status = 422
+    code = "answer_not_kept"
+    sentence = (
+        "The request with this Idempotency-Key was answered, and the answer was too long to be "
+        "kept. Send it with another key to have it answered again."
+    )
+
+    def __init__(self) -> None:
+        RkserveError.__init__(self)
+        self.param = "Idempotency-Key"
+
+
 class UnsupportedMediaType(RequestError):
     """The call does not accept the body's type or encoding."""
 

@@ -25,6 +25,7 @@ from rkserve.router.coordinator_client import CoordinatorClient
 from rkserve.router.dispatch.dispatch import open_dispatch, open_fleet
 from rkserve.router.features.cluster_view import ClusterView, ViewPeers
 from rkserve.router.features.view_feed import ViewFeed
+from rkserve.router.idempotency.answers import KeyedAnswers
 from rkserve.router.served_models import ServedModel
 from rkserve.router.service import Service
 from rkserve.router.stored_responses import ResponsePeers, Responses
@@ -54,6 +55,7 @@ class House:
     served: ServedModel = field(default_factory=model)
     head: FakeHead = field(default_factory=FakeHead)
     kept: Path | None = None  # where responses are stored; none are without it
+    once: Path | None = None  # where answers to keyed requests are stored
     others: ResponsePeers | None = None  # all Routers, where there are several
     viewers: ViewPeers | None = None  # the others, where there are some
     clock: Callable[[], float] = time.time
@@ -72,6 +74,7 @@ class House:
             self.cluster,
             metrics,
             tracing=self.tracing,
+            keyed=None if self.once is None else KeyedAnswers(self.config.idempotency, self.once),
         )
         config = self.config
         if self.kept is None:

@@ -1,0 +1,1 @@
+"""Requests with an ``Idempotency-Key``, which are answered once."""
