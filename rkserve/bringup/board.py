@@ -64,6 +64,7 @@ REMINDER_S = 300.0
 NO_ROUTES = "/-/routes"
 # A raylet that ran for less counts as one that did not start.
 SETTLED_S, SHORT_RUNS = 30.0, 3
+AGAIN_S = 30.0  # until a board that had joined tries again
 ADDED = frozenset({"version"})  # keys that heads of 0.1 do not send
 SWITCH = -1  # no exit code: this process is replaced
 AGENTS = (
@@ -397,12 +398,20 @@ class RunningBoard:
     def run(self, command: list[str], environ: dict[str, str], log: BinaryIO) -> int:
         """Start Ray, and again when it ends. Returns the exit code after it ended too often, or
         ``SWITCH`` when another version is in use.
+
+        A board that had joined for a while never gives up: its head may be away for hours.
         """
-        short_runs = 0
-        while short_runs < SHORT_RUNS:
+        short_runs, settled = 0, False
+        while short_runs < SHORT_RUNS or settled:
+            if short_runs and settled:
+                self.note(f"Trying again in {AGAIN_S:.0f} s: the head may be away.")
+                time.sleep(AGAIN_S)
             ray = start_ray(self.node, command, environ, log, self.note)
             if ray is None:
-                return FAILED
+                if not settled:
+                    return FAILED
+                short_runs += 1
+                continue
             started_s = time.monotonic()
             if self.options.ray_cpus:
                 self.note(f"Ray runs on CPUs {', '.join(map(str, self.options.ray_cpus))}.")
@@ -416,6 +425,7 @@ class RunningBoard:
                 return SWITCH
             ran_s = time.monotonic() - started_s
             short_runs = short_runs + 1 if ran_s < SETTLED_S else 0
+            settled = settled or not short_runs
             self.note(f"rkserve: Ray ended with exit code {ray.returncode}; see {log.name}.")
             self.node.drop(ray)
         self.note(f"rkserve: Ray ended {SHORT_RUNS} times within {SETTLED_S:.0f} s; giving up.")

@@ -11,15 +11,17 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
 
 from rkserve.bench.processes import PROC, is_alive
-from rkserve.bringup import serving
+from rkserve.bringup import board, serving
 from rkserve.bringup.board import (
     HeadNotReady,
     JoinOptions,
+    RunningBoard,
     ask_head,
     await_head,
     check_board,
@@ -325,6 +327,59 @@ def test_a_board_joins_again_without_the_head_and_after_ray_ended(tmp_path: Path
     assert output.count("This board has joined") + output.count("Ray did not start") >= 3
     assert "giving up" in output
     assert [path for path, *_ in Head.asked].count("/v1/join") == 1
+
+
+class EndedRay:
+    """A Ray of a board that has ended."""
+
+    pid, returncode = 1, 1
+
+    def wait(self, _timeout_s: float) -> int:
+        return 1
+
+
+@pytest.mark.parametrize(
+    ("runs_s", "starts"),
+    [
+        pytest.param([40.0, None, None, 1.0, None, 1.0, 1.0], 8, id="its head is away for long"),
+        pytest.param([1.0, 1.0, 1.0], 3, id="it never settled"),
+        pytest.param([1.0, None], 2, id="it did not start again"),
+    ],
+)
+def test_a_board_that_had_joined_for_a_while_never_gives_up(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    runs_s: list[float | None],
+    starts: int,
+) -> None:
+    now_s, seen, notes = [0.0], list[float | None](), list[str]()
+
+    def start(*_: object) -> EndedRay | None:
+        if len(seen) == len(runs_s):
+            seen.append(0.0)
+            raise KeyboardInterrupt
+        seen.append(ran_s := runs_s[len(seen)])
+        return None if ran_s is None else EndedRay()
+
+    def watch(_self: RunningBoard, _ray: object) -> bool:
+        now_s[0] += seen[-1] or 0.0
+        return False
+
+    node: Any = SimpleNamespace(record=lambda **_: None, drop=lambda _: None)
+    options = JoinOptions(tmp_path)
+    one = RunningBoard(node, StateFolder(tmp_path / "s", "board"), options, notes.append, node)
+    monkeypatch.setattr(board, "start_ray", start)
+    monkeypatch.setattr(board.RunningBoard, "_watch", watch)
+    clock = SimpleNamespace(monotonic=lambda: now_s[0], sleep=lambda _: None)
+    monkeypatch.setattr(board, "time", clock)
+    with (tmp_path / "log").open("wb") as log:
+        if starts > len(runs_s):
+            with pytest.raises(KeyboardInterrupt):
+                one.run([], {}, log)
+            assert sum("Trying again" in note for note in notes) == 6
+        else:
+            assert one.run([], {}, log) == 1
+    assert len(seen) == starts
 
 
 def test_a_board_may_only_ask_and_start_later(
