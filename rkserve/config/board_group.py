@@ -74,7 +74,12 @@ class SimulatedConfig(Settings):
 
 
 class PatienceConfig(Settings):
-    """Time limits, in seconds, after which a silent library counts as hung."""
+    """Time limits, in seconds, after which a silent library counts as hung.
+
+    Once a board's speed is known, `first_token_s`, `prefill_per_token_s` and `token_s` are upper
+    limits: a run then counts as hung after 20 times the usual time between two tokens, or 10 times
+    the usual time of such a prompt and `least_s` more.
+    """
 
     first_token_s: float = Field(
         30.0, gt=0, description="For the first token, besides the prompt's own time."
@@ -89,7 +94,17 @@ class PatienceConfig(Settings):
     )
     token_s: float = Field(10.0, gt=0, description="Between two tokens.")
     abort_s: float = Field(
-        2.0, gt=0, description="From an abort to the run's return; then the engine is killed."
+        2.5,
+        gt=0,
+        description="From an abort to the run's return, besides the time of four tokens; then the "
+        "engine is killed.",
+    )
+    least_s: float = Field(
+        3.0,
+        gt=0,
+        description="The limits that follow the measured speed are never shorter: an engine may "
+        "stand still for so long without being replaced. A value above the other limits "
+        "switches the measured ones off.",
     )
 
 

@@ -404,17 +404,24 @@ class ChannelConfig(Settings):
         "as `[10100, 10131]` for a firewall: one for each board of a node. Without it any port.",
     )
     heartbeat_s: float = Field(
-        1.0,
+        0.5,
         gt=0,
         le=60,
         description="The interval of heartbeats between both ends of a connection.",
     )
     silence_s: float = Field(
+        3.0,
+        gt=0,
+        le=600,
+        description="How long the other end may be silent before it counts as lost; that is "
+        "noticed one heartbeat later at most. A process that was stopped itself does not count "
+        "that time.",
+    )
+    connect_s: float = Field(
         10.0,
         gt=0,
         le=600,
-        description="How long the other end may be silent, or may take to be reached, before it "
-        "counts as lost.",
+        description="How long the other end may take to be reached.",
     )
     retry_s: float = Field(
         15.0,

@@ -24,8 +24,9 @@ from typing import Any
 from rkserve.board.answer.hooks import HookFactory
 from rkserve.board.board import Board
 from rkserve.board.engine.process import EngineProcess
-from rkserve.board.engine.protocol import Engine, EngineSpec, RunTimeouts, with_weights
+from rkserve.board.engine.protocol import Engine, EngineSpec, with_weights
 from rkserve.board.engine.telemetry import read_soc, read_telemetry
+from rkserve.board.rules.hang_limits import RunTimeouts
 from rkserve.board.run.settings import BoardSettings
 from rkserve.board.storage.prompt_cache import CacheFingerprint, CacheStore
 from rkserve.config.board_group import BoardGroupConfig

@@ -208,7 +208,7 @@ class ChannelClient:
 
     def __init__(self, config: ChannelConfig) -> None:
         self._config = config
-        self._pulse = Heartbeat(config.heartbeat_s, config.silence_s)
+        self._pulse = Heartbeat.of(config)
         self._lines: dict[str, BoardConnection] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._again_s: dict[str, float] = {}  # by replica: the time of the next attempt
@@ -285,7 +285,7 @@ class ChannelClient:
             await line.ready
 
         try:
-            await asyncio.wait_for(greeted(), self._config.silence_s)
+            await asyncio.wait_for(greeted(), self._config.connect_s)
         except BaseException:
             line.line.close("no greeting")
             raise

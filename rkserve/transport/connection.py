@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
+from rkserve.config.router import ChannelConfig
 from rkserve.transport import codec
 from rkserve.transport.codec import SEAL, MalformedMessage
 
@@ -151,10 +152,18 @@ HIGH_WATER = 256 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """A heartbeat is sent every ``heartbeat_s``; a peer silent for ``silence_s`` is lost."""
+    """A heartbeat is sent every ``heartbeat_s``; a peer silent for ``silence_s`` is lost, and one
+    whose handshake takes longer than ``connect_s``.
+    """
 
-    heartbeat_s: float = 1.0
-    silence_s: float = 10.0
+    heartbeat_s: float
+    silence_s: float
+    connect_s: float
+
+    @classmethod
+    def of(cls, config: ChannelConfig) -> Heartbeat:
+        """Return the intervals of a configuration."""
+        return cls(config.heartbeat_s, config.silence_s, config.connect_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,9 +295,12 @@ class ChannelConnection(asyncio.Protocol):
             self._heard_s = max(self._heard_s, now_s - self._pulse.heartbeat_s)
             self._began_s = max(self._began_s, self._heard_s)
         # Before the handshake ends, single bytes do not extend the time limit.
-        since_s = self._heard_s if self.open else self._began_s
-        if now_s - since_s > self._pulse.silence_s:
-            self.close(f"no sign of life for {self._pulse.silence_s:g} s", silent=True)
+        pulse = self._pulse
+        since_s, limit_s = (
+            (self._heard_s, pulse.silence_s) if self.open else (self._began_s, pulse.connect_s)
+        )
+        if now_s - since_s > limit_s:
+            self.close(f"no sign of life for {limit_s:g} s", silent=True)
             return
         if self.open and self._transport is not None and not self.full:
             self._transport.write(HEARTBEAT)

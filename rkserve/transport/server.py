@@ -208,7 +208,7 @@ class ChannelServer:
 
     def __init__(self, board_id: str, config: ChannelConfig, callee: BoardMethods) -> None:
         self.board_id, self._config, self.callee = board_id, config, callee
-        self._pulse = Heartbeat(config.heartbeat_s, config.silence_s)
+        self._pulse = Heartbeat.of(config)
         self._key = new_key()
         self._numbers = itertools.count(1)
         self.connections: set[RouterConnection] = set()

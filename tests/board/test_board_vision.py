@@ -13,9 +13,9 @@ import pytest
 
 from rkserve.board.board import Board
 from rkserve.board.engine.process import EngineProcess
-from rkserve.board.engine.protocol import EngineSpec, EntryCommand, RunCommand, RunTimeouts
+from rkserve.board.engine.protocol import EngineSpec, EntryCommand, RunCommand
+from rkserve.board.rules.hang_limits import RunTimeouts, limits_of
 from rkserve.board.run.job import RunSpec
-from rkserve.board.run.loaded_engine import patience_for
 from rkserve.board.run.settings import BoardSettings
 from rkserve.core.errors import EngineDied, LoadFailed, RequestError, RunFailed
 from rkserve.core.messages import (
@@ -238,8 +238,10 @@ async def test_a_board_refuses_what_it_cannot_see(
 def test_each_image_is_given_its_time() -> None:
     entry = EntryCommand(prompt_text="<image><image>", images=(picture(1), picture(2)))
     patience = RunTimeouts(first_token_s=10.0, image_s=7.0)
-    assert patience_for(RunSpec((entry,)), patience) == replace(patience, first_token_s=24.0)
-    assert patience_for(RunSpec((EntryCommand((1,)),)), patience) == patience
+    seeing, plain = RunSpec((entry,)).shape(), RunSpec((EntryCommand((1,)),)).shape()
+    assert limits_of(seeing, patience, patience) == replace(patience, first_token_s=24.0)
+    assert limits_of(plain, patience, patience) == patience
+    assert (seeing.usual, plain.usual) == (False, True)
 
 
 async def test_the_limit_holds_and_leaves_the_board_clean(sim: Sim) -> None:

@@ -7,9 +7,12 @@ from contextlib import aclosing
 
 import pytest
 
+from rkserve.config.router import ChannelConfig
 from rkserve.core.errors import BoardFailed, BoardSilent, QueueFull
 from rkserve.core.messages import Delta, Embedded, EmbedRequest, Finished
-from rkserve.transport.connection import HEARTBEAT, frame
+from rkserve.transport.client import BoardConnection
+from rkserve.transport.connection import HEARTBEAT, BoardHandshake, Heartbeat, frame
+from rkserve.transport.server import ChannelAddress
 from tests.support.boards.channel_bench import HASTY, Board, connect, read, router, until
 from tests.support.boards.channel_streams import REQUEST, answering, spoken, words
 from tests.support.boards.fake_boards import Step, accepted, finished
@@ -116,6 +119,50 @@ async def test_a_frozen_board_is_noticed_by_its_silence() -> None:
         with pytest.raises(BoardSilent, match="no sign of life"):
             await anext(events)
         assert board.streamed == 0, "Ray would say nothing for long"
+
+
+class Wire(asyncio.Transport):
+    """A transport that leads nowhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent: list[bytes] = []
+
+    def write(self, data: bytes) -> None:  # type: ignore[override] # bytes alone are written
+        self.sent.append(data)
+
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
+        """Nothing is buffered."""
+
+    def abort(self) -> None:
+        """Nothing is open."""
+
+
+@pytest.mark.virtual_time
+async def test_by_default_a_board_frozen_for_two_seconds_stays_and_for_good_is_lost_in_four() -> (
+    None
+):
+    """The board's heartbeats arrive as it sends them; the loop's time is its own."""
+    key, loop = bytes(32), asyncio.get_running_loop()
+    line = BoardConnection(ChannelAddress("sim-0", "h", 1, key), Heartbeat.of(ChannelConfig()))
+    board = BoardHandshake(key, 7)
+    wire = Wire()
+    line.line.connection_made(wire)
+    line.line.data_received(board.opening())
+    line.line.data_received(board.take(wire.sent[-1]))
+    assert line.line.open
+    pulse_s = ChannelConfig().heartbeat_s
+    events = line.generate(REQUEST)
+    for beats in range(1, 60):
+        line.line.data_received(HEARTBEAT)
+        # The next one is almost due, and the process stops; its timer fires once it goes on.
+        await asyncio.sleep(pulse_s + (1.99 if beats % 10 == 0 else 0.0))
+    assert line.line.open
+    line.line.data_received(HEARTBEAT)
+    heard_s = loop.time()
+    with pytest.raises(BoardSilent, match="no sign of life for 3 s"):
+        await events.next()
+    assert 2.5 < loop.time() - heard_s <= 4.0
 
 
 async def test_a_connection_at_rest_stays() -> None:

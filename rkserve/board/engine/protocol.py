@@ -1,4 +1,4 @@
-"""The ``Engine`` protocol, its values, and the watchdog of its runs.
+"""The ``Engine`` protocol and its values.
 
 It knows no processes, pipes or frames: ``process`` implements it, and tests have a fake.
 """
@@ -9,7 +9,6 @@ import asyncio
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from enum import Enum
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -148,82 +147,6 @@ class RunEnded:
     def reason(self) -> str:
         """The reason of a failed run."""
         return self.error or f"the runtime returned {self.return_code}"
-
-
-@dataclass(frozen=True, slots=True)
-class RunTimeouts:
-    """Time limits of a run, in seconds; see the configuration reference for the reasons."""
-
-    first_token_s: float = 30.0
-    prefill_per_token_s: float = 0.1
-    token_s: float = 10.0
-    abort_s: float = 2.0
-    image_s: float = 30.0
-
-
-class RunPhase(Enum):
-    """The event that the run has to deliver next."""
-
-    PREFILL = "the first token"
-    DECODE = "the next token"
-    PAUSE = "the pause"
-    RETURN = "the end of the run after the abort"
-
-
-class Watchdog:
-    """The deadline of one run. It moves with every token and tightens with a pause or an abort."""
-
-    def __init__(self, patience: RunTimeouts, prefill_tokens: int, now_s: float) -> None:
-        self._patience = patience
-        self.phase = RunPhase.PREFILL
-        self._aborting = self._pausing = False
-        self._since_s = now_s
-        self._limit_s = patience.first_token_s + patience.prefill_per_token_s * prefill_tokens
-
-    @property
-    def deadline_s(self) -> float:
-        """The time at which the run counts as hung."""
-        return self._since_s + self._limit_s
-
-    def token(self, now_s: float) -> bool:
-        """Note a token. Late tokens after a pause or an abort do not move the deadline.
-
-        Like ``aborted``, it returns True where the deadline moved nearer, so that a sleeper must
-        check it again.
-        """
-        before_s = self.deadline_s
-        if self._aborting:
-            if self.phase is not RunPhase.RETURN:
-                self._expect(RunPhase.RETURN, self._patience.abort_s, now_s)
-        elif self._pausing:
-            if self.phase is not RunPhase.PAUSE:
-                self._expect(RunPhase.PAUSE, self._patience.token_s, now_s)
-        else:
-            self._expect(RunPhase.DECODE, self._patience.token_s, now_s)
-        return self.deadline_s < before_s
-
-    def paused(self, now_s: float) -> bool:
-        """Note the request for a pause; it takes effect at the next token with text."""
-        before_s = self.deadline_s
-        self._pausing = True
-        if self.phase is RunPhase.DECODE:
-            self._expect(RunPhase.PAUSE, self._patience.token_s, now_s)
-        return self.deadline_s < before_s
-
-    def aborted(self, now_s: float) -> bool:
-        """Note the request for an abort. It does not cut prefill, which keeps its own limit."""
-        before_s = self.deadline_s
-        self._aborting = True
-        if self.phase in (RunPhase.DECODE, RunPhase.PAUSE):
-            self._expect(RunPhase.RETURN, self._patience.abort_s, now_s)
-        return self.deadline_s < before_s
-
-    def verdict(self, now_s: float) -> str:
-        """Return the missed event, for the log and the health check."""
-        return f"{self.phase.value} did not come within {now_s - self._since_s:.1f} s"
-
-    def _expect(self, phase: RunPhase, limit_s: float, now_s: float) -> None:
-        self.phase, self._since_s, self._limit_s = phase, now_s, limit_s
 
 
 class Engine(Protocol):

@@ -15,13 +15,14 @@ from pathlib import Path
 
 from rkserve.board.answer.generation import Generation
 from rkserve.board.answer.transcript import Ids, Range
-from rkserve.board.engine.protocol import EntryCommand, RunEnded, Watchdog
+from rkserve.board.engine.protocol import EntryCommand, RunEnded
 from rkserve.board.rules.generations import (
     GenerationCounters,
     GenerationEvent,
     VersionSpans,
     advance,
 )
+from rkserve.board.rules.hang_limits import RunKind, RunShape, Watchdog
 from rkserve.board.storage.prompt_cache import CacheHit
 from rkserve.core.block_hashes import origin_of
 from rkserve.core.board_report import GenerationState
@@ -350,6 +351,27 @@ class RunSpec:
         """Ids that are sent but need not be computed: from a file, or from the runtime's cache."""
         return self.reused if len(self.entries[0].ids) == len(self.base) else 0
 
+    def shape(self, *, cold: bool = False) -> RunShape:
+        """Return what determines its time limits; ``cold`` is the first run after a load."""
+        kind = RunKind.GENERATION if self.steps is None else RunKind.STEPS
+        again = 0 if self.steps is None or self.history else len(self.base) + (self.limit or 0)
+        plain = all(
+            one.prompt_text is None and one.embeds is None and one.encoder is None
+            for one in self.entries
+        )
+        return RunShape(
+            kind if self.pooling is None else RunKind.POOLING,
+            prompt=sum(
+                len(one.ids) if one.embeds is None else one.embeds.rows for one in self.entries
+            ),
+            again=again,
+            images=sum(len(one.images) for one in self.entries),
+            loads_cache=self.hit is not None,
+            saves_cache=self.save is not None,
+            optimistic=self.steps is not None and self.steps.optimistic,
+            usual=plain and not cold,
+        )
+
 
 class EngineRun:
     """A run from its start to its return. The runtime can pause it if it is ``pausable``.
@@ -399,7 +421,7 @@ class EngineRun:
 
     def came(self, entry: int, token_id: int, now_s: float) -> None:
         """Note a token."""
-        if self.watchdog.token(now_s):
+        if self.watchdog.token(now_s, entry):
             self.nearer.wake()
         self.given[entry].append(token_id)
         self.token_s = now_s

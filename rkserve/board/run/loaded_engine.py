@@ -12,13 +12,19 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import asdict, dataclass
 from enum import Enum
 from typing import Any
 
 from rkserve.board.answer.transcript import CachedContext, Ids, Range, ResumePlan, held, plan_resume
-from rkserve.board.engine.protocol import Engine, RunCommand, RunEnded, RunTimeouts, Watchdog
+from rkserve.board.engine.protocol import Engine, RunCommand, RunEnded
+from rkserve.board.rules.hang_limits import (
+    EngineSpeeds,
+    RunShape,
+    StoppedTime,
+    Watchdog,
+)
 from rkserve.board.run.job import EngineRun, Job, RunSpec, loop_time_s
 from rkserve.core.block_hashes import BLOCK, adapter_of
 from rkserve.core.desired_state import Probe
@@ -32,6 +38,10 @@ log = logging.getLogger(__name__)
 # Before silence counts, the event loop gets this long to read what has arrived: the loop may have
 # been blocked, and not the engine.
 SECOND_LOOK_S = 0.1
+# A wait for the engine is looked at so often: a look that comes late shows that this process was
+# stopped, and perhaps the whole machine, so that the engine had no time either.
+LOOK_S = 0.5
+LOAD_ADAPTER = "load_adapter"
 # After this many runs in a row without any reuse of a known prefix, the model or the runtime does
 # not reuse prefixes in RAM.
 RECOMPUTED_LIMIT = 3
@@ -59,7 +69,7 @@ class LoadedEngine:
     """One engine from its load to its end."""
 
     def __init__(
-        self, board_id: str, engine: Engine, patience: RunTimeouts, adapters: AdapterTable
+        self, board_id: str, engine: Engine, speeds: EngineSpeeds, adapters: AdapterTable
     ) -> None:
         self.engine = engine
         self.facts = engine.facts
@@ -76,7 +86,8 @@ class LoadedEngine:
         self.running: EngineRun | None = None
         self.cache_loaded = False  # the last run began from a prompt cache
         self._board_id = board_id
-        self._patience = patience
+        self._speeds = speeds
+        self._cold = True  # the next run is the first one after a load
         self._recomputed = 0  # runs in a row that computed a long known prefix again
         self._numbers = itertools.count(1)
 
@@ -181,11 +192,7 @@ class LoadedEngine:
         self.engine.pause(run.number)
 
     def _seat(self, entry_jobs: Sequence[Job | None], spec: RunSpec) -> EngineRun:
-        patience = patience_for(spec, self._patience)
-        prefill = sum(
-            len(entry.ids) if entry.embeds is None else entry.embeds.rows for entry in spec.entries
-        )
-        watchdog = Watchdog(patience, prefill, loop_time_s())
+        watchdog = Watchdog(self._speeds, spec.shape(cold=self._cold), loop_time_s())
         # A paused run cannot be resumed in text mode, where its token ids are not known.
         in_text_mode = spec.entries[0].prompt_text is not None
         pausable = spec.steps is None and not in_text_mode and self.may_pause(history=spec.history)
@@ -233,12 +240,15 @@ class LoadedEngine:
         ended = self.engine.run(command, on_token, on_scores)
         try:
             while not ended.done():
-                patience_s = run.watchdog.deadline_s - now_s()
-                if patience_s > 0:
-                    waits_for = (ended, run.nearer.changed())
-                    await asyncio.wait(waits_for, timeout=patience_s, return_when="FIRST_COMPLETED")
+                left_s = run.watchdog.deadline_s - now_s()
+                if left_s > 0:
+                    changed = run.nearer.changed()
+                    lost_s = await waited((ended, changed), min(left_s, LOOK_S))
+                    if lost_s and not ended.done():
+                        run.watchdog.excuse(lost_s, now_s())
                     continue
-                await asyncio.wait({ended}, timeout=SECOND_LOOK_S)
+                lost_s = await waited({ended}, SECOND_LOOK_S)
+                run.watchdog.excuse(lost_s, now_s())
                 if not ended.done() and run.watchdog.deadline_s <= now_s():
                     raise EngineHung(self._board_id, run.watchdog.verdict(now_s()))
             return ended.result()
@@ -253,6 +263,7 @@ class LoadedEngine:
         self.positions = ended.kv_positions or self.positions
         self.aborted |= ended.aborted
         began = run.spec
+        self._measure(run, ended)
         if not began.resume:
             # A run that never began may have loaded its cache, and may not have released the last
             # one.
@@ -266,6 +277,21 @@ class LoadedEngine:
             found = held(run.transcript, ended.kv_positions[0]) if ended.kv_positions else None
             self.paused = PausedRun(found, began.history, spliced, began.origin)
         self._settle_context(run, ended, spliced=spliced)
+
+    def _measure(self, run: EngineRun, ended: RunEnded) -> None:
+        """Note the time of the run's prompt, where it was an ordinary one."""
+        began, shape = run.spec, run.spec.shape(cold=self._cold)
+        if ended.end in (None, RunEnd.FAILED):
+            return
+        self._cold = False
+        if not shape.usual or shape.loads_cache or began.resume:
+            return
+        if began.pooling is not None:
+            self._speeds.prompt(shape.kind, shape.prompt, loop_time_s() - run.started_s)
+        elif run.first_s is not None:
+            alone = len(began.entries) == 1
+            computed = run.perf(ended).prefill_tokens if alone else shape.prompt
+            self._speeds.prompt(shape.kind, computed, run.first_s - run.started_s)
 
     def _spliced(self, began: RunSpec) -> bool:
         """Return whether this resumption, or one before it, cut out more than the end."""
@@ -345,12 +371,18 @@ class LoadedEngine:
             EngineDied: the process ended first.
             NativeError: the runtime refused it.
         """
-        limit_s = self._patience.abort_s + self._patience.token_s + extra_s
+        limits = self._speeds.limits(RunShape(usual=False))
+        limit_s = limits.abort_s + limits.token_s + extra_s
         result = self.engine.call(method, **args)
+        self._cold |= method == LOAD_ADAPTER
         try:
-            await asyncio.wait({result}, timeout=limit_s)
+            left_s = limit_s
+            while left_s > 0 and not result.done():
+                look_s = min(left_s, LOOK_S)
+                await waited({result}, look_s)
+                left_s -= look_s  # what was lost of this process's time does not count
             if not result.done():
-                await asyncio.wait({result}, timeout=SECOND_LOOK_S)
+                await waited({result}, SECOND_LOOK_S)
             if not result.done():
                 raise EngineHung(self._board_id, f"{method} did not return within {limit_s:g} s")
             return result.result()
@@ -386,29 +418,12 @@ class LoadedEngine:
             self.context.forget()
 
 
-def patience_for(spec: RunSpec, patience: RunTimeouts) -> RunTimeouts:
-    """Return the timeouts of such a run."""
-    if spec.save is not None:
-        # The file is written between the last token and the return of the call.
-        return replace(
-            patience,
-            token_s=patience.token_s + patience.first_token_s,
-            abort_s=patience.abort_s + patience.first_token_s,
-        )
-    if images := sum(len(entry.images) for entry in spec.entries):
-        first_s = patience.first_token_s + patience.image_s * images
-        return replace(patience, first_token_s=first_s)
-    if spec.steps is None:
-        return patience
-    # A step is never cut short, and one that sends the whole context again takes its prefill.
-    again = 0 if spec.history else len(spec.base) + (spec.limit or 0)
-    step_s = patience.token_s + patience.prefill_per_token_s * again
-    if spec.steps.optimistic:
-        # A run that leaves the grammar is ended, its logits are read, and it is restarted before
-        # the next token.
-        first_s = patience.first_token_s + 2 * step_s
-        patience, step_s = replace(patience, first_token_s=first_s), 3 * step_s
-    return replace(patience, token_s=step_s, abort_s=patience.abort_s + step_s)
+async def waited(futures: Collection[asyncio.Future[Any]], timeout_s: float) -> float:
+    """Wait for the first of ``futures``; return the time in which this process did not run."""
+    stopped, loop = StoppedTime(), asyncio.get_running_loop()
+    stopped.due(loop.time() + timeout_s)
+    await asyncio.wait(futures, timeout=timeout_s, return_when="FIRST_COMPLETED")
+    return stopped.look(loop.time())
 
 
 class AdapterNeed(Enum):

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rkserve.board.answer.hooks import HookFactory
-from rkserve.board.engine.protocol import RunTimeouts
+from rkserve.board.rules.hang_limits import RunTimeouts
 from rkserve.board.storage.prompt_cache import CacheStore
 from rkserve.core.errors import RequestError
 from rkserve.core.messages import GenerateRequest

@@ -15,6 +15,7 @@ from enum import Enum
 from typing import Any, Protocol
 
 from rkserve.board.engine.protocol import Engine, EngineFacts, UnloadedEngine, end_kind
+from rkserve.board.rules.hang_limits import EngineSpeeds, StoppedTime
 from rkserve.board.run.job import loop_time_s
 from rkserve.board.run.loaded_engine import SECOND_LOOK_S, AdapterTable, LoadedEngine
 from rkserve.board.run.settings import BoardSettings
@@ -167,6 +168,8 @@ class EngineSupervisor:
         self.renewals = 0  # the part of them that replaced a healthy engine
         self.live: LoadedEngine | None = None  # the last loaded engine, even after its end
         self.loaded_s = 0.0  # the time of that load
+        # Of all engines: a fresh one is as fast as the last, and is given up as quickly.
+        self._speeds = EngineSpeeds(settings.patience)
         self._reason_awake = ""  # ``reason`` before the board slept
         self._recovery: asyncio.Task[None] | None = None
         self._giving_up: asyncio.Future[None] | None = None
@@ -279,7 +282,7 @@ class EngineSupervisor:
     def _with_engine(self, engine: Engine) -> LoadedEngine:
         settings = self._settings
         adapters = AdapterTable(settings.max_adapters, settings.max_adapter_bytes)
-        return LoadedEngine(self._board_id, engine, settings.patience, adapters)
+        return LoadedEngine(self._board_id, engine, self._speeds, adapters)
 
     async def _load_again(self) -> None:
         """Load the model. Where that fails, all waiting work fails; raises ``BoardOutOfOrder``."""
@@ -402,21 +405,23 @@ class EngineSupervisor:
 
     async def _watch_silence(self) -> None:
         """Give up an engine without a sign of life, also between runs."""
-        limit_s = self._settings.silence_timeout_s
+        limit_s, stopped = self._settings.silence_timeout_s, StoppedTime()
         while True:
+            stopped.due(loop_time_s() + limit_s / 4)
             await asyncio.sleep(limit_s / 4)
             suspect = self.live
-            if not self._silent(suspect):
+            # With this process the engine may have stood still, too.
+            if not self._silent(suspect, stopped.look(loop_time_s())):
                 continue
             await asyncio.sleep(SECOND_LOOK_S)
             if self.live is suspect and self._silent(suspect):
                 reason = f"the engine gave no sign of life for {limit_s:g} s"
                 await self.give_up(reason, "silent")
 
-    def _silent(self, live: LoadedEngine | None) -> bool:
+    def _silent(self, live: LoadedEngine | None, lost_s: float = 0.0) -> bool:
         if self.state is not BoardState.READY or live is None:
             return False
-        return live.engine.silent_s() >= self._settings.silence_timeout_s
+        return live.engine.silent_s() - lost_s >= self._settings.silence_timeout_s
 
     def _advance(self, event: BoardEvent, reason: str) -> None:
         before, self.state = self.state, advance(self.state, event)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from rkserve.board.board import Board
-from rkserve.board.engine.protocol import RunTimeouts
+from rkserve.board.rules.hang_limits import RunTimeouts
 from rkserve.core.board_report import BoardState
 from rkserve.core.errors import (
     EngineDied,

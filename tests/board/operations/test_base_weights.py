@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from rkserve.board.engine.protocol import RunTimeouts
 from rkserve.board.operations.base_weights import BaseWeights
 from rkserve.board.rules.generations import BoardCounters
+from rkserve.board.rules.hang_limits import RunTimeouts
 from rkserve.board.rules.obligations import Obligations
 from rkserve.board.run.prompt_caching import PromptCaching
 from rkserve.board.run.settings import BoardSettings

@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 
 from rkserve.board.board import Board
-from rkserve.board.engine.protocol import RunTimeouts
+from rkserve.board.rules.hang_limits import RunTimeouts, limits_of
 from rkserve.board.run.job import RunSpec
-from rkserve.board.run.loaded_engine import patience_for
 from rkserve.core.errors import RequestError
 from rkserve.core.messages import (
     Accepted,
@@ -390,7 +389,8 @@ STEPS = StepParams(TOKENS, GREEDY, Stepwise(1), frozenset(), limit=50)
 def test_a_run_may_be_silent_for_as_long_as_its_longest_step(
     beginning: RunSpec, token_s: float, abort_s: float
 ) -> None:
-    found = patience_for(beginning, RunTimeouts(30.0, 0.1, 10.0, 2.0))
+    given = RunTimeouts(30.0, 0.1, 10.0, 2.0)
+    found = limits_of(beginning.shape(), given, given)
     assert (found.token_s, found.abort_s) == (token_s, abort_s)
 
 

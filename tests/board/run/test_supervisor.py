@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
-from rkserve.board.engine.protocol import RunTimeouts
+from rkserve.board.rules.hang_limits import RecentTimes, RunTimeouts
 from rkserve.board.run.loaded_engine import SECOND_LOOK_S
 from rkserve.core.board_report import BoardState
 from rkserve.core.errors import (
@@ -27,6 +28,7 @@ from tests.support.boards.board_bench import (
     PLAIN,
     SETTINGS,
     Bench,
+    Listener,
     answer,
     board_test,
     collect,
@@ -186,6 +188,99 @@ async def test_a_token_that_is_only_not_read_yet_is_no_hang() -> None:
         asyncio.get_running_loop().call_later(0.02, first.prefill.set)
         assert await running == ("xy", FinishReason.STOP)
         assert len(bench.engines) == 1
+
+
+# -- limits from the measured speed -------------------------------------------------------------
+
+USUAL = replace(SETTINGS, patience=RunTimeouts())
+STEADY = Script(tokens_of(*"abcdefghijklmnop"), pace_s=0.1)
+
+
+def heard(listener: Listener, text: str) -> bool:
+    return listener.text.endswith(text)
+
+
+async def tried(bench: Bench, runs: int = RecentTimes.FEW + 1) -> None:
+    """Let the board learn its speed; the first prompt after a load does not count."""
+    bench.scripts = [STEADY] * runs + bench.scripts
+    for _ in range(runs):
+        assert (await answer(bench.board, max_tokens=20))[0] == "abcdefghijklmnop"
+
+
+@pytest.mark.parametrize(
+    ("hang_at", "limit_s"), [(0, 4.5), (1, 3.5), (9, 3.5)], ids=["prefill", "first", "later"]
+)
+async def test_a_board_that_knows_its_speed_gives_up_a_hang_in_seconds(
+    hang_at: int, limit_s: float
+) -> None:
+    async with Bench(replace(STEADY, hang_at=hang_at), settings=USUAL).running() as bench:
+        await tried(bench)
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
+        with pytest.raises(EngineHung, match="the limit is"):
+            await answer(bench.board, max_tokens=20)
+        assert loop.time() - began_s - 0.1 * hang_at <= limit_s
+        await until(lambda: bench.state is BoardState.READY)
+
+
+async def test_a_fresh_engine_is_known_by_the_last_but_for_its_first_prompt() -> None:
+    hang = replace(STEADY, hang_at=9)
+    first = replace(STEADY, stalls={0: 25.0})
+    async with Bench(hang, first, hang, settings=USUAL).running() as bench:
+        await tried(bench)
+        with pytest.raises(EngineHung):
+            await answer(bench.board, max_tokens=20)
+        await until(lambda: bench.state is BoardState.READY)
+        assert (await answer(bench.board, max_tokens=20))[0] == "abcdefghijklmnop"
+        began_s = asyncio.get_running_loop().time()
+        with pytest.raises(EngineHung):
+            await answer(bench.board, max_tokens=20)
+        assert asyncio.get_running_loop().time() - began_s <= 4.5
+        await until(lambda: bench.state is BoardState.READY)
+        assert len(bench.engines) == 3
+
+
+async def test_an_engine_that_stands_still_for_two_seconds_while_throttled_is_kept() -> None:
+    slow = replace(STEADY, pace_s=0.3, stalls={0: 2.0, 1: 2.0, 7: 2.0, 15: 2.0})
+    stopped = replace(STEADY, pace_s=0.3, stalls={4: 2.0})
+    async with Bench(slow, *[stopped] * 20, settings=USUAL).running() as bench:
+        await tried(bench)
+        assert (await answer(bench.board, max_tokens=20))[0] == "abcdefghijklmnop"
+        for _ in range(20):  # a client leaves while the engine stands still
+            listener = Listener(bench.board, request(max_tokens=20))
+            await until(partial(heard, listener, "d"))
+            await listener.hang_up()
+        await until(lambda: bench.board.report().running == 0)
+        assert (len(bench.engines), bench.board.report().crashes) == (1, ())
+
+
+@pytest.mark.parametrize("kept_s", [2.0, 60.0])
+@pytest.mark.parametrize("pace_s", [0.1, 1.5], ids=["fast", "slow"])
+async def test_a_board_that_stood_still_itself_blames_no_engine(
+    kept_s: float, pace_s: float
+) -> None:
+    """With a machine that stands still the engine does, too: it needs its time afterwards."""
+    script = replace(STEADY, pace_s=pace_s)
+    async with Bench(script, settings=USUAL).running() as bench:
+        await tried(bench)
+        running = asyncio.create_task(answer(bench.board, max_tokens=20))
+        for _ in range(4):
+            await asyncio.sleep(1.2)
+            bench.engine.silences = [kept_s]
+            own_time.sleep(kept_s)
+        assert (await running)[0] == "abcdefghijklmnop"
+        assert len(bench.engines) == 1
+
+
+async def test_a_call_that_does_not_return_is_given_up_in_seconds_too() -> None:
+    async with Bench(settings=USUAL).running() as bench:
+        await tried(bench)
+        bench.engine.call_gate = asyncio.Event()
+        began_s = asyncio.get_running_loop().time()
+        with pytest.raises(EngineHung, match="clear_kv did not return within"):
+            await bench.board.clear_kv(keep_system_prompt=False)
+        assert asyncio.get_running_loop().time() - began_s <= 6.5
+        await until(lambda: bench.state is BoardState.READY)
 
 
 async def test_a_handle_that_fails_run_after_run_gets_a_fresh_engine() -> None:

@@ -12,7 +12,8 @@ from typing import Any
 
 from rkserve.board.answer.hooks import HookFactory
 from rkserve.board.board import Board
-from rkserve.board.engine.protocol import RunCommand, RunTimeouts
+from rkserve.board.engine.protocol import RunCommand
+from rkserve.board.rules.hang_limits import RunTimeouts
 from rkserve.board.run.settings import BoardSettings
 from rkserve.core.board_report import BoardState
 from rkserve.core.errors import RkserveError

@@ -21,7 +21,8 @@ from prometheus_client import CollectorRegistry
 from rkserve.api.common.logprobs import ChoiceTokens
 from rkserve.board.answer.hooks import HookFactory
 from rkserve.board.board import Board
-from rkserve.board.engine.protocol import OnToken, RunCommand, RunTimeouts
+from rkserve.board.engine.protocol import OnToken, RunCommand
+from rkserve.board.rules.hang_limits import RunTimeouts
 from rkserve.board.run.settings import BoardSettings
 from rkserve.core.board_report import BoardReport, GenerationInfo, GenerationState
 from rkserve.core.errors import BoardFailed, BoardGone, NoBoard, RkserveError, StateConflict

@@ -70,7 +70,8 @@ class Script:
     was edited shows. ``hang_at`` and ``die_at`` are positions; a ``deaf`` run ignores aborts and
     pauses. ``waiting`` are positions where text is held back and no pause is granted. ``prefill``
     is waited for first, and not cut by an abort; ``late`` tokens still come after one, and
-    ``pace_s`` lies between tokens. ``kv_off`` falsifies the KV sizes that are reported.
+    ``pace_s`` lies between tokens, besides the ``stalls`` before some positions. ``kv_off``
+    falsifies the KV sizes that are reported.
     """
 
     tokens: list[tuple[int, bytes]]
@@ -86,6 +87,7 @@ class Script:
     others: tuple[list[tuple[int, bytes]], ...] = ()
     model: Model | None = None
     waiting: frozenset[int] = frozenset()
+    stalls: Mapping[int, float] = field(default_factory=dict)
 
     def token(self, entry: int, at: int, context: list[int]) -> tuple[int, bytes] | None:
         """Return the entry's token at position ``at``; None after its last one."""
@@ -282,7 +284,7 @@ class FakeEngine:
         return False
 
     async def _trouble(self, script: Script, at: int) -> None:
-        await asyncio.sleep(0)
+        await asyncio.sleep(script.stalls.get(at, 0.0))
         if at == script.die_at:
             self.die("SIGSEGV")
         if at in (script.hang_at, script.die_at):

@@ -128,7 +128,15 @@ class LocalCluster:
             "control_dir": str(self.control_dir),
             **settings.pop("simulated", {}),
         }
-        return {"name": group, "model": f"models/{MODEL}", "simulated": simulated, **settings}
+        # A gate that holds a run back, or a busy machine, is no hang.
+        patience = {"least_s": 30.0, **settings.pop("patience", {})}
+        return {
+            "name": group,
+            "model": f"models/{MODEL}",
+            "simulated": simulated,
+            "patience": patience,
+            **settings,
+        }
 
     def deploy(self, name: str, args: dict[str, Any]) -> str:
         """Build an application, hand it to Serve under ``/name``, and return its URL."""
@@ -139,8 +147,13 @@ class LocalCluster:
         # One application alone may keep its ledger there.
         kept = {"data_dir": str(self.folder / "data" / name), **args.get("coordinator", {})}
         router = {"replicas": 1, **args.get("router", {})}  # each is a process that has to start
-        changed = {"coordinator": kept, "router": router}
-        config = {"state_dir": str(self.folder / "state"), **args, **changed}
+        config = {
+            "state_dir": str(self.folder / "state"),
+            "channel": {"silence_s": 10.0},  # longer than a busy machine keeps a process waiting
+            **args,
+            "coordinator": kept,
+            "router": router,
+        }
         target = serve.RunTarget(build(config), name=name, route_prefix=f"/{name}")
         serve.run_many([target], wait_for_applications_running=False)
         return f"{self.url}/{name}"

@@ -25,9 +25,9 @@ from rkserve.board.engine.protocol import (
     OnToken,
     RunCommand,
     RunEnded,
-    RunTimeouts,
     with_weights,
 )
+from rkserve.board.rules.hang_limits import RunTimeouts
 from rkserve.board.run.settings import BoardSettings
 from rkserve.core.messages import AdapterRef, GenerateRequest
 from rkserve.core.run_params import Sampling
@@ -48,7 +48,7 @@ EOS_IDS = frozenset(FOLDER.settings.eos_token_ids)
 # Penalties would make the choice depend on more than the context.
 GREEDY = Sampling(temperature=0.0, top_k=1, repeat_penalty=1.0)
 # A machine that is busy with other things is not a library that hangs.
-CALM = RunTimeouts(first_token_s=30.0, token_s=30.0, abort_s=30.0)
+CALM = RunTimeouts(first_token_s=30.0, token_s=30.0, abort_s=30.0, least_s=30.0)
 UNHURRIED = 0.5  # 30 ms for a token: what is asked of the engine is there before the next one
 
 both_releases = pytest.mark.parametrize("release", BOTH)
