@@ -106,7 +106,8 @@ class Board:
         self.control, self.given_out = control.control, control.given_out
         self.abort_all = control.abort_all
         self.adopt, self.follow = self._adopter.adopt, self._adopter.follow
-        self.load_adapter = AdapterProbes(settings, slot, queue, caching, runner).load
+        probes = AdapterProbes(settings, slot, queue, caching, runner)
+        self.load_adapter, self.try_adapter = probes.load, probes.try_fresh
         self.measure = SpeedTrials(books, slot, queue, caching, runner).measure
         self.kv, self.clear_kv = cache_calls.kv, cache_calls.clear_kv
         self.build_cache, self.delete_cache = cache_calls.build_cache, cache_calls.delete_cache

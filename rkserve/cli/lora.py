@@ -18,7 +18,7 @@ from rkserve.cli.context import (
     progress,
 )
 from rkserve.client.requests import ADAPTER_FILE, Strategy
-from rkserve.models.files import SIM_MAGIC
+from rkserve.models.files import SIM_MAGIC, simulated_adapter_flaw
 from rkserve.native.sim import models as sim_models
 
 lora = typer.Typer(help=f"Bring LoRA adapters to the boards. {EXIT_CODES}", no_args_is_help=True)
@@ -52,6 +52,7 @@ def push(
     model: Model = None,
     scale: Annotated[float | None, typer.Option(help="The strength of the adapter.")] = None,
     activate: Annotated[bool, typer.Option(help="Serve it once every board has it.")] = True,
+    force: Annotated[bool, typer.Option(help="Try a file again that failed its trial.")] = False,
     strategy: How = "atomic",
     max_unavailable: Unavailable = 1,
     weight: Weight = 0.1,
@@ -70,6 +71,7 @@ def push(
             model=model,
             scale=scale,
             activate=activate,
+            force=force,
             **_how(strategy, max_unavailable, weight, observe, auto),
             in_flight=in_flight,
             timeout_s=timeout,
@@ -185,7 +187,7 @@ def _wrong(file: Path, begin: bytes) -> str:
     if begin.lstrip()[:1] in (b"{", b"["):
         return "JSON"
     if begin.startswith(sim_models.MAGIC):
-        return sim_models.damage_adapter(file)
+        return simulated_adapter_flaw(file)
     return ""
 
 

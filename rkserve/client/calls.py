@@ -213,6 +213,7 @@ class ClusterCalls(Calls):
         parameters: Sequence[Mapping[str, Any]] | None = None,
         base_digest: str | None = None,
         activate: bool = True,
+        force: bool = False,
         timeout_s: float | None = None,
         key: str | None = None,
         on_progress: OnProgress | None = None,
@@ -224,7 +225,9 @@ class ClusterCalls(Calls):
         held in memory as a whole. The default ``version`` is the first 12 digits of its sha256.
         Return when every board serves it; no board does unless it can be staged on all.
         ``parameters`` are its tensors (``{name, shape, dtype}``), which a weight update must then
-        name, and ``base_digest`` is the sha256 of the base weights that it was trained on.
+        name, and ``base_digest`` is the sha256 of the base weights that it was trained on. One
+        board tries it first, in an engine that serves nothing; a content that failed is refused
+        until ``force`` has it tried again.
 
         Raises:
             SourceFailed: the file cannot be read.
@@ -238,6 +241,7 @@ class ClusterCalls(Calls):
             "scale": scale,
             "parameters": parameters,
             "base_digest": base_digest,
+            "force": "true" if force else None,
         }
         return flows.push_adapter(
             source,

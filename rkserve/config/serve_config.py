@@ -95,6 +95,13 @@ class CoordinatorConfig(Settings):
         description="Versions of each adapter that stay addressable as `name@version` after a "
         "newer one has replaced them, besides the one that a rollback returns to.",
     )
+    try_adapters: bool = Field(
+        True,
+        description="Whether one board tries each new adapter before any other gets to load it: it "
+        "ends its engine, loads the model and the adapter in a fresh one, and serves with that one "
+        "only if it generates. Each new adapter costs one board a load of the model; a trainer "
+        "that sends versions in quick succession may do without.",
+    )
     canary: CanaryConfig = Field(
         CanaryConfig(), description="The limits by which canaries are judged."
     )

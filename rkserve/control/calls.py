@@ -253,7 +253,9 @@ class LabelAction(ModelAction):
 
 
 class AdapterStageAction(ModelAction):
-    """Deliver a version whose file is in the head's store."""
+    """Deliver a version whose file is in the head's store, after its trial on one board; with
+    ``force`` also after one that it did not pass.
+    """
 
     kind: Literal[_K.ADAPTER_STAGE] = _K.ADAPTER_STAGE
     done = "staged"
@@ -263,6 +265,7 @@ class AdapterStageAction(ModelAction):
     digest: Text
     scale: float = 1.0
     size_bytes: int
+    force: bool = False
 
     @property
     def artifact(self) -> AdapterVersion:

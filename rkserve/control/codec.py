@@ -17,12 +17,13 @@ from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
+from rkserve.control.calls import OperationKind
 from rkserve.control.operations import ControlOperation
 from rkserve.core.desired_state import Desired, DesiredCache
 from rkserve.core.errors import LedgerFailed
 
 # Raised with every change of a stored field, together with a conversion of the previous schema.
-SCHEMA = 3
+SCHEMA = 4
 
 T = TypeVar("T")
 
@@ -139,6 +140,18 @@ def _of_schema_2(what: str, value: Any) -> Any:
     return {**value, "drained": [], "moved": []}
 
 
+def _of_schema_3(what: str, value: Any) -> Any:
+    """Convert schema 3, which had no trials of adapters."""
+    if not isinstance(value, dict):
+        return value
+    if what == "desired":
+        return {**value, "trials": []}
+    staging = what == "operation" and value.get("kind") == OperationKind.ADAPTER_STAGE.value
+    if staging and isinstance(value.get("params"), dict):
+        return {**value, "params": {**value["params"], "force": False}}
+    return value
+
+
 def _with(entries: Any, **added: Any) -> Any:
     """Return objects with added fields; a value that is no object is refused later."""
     if not isinstance(entries, list):
@@ -147,7 +160,7 @@ def _with(entries: Any, **added: Any) -> Any:
 
 
 # Conversions of each older schema to the next one.
-_OLDER = {1: _of_schema_1, 2: _of_schema_2}
+_OLDER = {1: _of_schema_1, 2: _of_schema_2, 3: _of_schema_3}
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -66,13 +66,15 @@ class Phase(str, Enum):
 
     Those of a pause: ``stopping`` (boards get the new state), ``undoing``; of a sleep ``sleeping``,
     ``undoing``, and of a wake-up ``waking``; of a drain ``draining``, of errands to one board
-    ``restarting`` and ``measuring``. Those of a rollout: ``staging``, ``loading``,
-    ``stopping``, ``switching``, ``observing``, ``releasing`` (committed, boards continue),
-    ``undoing``; the last before the end tells where it ended: ``done``.
+    ``restarting`` and ``measuring``; of a staging ``trying`` (one board loads the adapter). Those
+    of a rollout: ``staging``, ``loading``, ``stopping``, ``switching``, ``observing``,
+    ``releasing`` (committed, boards continue), ``undoing``; the last before the end tells where it
+    ended: ``done``.
     """
 
     ACCEPTED = "accepted"
     STAGING = "staging"
+    TRYING = "trying"
     LOADING = "loading"
     STOPPING = "stopping"
     SLEEPING = "sleeping"

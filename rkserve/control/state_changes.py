@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 
+from rkserve.core.board_report import AdapterTrial
 from rkserve.core.desired_state import (
     ActivePause,
     AdapterVersion,
@@ -34,6 +35,8 @@ KEEP_VERSIONS = 2
 MAX_WAITING = 64
 # Each is sent to every board with every change; a caller that needs more never resumes.
 MAX_PAUSES = 64
+# Likewise. The oldest are forgotten first, those of versions that are served last.
+MAX_TRIALS = 64
 
 
 def expect(desired: Desired, epoch: int | None) -> None:
@@ -209,6 +212,20 @@ def add_version(desired: Desired, model: str, version: AdapterVersion) -> Desire
             "some of them."
         )
     return _put(desired, replace(line, kept=(version, *line.kept)))
+
+
+def note_trial(desired: Desired, found: AdapterTrial) -> Desired:
+    """Record the result of a trial in place of an earlier one of the same content."""
+    others = [
+        one for one in desired.trials if (one.model, one.digest) != (found.model, found.digest)
+    ]
+    served = {(line.model, version.digest) for line in desired.lines for version in line.versions}
+    excess = len(others) + 1 - MAX_TRIALS
+    # A failure is worth more than a success, which costs only another trial.
+    ranked = sorted(others, key=lambda one: (not one.passed, (one.model, one.digest) in served))
+    dropped = ranked[: max(0, excess)]
+    kept = tuple(one for one in others if one not in dropped)
+    return replace(desired, epoch=desired.epoch + 1, trials=(*kept, found))
 
 
 def begin(

@@ -53,6 +53,7 @@ from rkserve.coordinator.operations.operation_run import (
 from rkserve.coordinator.operations.pause import HANDLERS
 from rkserve.coordinator.operations.prompt_caches import CacheTimes, PromptCacheKeeper
 from rkserve.coordinator.operations.sleep import IdleModels, SleepOperations
+from rkserve.coordinator.operations.trials import AdapterTrials
 from rkserve.coordinator.operations.weights import WeightOperations
 from rkserve.coordinator.state.ledger import AuditEntry, Ledger
 from rkserve.coordinator.state.ledger_files import LedgerBackup
@@ -137,7 +138,12 @@ class Coordinator:
         self._late_results = LateResults(self._state, self._roster, outside.now_s)
         self._weights = WeightOperations(outside.store, self._roster)
         require_fit = self._weights.require_fit
-        versions = AdapterOperations(outside.store, self._garbage_collector, require_fit)
+        versions = AdapterOperations(
+            outside.store,
+            self._garbage_collector,
+            require_fit,
+            AdapterTrials(enabled=config.try_adapters),
+        )
         self._sleeping = SleepOperations(outside.policies)
         self._handlers: dict[Any, Handler] = {
             **HANDLERS,

@@ -137,6 +137,38 @@ class BoardState(str, Enum):
     LOST = "lost"  # set by a Router for a board that no longer answers
 
 
+class TrialVerdict(str, Enum):
+    """The result of a trial of an adapter."""
+
+    PASSED = "passed"
+    REFUSED = "refused"
+    CRASHED = "crashed_on_load"
+    HUNG = "hung_on_load"
+
+
+@crosses_versions
+@dataclass(frozen=True, slots=True)
+class AdapterTrial:
+    """The trial of an adapter's content on one board, in an engine that served nothing.
+
+    ``digest`` is the sha256 of the file and ``title`` its ``name@version`` at that time. ``reason``
+    is empty for one that passed. ``at_s`` is in seconds since 1970.
+    """
+
+    model: str
+    digest: str
+    verdict: TrialVerdict
+    title: str = ""
+    board_id: str = ""
+    reason: str = ""
+    at_s: float = 0.0
+
+    @property
+    def passed(self) -> bool:
+        """Return whether boards may load it."""
+        return self.verdict is TrialVerdict.PASSED
+
+
 @crosses_versions
 @dataclass(frozen=True, slots=True)
 class CpuClock:

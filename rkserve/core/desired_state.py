@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from enum import Enum, IntEnum
 from typing import TypeAlias
 
+from rkserve.core.board_report import AdapterTrial
 from rkserve.core.messages import FIRST_LABEL, AdapterRef
 from rkserve.core.skew import crosses_versions
 
@@ -274,7 +275,8 @@ class Desired:
     """The desired state of the cluster from ``epoch`` on.
 
     Boards in ``drained`` take no new requests; those of them in ``moved`` hand over their running
-    ones to other boards. Both are board IDs, sorted: an earlier version reads a state without them.
+    ones to other boards. Both are board IDs, sorted: an earlier version reads a state without them,
+    as without ``trials``, the results of the latest trials of adapters, the last one last.
     """
 
     epoch: int = 0
@@ -283,6 +285,12 @@ class Desired:
     weights: tuple[Weights, ...] = ()
     drained: tuple[str, ...] = ()
     moved: tuple[str, ...] = ()
+    trials: tuple[AdapterTrial, ...] = ()
+
+    def trial(self, model: str, digest: str) -> AdapterTrial | None:
+        """Return the result of a content's latest trial, if it was tried."""
+        found = (one for one in self.trials if (one.model, one.digest) == (model, digest))
+        return next(found, None)
 
     def line(self, model: str, name: str) -> AdapterVersions | None:
         """Return the versions of an adapter, if it has any."""

@@ -21,6 +21,7 @@ from rkserve.board.operations.fetch_model import FetchPace, ModelFetch, NodeCopi
 from rkserve.config.board_group import BoardGroupConfig
 from rkserve.config.router import ChannelConfig
 from rkserve.core.board_report import (
+    AdapterTrial,
     BoardReport,
     BoardState,
     CacheEntry,
@@ -360,6 +361,12 @@ class BoardReplica:
     ) -> Probe:
         """Load an adapter and try it; see ``Board.load_adapter``."""
         return await self._board.load_adapter(ref, prompt_ids, tokens)
+
+    async def try_adapter(
+        self, ref: AdapterRef, prompt_ids: tuple[int, ...], tokens: int
+    ) -> AdapterTrial:
+        """Try an adapter in an engine that serves nothing; see ``AdapterProbes.try_fresh``."""
+        return await self._board.try_adapter(ref, prompt_ids, tokens)
 
     async def renew(self, reason: str) -> None:
         """Replace the engine by a fresh one; see ``Board.refresh``."""

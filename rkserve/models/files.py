@@ -1,5 +1,5 @@
-"""Readers of the files in a model folder: headers of weight files, and the bytes of token IDs from
-tokenizer.json. Lists of tensors as trainers give them are read here, too.
+"""Readers of the files in a model folder: headers of weight files and adapters, and the bytes of
+token IDs from tokenizer.json. Lists of tensors as trainers give them are read here, too.
 
 A token may end inside a character, so ``read_vocabulary`` reads the vocabulary itself instead of
 decoded text. It supports the two ways in which vocabularies write bytes, and refuses any other.
@@ -12,6 +12,7 @@ import os
 import re
 import stat
 import struct
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,16 +74,23 @@ def weights_facts(path: Path) -> WeightsMetadata:
         if not stat.S_ISREG(found.st_mode):
             raise UnfitWeights("it is no regular file")
         head = file.read(SIM_HEADER.size)
-    if not head.strip(b"\0"):
-        raise UnfitWeights("it is empty" if not head else "it begins with nothing but zeros")
-    for magic, at, kind in FOREIGN:
-        if head[at : at + len(magic)] == magic:
-            raise UnfitWeights(f"it is {kind}")
-    if head.lstrip()[:1] == b"<":
-        raise UnfitWeights("it is a page of HTML or XML, perhaps what a server answered instead")
+    if flaw := _foreign(head):
+        raise UnfitWeights(flaw)
     if head.startswith(SIM_MAGIC):
         return _simulated(head, found.st_size)
     return WeightsMetadata(found.st_size)
+
+
+def _foreign(head: bytes) -> str:
+    """Return the kind of a file that certainly is none of RKLLM, by its beginning, or \"\"."""
+    if not head.strip(b"\0"):
+        return "it is empty" if not head else "it begins with nothing but zeros"
+    for magic, at, kind in FOREIGN:
+        if head[at : at + len(magic)] == magic:
+            return f"it is {kind}"
+    if head.lstrip()[:1] == b"<":
+        return "it is a page of HTML or XML, perhaps what a server answered instead"
+    return ""
 
 
 def _simulated(head: bytes, size_bytes: int) -> WeightsMetadata:
@@ -103,6 +111,54 @@ def _simulated(head: bytes, size_bytes: int) -> WeightsMetadata:
     ]
     names = dict(zip(("model_id", "platform", "toolkit", "dtype"), texts, strict=True))
     return WeightsMetadata(size_bytes, True, max_context=max_context, **names)
+
+
+# The header of a simulated adapter: magic, format, CRC-32 of everything after it; size, seed, and
+# the names of the base model and of the adapter.
+ADAPTER_MAGIC, ADAPTER_FORMAT = b"RKSIMLRA", 1
+ADAPTER_HEAD, ADAPTER_REST = struct.Struct("<8sII"), struct.Struct("<QQ64s64s")
+ANY_BASE = b"any"
+_BLOCK = 1 << 20
+
+
+def adapter_flaw(path: Path, model_id: str | None = None) -> str:
+    """Return why a file certainly is no adapter of that model, or an empty string.
+
+    As with base weights, a real file is unknown until a board loads it. A simulated one is checked
+    completely. Raises ``OSError``: it cannot be read.
+    """
+    with path.open("rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            return "it is no regular file"
+        head = file.read(max(SIM_HEADER.size, ADAPTER_HEAD.size + ADAPTER_REST.size))
+    if head.startswith(ADAPTER_MAGIC):
+        return simulated_adapter_flaw(path, model_id)
+    if head.startswith(SIM_MAGIC):
+        return "it is a base model for simulated boards, and no adapter"
+    return _foreign(head)
+
+
+def simulated_adapter_flaw(path: Path, model_id: str | None = None) -> str:
+    """Return why the simulated runtime refuses an adapter of its format, or an empty string."""
+    with path.open("rb") as file:
+        begin = file.read(ADAPTER_HEAD.size + ADAPTER_REST.size)
+        found, length = zlib.crc32(begin[ADAPTER_HEAD.size :]), len(begin)
+        while piece := file.read(_BLOCK):
+            found, length = zlib.crc32(piece, found), length + len(piece)
+    if length < ADAPTER_HEAD.size + ADAPTER_REST.size:
+        return f"a simulated adapter that was cut after {length} bytes"
+    _, form, crc = ADAPTER_HEAD.unpack_from(begin)
+    size, _, base, title = ADAPTER_REST.unpack_from(begin, ADAPTER_HEAD.size)
+    if form != ADAPTER_FORMAT:
+        return f"a simulated adapter of format {form}, and the simulator reads {ADAPTER_FORMAT}"
+    if size != length:
+        return f"a simulated adapter of {size} bytes of which {length} are there"
+    if crc != found or b"\0" not in base or b"\0" not in title:
+        return "a simulated adapter with a wrong checksum"
+    name = base.partition(b"\0")[0]
+    if model_id is not None and name not in (ANY_BASE, model_id.encode()):
+        return f"an adapter for the base model {name.decode(errors='replace')!r}, not {model_id!r}"
+    return ""
 
 
 MAX_PARAMETERS = 20_000

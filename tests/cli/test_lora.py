@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from rkserve.cli.context import Exit
+from rkserve.models.files import simulated_adapter_flaw
 from rkserve.native.sim import models
 from tests.support.cluster.fake_control import PARTLY, FakeControl, envelope, ok, stored
 from tests.support.http.terminal import Terminal
@@ -71,7 +72,7 @@ def test_a_simulated_adapter_is_made_and_pushed(
     assert code == Exit.DONE
     assert f"rkserve lora push {file} --name tone" in out
     assert file.stat().st_size == 1 << 20
-    assert models.damage_adapter(file) == ""
+    assert simulated_adapter_flaw(file) == ""
     said = {"id": "tone@v1", "model": "sim-chat", "sha256": "0" * 64, "size": 1}
     server.on("POST /v1/lora_adapters", ok({**envelope(), **said, "version": "v1"}))
     rkserve("lora", "push", str(file), "--name", "tone", "--no-activate")

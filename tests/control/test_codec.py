@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -12,7 +13,13 @@ import pytest
 from hypothesis import given, settings
 
 from rkserve.api.admin.operations import operation_entry
-from rkserve.control.calls import AdapterRolloutAction, OperationKind, PauseAction, Strategy
+from rkserve.control.calls import (
+    AdapterRolloutAction,
+    AdapterStageAction,
+    OperationKind,
+    PauseAction,
+    Strategy,
+)
 from rkserve.control.codec import (
     SCHEMA,
     read_desired,
@@ -21,6 +28,7 @@ from rkserve.control.codec import (
     write_operation,
 )
 from rkserve.control.operations import BoardOutcome, ControlOperation, ResultStatus
+from rkserve.core.board_report import AdapterTrial, TrialVerdict
 from rkserve.core.desired_state import ActivePause, AdapterVersions, Desired, PauseMode, Scope
 from rkserve.core.errors import LedgerFailed
 from tests.support.values.control_values import desires, operations, recorded, version
@@ -194,6 +202,31 @@ def test_a_desired_state_of_a_ledger_without_drains_has_no_drained_board() -> No
     pause = ActivePause("op", Scope(boards=("b1",)), PauseMode.KEEP)
     assert found == Desired(7, (pause,), drained=(), moved=())
     assert read_desired(write_desired(found)) == found
+
+
+# A staging as schema 3 was written.
+STAGED = ROLLED.replace("adapter_rollout", "adapter_stage").replace('"schema":2', '"schema":3')
+STAGED = re.sub(
+    r'"params":{[^}]*}',
+    f'"params":{{"digest":"{"a" * 64}","model":"m","name":"law","scale":1.0,"size_bytes":7,'
+    '"version":"v1"}',
+    STAGED,
+)
+
+
+def test_a_staging_of_a_ledger_without_trials_was_not_forced() -> None:
+    action = read_operation(STAGED).action
+    assert isinstance(action, AdapterStageAction)
+    assert (action.version, action.force) == ("v1", False)
+    older = BEFORE_DRAINS.replace('"weights":[]', '"drained":["b1"],"moved":[],"weights":[]')
+    found = read_desired(older.replace('"schema":2', '"schema":3'))
+    assert (found.drained, found.trials) == (("b1",), ())
+
+
+def test_trials_are_kept() -> None:
+    trial = AdapterTrial("m", "a" * 64, TrialVerdict.HUNG, "law@v1", "b1", "it hung", 12.5)
+    desired = Desired(3, trials=(trial,))
+    assert read_desired(write_desired(desired)) == desired
 
 
 @pytest.mark.parametrize(

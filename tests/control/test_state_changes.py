@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rkserve.control import state_changes
+from rkserve.core.board_report import AdapterTrial, TrialVerdict
 from rkserve.core.desired_state import (
     ActivePause,
     AdapterVersion,
@@ -308,6 +309,36 @@ def test_a_candidate_that_is_dropped_leaves_nothing(before: tuple[AdapterVersion
         assert dropped.lines == ()
         return
     assert line(dropped) == replace(line(desired), epoch=dropped.epoch)
+
+
+def trial(digest: int, verdict: TrialVerdict, reason: str = "") -> AdapterTrial:
+    return AdapterTrial("m", f"{digest:064x}", verdict, reason=reason)
+
+
+def test_the_latest_trial_of_a_content_stands() -> None:
+    desired = state_changes.note_trial(Desired(4), trial(1, TrialVerdict.CRASHED, "SIGSEGV"))
+    desired = state_changes.note_trial(desired, trial(2, TrialVerdict.PASSED))
+    desired = state_changes.note_trial(desired, trial(1, TrialVerdict.PASSED))
+    assert desired.epoch == 7
+    assert desired.trials == (trial(2, TrialVerdict.PASSED), trial(1, TrialVerdict.PASSED))
+    assert desired.trial("m", f"{1:064x}") == trial(1, TrialVerdict.PASSED)
+    assert desired.trial("other", f"{1:064x}") is None
+
+
+def test_failures_are_remembered_longer_than_successes() -> None:
+    desired = Desired()
+    bad = [trial(n, TrialVerdict.CRASHED) for n in range(10)]
+    for one in bad:
+        desired = state_changes.note_trial(desired, one)
+    for n in range(100, 300):
+        desired = state_changes.note_trial(desired, trial(n, TrialVerdict.PASSED))
+    assert len(desired.trials) == state_changes.MAX_TRIALS
+    assert set(bad) <= set(desired.trials)
+    assert desired.trials[-1] == trial(299, TrialVerdict.PASSED)
+    for n in range(300, 400):
+        desired = state_changes.note_trial(desired, trial(n, TrialVerdict.HUNG))
+    assert len(desired.trials) == state_changes.MAX_TRIALS
+    assert desired.trials[0] == trial(336, TrialVerdict.HUNG), "then the oldest is forgotten"
 
 
 def test_the_version_before_can_be_brought_in_again() -> None:

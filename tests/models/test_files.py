@@ -10,8 +10,45 @@ import pytest
 from tokenizers import Tokenizer
 
 from rkserve.core.errors import ConfigError, RequestError
-from rkserve.models.files import Parameter, read_parameters, read_vocabulary
+from rkserve.models.files import (
+    Parameter,
+    adapter_flaw,
+    read_parameters,
+    read_vocabulary,
+)
+from rkserve.native.sim.models import render_adapter
 from tests.support.paths import PROJECT
+
+ADAPTER = render_adapter("tone", base="sim-chat", size=500)
+
+
+@pytest.mark.parametrize(
+    ("content", "flaw"),
+    [
+        pytest.param(ADAPTER, "", id="one of the model"),
+        pytest.param(render_adapter("tone"), "", id="one of any model"),
+        pytest.param(b"\x07RKLORA" * 100, "", id="of a form that is not known"),
+        pytest.param(b"", "it is empty", id="nothing"),
+        pytest.param(bytes(900), "nothing but zeros", id="zeros"),
+        pytest.param(b"GGUF" + bytes(500), "a GGUF model", id="another format"),
+        pytest.param(b"RKSIMLLM" + bytes(500), "a base model", id="a model"),
+        pytest.param(b"<!doctype html>", "a page of HTML", id="a page"),
+        pytest.param(ADAPTER[:-1], "of 500 bytes of which 499", id="cut"),
+        pytest.param(ADAPTER[:100], "cut after 100 bytes", id="cut in its header"),
+        pytest.param(ADAPTER[:-1] + b"x", "wrong checksum", id="a bit"),
+        pytest.param(
+            render_adapter("tone", base="qwen"), "the base model 'qwen', not 'sim-chat'", id="other"
+        ),
+    ],
+)
+def test_what_certainly_is_no_adapter_of_the_model_is_named(
+    content: bytes, flaw: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "adapter.rkllm"
+    file.write_bytes(content)
+    found = adapter_flaw(file, "sim-chat")
+    assert flaw in found
+    assert bool(flaw) is bool(found)
 
 
 def shard(name: str, shape: list[int], of: object, dtype: str = "bfloat16") -> dict[str, Any]:

@@ -26,7 +26,7 @@ from rkserve.api.admin.query import ParameterKind
 from rkserve.api.json.fields import MAX_NAMED, MAX_OBSERVE_S, MAX_PATH_CHARS, JsonObject, quoted
 from rkserve.api.json.schemas import Count, one_of
 from rkserve.control.calls import AdapterRolloutAction, DeclaredArtifact, Strategy
-from rkserve.core.board_report import BoardReport
+from rkserve.core.board_report import AdapterTrial, BoardReport, TrialVerdict
 from rkserve.core.desired_state import AdapterVersion, AdapterVersions, Desired, InFlight
 from rkserve.core.errors import RequestError
 from rkserve.core.files import NAME
@@ -182,6 +182,7 @@ class AdapterBody(RolloutBody):
     base_digest: Digest | None = Field(None, description="Of the weights it was trained on.")
     parameters: Parameters = Field((), description=TENSORS_MEAN)
     activate: bool = Field(True, description="Whether it is served at once; the default.")
+    force: bool = Field(False, description="Try a content again that failed its trial before.")
 
     def claim(self, model: str, size_bytes: int | None = None) -> DeclaredArtifact:
         """Return the file that is declared."""
@@ -308,6 +309,7 @@ class AdapterVersionEntry(TypedDict):
     bytes: Count
     scale: float
     key: str
+    trial: Annotated[str, one_of(TrialVerdict)] | None
     boards: dict[str, AdapterBoardEntry]
 
 
@@ -326,12 +328,25 @@ class AdapterEntry(TypedDict):
     versions: list[AdapterVersionEntry]
 
 
+class AdapterTrialEntry(TypedDict):
+    """The trial of an adapter's content on one board."""
+
+    model: str
+    sha256: str
+    label: str
+    verdict: Annotated[str, one_of(TrialVerdict)]
+    board: str
+    reason: str
+    at_s: float
+
+
 class AdaptersAnswer(TypedDict):
-    """Every version of every adapter."""
+    """Every version of every adapter, and the latest trials, also of contents that failed."""
 
     object: Literal["list"]
     epoch: int
     data: list[AdapterEntry]
+    trials: list[AdapterTrialEntry]
 
 
 class AdapterDone(Envelope):
@@ -388,11 +403,24 @@ def lines_list(
     return {
         "object": "list",
         "epoch": desired.epoch,
-        "data": [_line(line, known) for line in desired.lines if line.model in wanted],
+        "data": [_line(desired, line, known) for line in desired.lines if line.model in wanted],
+        "trials": [_trial(one) for one in reversed(desired.trials) if one.model in wanted],
     }
 
 
-def _line(line: AdapterVersions, boards: list[BoardReport]) -> AdapterEntry:
+def _trial(found: AdapterTrial) -> AdapterTrialEntry:
+    return {
+        "model": found.model,
+        "sha256": found.digest,
+        "label": found.title,
+        "verdict": found.verdict.value,
+        "board": found.board_id,
+        "reason": found.reason,
+        "at_s": found.at_s,
+    }
+
+
+def _line(desired: Desired, line: AdapterVersions, boards: list[BoardReport]) -> AdapterEntry:
     serving = [board for board in boards if board.model == line.model]
     return {
         "name": line.name,
@@ -404,14 +432,14 @@ def _line(line: AdapterVersions, boards: list[BoardReport]) -> AdapterEntry:
         "weight": line.weight,
         "switched": list(line.switched),
         "in_flight": line.in_flight.value,
-        "versions": [_version_row(line, version, serving) for version in line.versions],
+        "versions": [_version_row(desired, line, one, serving) for one in line.versions],
     }
 
 
 def _version_row(
-    line: AdapterVersions, version: AdapterVersion, boards: list[BoardReport]
+    desired: Desired, line: AdapterVersions, version: AdapterVersion, boards: list[BoardReport]
 ) -> AdapterVersionEntry:
-    ref = version.ref
+    ref, trial = version.ref, desired.trial(line.model, version.digest)
     return {
         "version": ref.version,
         "label": ref.label,
@@ -420,6 +448,7 @@ def _version_row(
         "bytes": version.size_bytes,
         "scale": ref.scale,
         "key": ref.key,
+        "trial": None if trial is None else trial.verdict.value,
         "boards": {
             board.board_id: {"staged": ref.key in board.staged, "loaded": ref.key in board.adapters}
             for board in boards

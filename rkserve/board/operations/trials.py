@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from statistics import median
+from typing import TypeVar
 
 from rkserve.board.answer.transcript import Ids
 from rkserve.board.engine.protocol import EntryCommand, RunEnded
@@ -14,8 +17,18 @@ from rkserve.board.run.parts import BoardBooks, EngineSlot, RunQueue
 from rkserve.board.run.prompt_caching import PromptCaching
 from rkserve.board.run.runner import RequestRunner
 from rkserve.board.run.settings import BoardSettings
+from rkserve.core.board_report import AdapterTrial, TrialVerdict
 from rkserve.core.desired_state import Probe
-from rkserve.core.errors import AdapterBroken, OperationConflict, RunFailed
+from rkserve.core.errors import (
+    AdapterBroken,
+    BoardOutOfOrder,
+    EngineDied,
+    EngineHung,
+    OperationConflict,
+    RkserveError,
+    RunFailed,
+)
+from rkserve.core.errors.requests import without_folders
 from rkserve.core.messages import AdapterRef
 from rkserve.core.run_params import (
     FEWEST_SPEED_TOKENS,
@@ -24,7 +37,11 @@ from rkserve.core.run_params import (
     EncoderStates,
     Sampling,
 )
+from rkserve.models.adapters import Adapter
 from rkserve.native.runtime import RunEnd
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
 
 GREEDY = Sampling(temperature=0.0, top_k=1, repeat_penalty=1.0)
 PROBE_TEXT = "Hello"  # in text mode
@@ -65,9 +82,11 @@ class AdapterProbes:
         known = _known(self._slot.live, ref)
         if known is not None:
             return known
-        done = self._queue.schedule(
-            lambda: self._load_and_probe(ref, prompt_ids, tokens), first=True
-        )
+        return await self._ahead(lambda: self._load_and_probe(ref, prompt_ids, tokens))
+
+    async def _ahead(self, work: Callable[[], Awaitable[T]]) -> T:
+        """Do work ahead of others, and have a run release the board for it."""
+        done = self._queue.schedule(work, first=True)
         self._runner.pauses.release_board()
         try:
             # Work queued before it may begin meanwhile, and has to release the board as well.
@@ -76,6 +95,60 @@ class AdapterProbes:
             return done.result()
         finally:
             done.cancel()
+
+    async def try_fresh(self, ref: AdapterRef, prompt_ids: Ids, tokens: int) -> AdapterTrial:
+        """Load ``ref`` into a fresh engine, which takes the place of the board's own only if it
+        generates up to ``tokens`` tokens with it.
+
+        The model is loaded once at any time: the board's own engine ends before, so that requests
+        wait meanwhile, and it is replaced by another one where the trial fails.
+
+        Raises:
+            AdapterBroken: the file is missing or changed; nothing was tried.
+            BoardFailed: the board is out of order.
+            BoardAsleep: its model is unloaded.
+        """
+        self._queue.require_awake()
+        found = await self._slot.find(ref)
+        results: list[tuple[TrialVerdict, str]] = []
+
+        async def passes(live: LoadedEngine) -> bool:
+            results.append(await self._verdict(live, ref, found, prompt_ids, tokens))
+            return results[0][0] is TrialVerdict.PASSED
+
+        board = self._settings.board_id
+        try:
+            await self._ahead(
+                lambda: self._slot.try_fresh(f"adapter {found.label} is tried", passes)
+            )
+        except BoardOutOfOrder as exc:
+            if not results:
+                raise
+            # The result must not be lost with the board: another one would try it again.
+            log.warning("board %s did not come back after a trial: %s", board, exc)
+        ((verdict, reason),) = results
+        if verdict is not TrialVerdict.PASSED:
+            log.warning("adapter %s failed its trial (%s): %s", found.label, verdict.value, reason)
+        # The log has the whole reason; clients need no folders of the board.
+        reason = without_folders(reason)
+        return AdapterTrial(self._settings.model, ref.digest, verdict, found.label, board, reason)
+
+    async def _verdict(
+        self, live: LoadedEngine, ref: AdapterRef, found: Adapter, prompt_ids: Ids, tokens: int
+    ) -> tuple[TrialVerdict, str]:
+        try:
+            live.adapters.need(ref, found.size_bytes)  # it may exceed the whole budget
+            await self._slot.load(live, ref, found)
+            await self._probe(live, ref, prompt_ids, tokens)
+        except EngineDied as exc:
+            return TrialVerdict.CRASHED, exc.reason
+        except EngineHung as exc:
+            return TrialVerdict.HUNG, exc.reason
+        except AdapterBroken as exc:
+            return TrialVerdict.REFUSED, exc.reason
+        except RkserveError as exc:
+            return TrialVerdict.REFUSED, str(exc)
+        return TrialVerdict.PASSED, ""
 
     async def _load_and_probe(self, ref: AdapterRef, prompt_ids: Ids, tokens: int) -> Probe:
         """Load ``ref`` and generate up to ``tokens`` tokens, while the caller has the board.
@@ -91,6 +164,17 @@ class AdapterProbes:
         started_s = loop_time_s()
         live = await self._slot.with_adapter(ref)
         load_ms = (loop_time_s() - started_s) * 1e3
+        return await self._probe(live, ref, prompt_ids, tokens, load_ms)
+
+    async def _probe(
+        self,
+        live: LoadedEngine,
+        ref: AdapterRef,
+        prompt_ids: Ids,
+        tokens: int,
+        load_ms: float = 0.0,
+    ) -> Probe:
+        """Generate with a loaded adapter. Raises as ``_load_and_probe``."""
         try:
             run, ended_ms, given = await try_out(self._settings, live, ref.key, prompt_ids, tokens)
         except RunFailed as exc:

@@ -13,7 +13,7 @@ from rkserve.board.rules.admission import Admission, Expire, Start
 from rkserve.board.rules.generations import BoardCounters, GenerationEvent, VersionCounters
 from rkserve.board.rules.obligations import Obligations
 from rkserve.board.run.job import ChangeSignal, Job, loop_time_s
-from rkserve.board.run.loaded_engine import AdapterNeed, LoadedEngine
+from rkserve.board.run.loaded_engine import LOAD_ADAPTER, AdapterNeed, LoadedEngine
 from rkserve.board.run.prompt_caching import PromptCaching
 from rkserve.board.run.settings import BoardSettings
 from rkserve.board.run.supervisor import EngineSupervisor
@@ -28,13 +28,11 @@ from rkserve.core.errors import (
 )
 from rkserve.core.logs import current_request, log_for
 from rkserve.core.messages import AdapterRef
-from rkserve.models.adapters import AdapterFolder, open_adapter
+from rkserve.models.adapters import Adapter, AdapterFolder, open_adapter
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
-# The call blocks while the adapter is read from flash storage, perhaps a slow card.
-LOAD_S = 60.0
 ENDED_REMEMBERED = 256
 
 
@@ -80,6 +78,7 @@ class EngineSlot:
         staged: AdapterFolder | None,
     ) -> None:
         self.supervisor, self._caching = supervisor, caching
+        self._load_s = settings.adapter_load_s
         folder = settings.model_dir
         folders = (staged, None if folder is None else AdapterFolder.of_model(folder))
         self._folders = tuple(folder for folder in folders if folder is not None)
@@ -100,6 +99,17 @@ class EngineSlot:
         await self._caching.park(self.live, renewing=True)
         await self.supervisor.renew(reason)
 
+    async def find(self, ref: AdapterRef) -> Adapter:
+        """Return the file of an adapter. Raises ``AdapterBroken``: it is missing or changed."""
+        return await asyncio.to_thread(open_adapter, self._folders, ref)
+
+    async def try_fresh(
+        self, reason: str, trial: Callable[[LoadedEngine], Awaitable[bool]]
+    ) -> None:
+        """Replace the engine by one that passes a trial; see ``EngineSupervisor.try_fresh``."""
+        await self._caching.park(self.live, renewing=True)
+        await self.supervisor.try_fresh(reason, trial)
+
     async def with_adapter(self, ref: AdapterRef | None) -> LoadedEngine:
         """Return the engine with ``ref`` loaded under its key; None is the base model.
 
@@ -109,17 +119,27 @@ class EngineSlot:
         """
         if ref is None:
             return self.live
-        found = await asyncio.to_thread(open_adapter, self._folders, ref)
+        found = await self.find(ref)
         need = self.live.adapters.need(ref, found.size_bytes)
         if need is AdapterNeed.NOTHING:
             return self.live
         if need is AdapterNeed.ENGINE:
             await self.renew("the memory of adapters is reclaimed")
         engine = self.live
+        await self.load(engine, ref, found)
+        return engine
+
+    async def load(self, engine: LoadedEngine, ref: AdapterRef, found: Adapter) -> None:
+        """Load a file into an engine. Raises as ``with_adapter``."""
         assert found.path is not None  # on a board an adapter without a file is broken
+        limit_s = self._load_s
         try:
             await engine.call(
-                "load_adapter", extra_s=LOAD_S, path=str(found.path), name=ref.key, scale=ref.scale
+                LOAD_ADAPTER,
+                extra_s=limit_s,
+                path=str(found.path),
+                name=ref.key,
+                scale=ref.scale,
             )
         except NativeError as exc:
             log.warning("adapter %s was refused (%s): %s", found.label, found.path, exc)
@@ -127,7 +147,6 @@ class EngineSlot:
             raise AdapterBroken(found.label, f"the runtime refused it: {exc}") from None
         engine.adapters.loaded(ref, found.size_bytes)
         log.info("adapter %s is loaded (%d bytes)", found.label, found.size_bytes)
-        return engine
 
 
 class EngineTask:

@@ -22,7 +22,9 @@ class BoardSettings:
     for transferred adapters, which have priority; None accepts none. ``hooks`` are put around every
     generation, before its own. A ``governed`` board serves nothing before it has adopted a desired
     state (``Board.adopt``). ``load_patience_s`` is how long an adapter trial waits for the end of a
-    run before interrupting it. ``asleep_file`` marks a sleeping board for its next replica, and
+    run before interrupting it, and
+    ``adapter_load_s`` how long the library may read an adapter, perhaps from a slow card.
+    ``asleep_file`` marks a sleeping board for its next replica, and
     ``base_file`` the loaded base weights of ``weights_dir``, the folder of transferred ones. Base
     weights that failed to load rest for ``base_rest_s`` before the next try, then for twice that.
     In ``text_mode`` prompts are texts, and token ids are not known; otherwise ``tokenizer_file``
@@ -66,6 +68,7 @@ class BoardSettings:
     hooks: tuple[HookFactory, ...] = ()
     governed: bool = False
     load_patience_s: float = 2.0
+    adapter_load_s: float = 60.0
     text_mode: bool = False
     vision: bool = False
     hidden_size: int | None = None

@@ -238,6 +238,12 @@ class EngineSupervisor:
 
     async def renew(self, reason: str) -> None:
         """Replace the engine by a fresh one, in order. Raises the errors of a failing load."""
+        await self._let_go(reason)
+        await self._load_again()
+        self.renewals += 1
+
+    async def _let_go(self, reason: str) -> None:
+        """End the engine of a ready board in order."""
         engine = self.open().engine
         if engine.died.done():
             raise EngineDied(self._board_id, engine.died.result())
@@ -245,7 +251,30 @@ class EngineSupervisor:
             raise self.failed()
         self._advance(BoardEvent.RENEW, reason)
         await engine.stop()
-        await self._load_again()
+
+    async def try_fresh(
+        self, reason: str, trial: Callable[[LoadedEngine], Awaitable[bool]]
+    ) -> None:
+        """Replace the engine by a fresh one that passes a trial before it serves.
+
+        One that does not is ended, and another one replaces it. Only one has its model loaded at
+        any time, so that no more memory is needed than for serving. Raises as ``renew`` does; the
+        trial must not raise ``RkserveError``.
+        """
+        await self._let_go(reason)
+        engine = await self._start_engine_again()
+        tried = self._with_engine(engine)
+        passed = False
+        try:
+            passed = await trial(tried)
+        finally:
+            if not passed or engine.died.done():
+                await engine.kill()
+                passed = False
+            if not passed and self._awaits_engine:
+                await self._load_again()
+        if passed:
+            await self._install_again(engine, tried)
         self.renewals += 1
 
     @property
@@ -286,13 +315,26 @@ class EngineSupervisor:
 
     async def _load_again(self) -> None:
         """Load the model. Where that fails, all waiting work fails; raises ``BoardOutOfOrder``."""
+        engine = await self._start_engine_again()
+        await self._install_again(engine, self._with_engine(engine))
+
+    async def _start_engine_again(self) -> Engine:
         try:
-            await self._load()
+            return await self._start_engine()
         except (RkserveError, OSError) as exc:
-            if self._awaits_engine:
-                self._advance(BoardEvent.LOAD_FAILED, str(exc))
-                self._tenants.fail_all()
-            raise self.failed() from exc
+            raise self._not_loaded(exc) from exc
+
+    async def _install_again(self, engine: Engine, live: LoadedEngine) -> None:
+        try:
+            await self._install(engine, live)
+        except (RkserveError, OSError) as exc:
+            raise self._not_loaded(exc) from exc
+
+    def _not_loaded(self, exc: Exception) -> BoardOutOfOrder:
+        if self._awaits_engine:
+            self._advance(BoardEvent.LOAD_FAILED, str(exc))
+            self._tenants.fail_all()
+        return self.failed()
 
     @property
     def _awaits_engine(self) -> bool:
@@ -300,6 +342,10 @@ class EngineSupervisor:
 
     async def _load(self) -> None:
         engine = await self._start_engine()
+        await self._install(engine, self._with_engine(engine))
+
+    async def _install(self, engine: Engine, live: LoadedEngine) -> None:
+        """Serve with a loaded engine."""
         if not self._awaits_engine:  # it was stopped, put to sleep or failed during the load
             await engine.stop()
             raise self.failed()
@@ -310,7 +356,7 @@ class EngineSupervisor:
                 f"the engine takes {engine.facts.n_batch} inputs at once, not {settings.n_batch}"
             )
         self.starts += 1
-        self.live = self._with_engine(engine)
+        self.live = live
         if self.live.quirk("eos_uint32_misread") and not settings.eos_ids:
             log.warning(
                 "board %s: RKLLM %s may read a wrong end token from the model, and its folder "

@@ -13,6 +13,7 @@ import logging
 import shutil
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,12 @@ from rkserve.core.desired_state import BaseVersion
 from rkserve.core.errors import ArtifactNotFound, ArtifactRefused, ConfigError, RequestError
 from rkserve.core.files import DIGEST, NAME, CachedDigest, sync, write_private
 from rkserve.models.adapters import Manifest
-from rkserve.models.files import UnfitWeights, read_parameters, weights_facts
+from rkserve.models.files import (
+    UnfitWeights,
+    adapter_flaw,
+    read_parameters,
+    weights_facts,
+)
 from rkserve.models.folder import weights_in
 
 log = logging.getLogger(__name__)
@@ -246,6 +252,17 @@ class FolderModels:
                 f"{found.max_context}, and requests may be as long as {own.max_context}.",
                 "model_path",
             )
+
+    def require_adapter(self, file: Path, model: str) -> None:
+        """Raise ``ArtifactRefused`` for a file that certainly is no adapter of ``model``; a trial
+        on one board shows whether it works.
+        """
+        own = None
+        if model in self.files:
+            with suppress(UnfitWeights):  # the board reports a model that it cannot load
+                own = weights_facts(self.files[model]).model_id
+        if flaw := adapter_flaw(file, own):
+            raise ArtifactRefused(f"It cannot be an adapter of '{model}': {flaw}.", "lora_path")
 
     def leads_there(self, path: str, model: str) -> bool:
         """Return whether a path leads to the model's own file, or to its folder."""

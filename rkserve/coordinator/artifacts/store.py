@@ -408,6 +408,8 @@ class ArtifactStore:
         try:
             if declared.base:
                 self._own.require_alike(coming.path, declared.model)
+            else:
+                self._own.require_adapter(coming.path, declared.model)
             sync(coming.path)
             with self._lock:
                 labels = (

@@ -45,6 +45,7 @@ from rkserve.coordinator.operations.operation_run import (
     shortfall,
 )
 from rkserve.coordinator.operations.rollout import RolloutRunner
+from rkserve.coordinator.operations.trials import TRIAL_S, AdapterTrials, TrialOutcome
 from rkserve.core.board_report import BoardState
 from rkserve.core.desired_state import AdapterVersion, Artifact, Desired, Scope
 from rkserve.core.errors import AdapterNotFound, OperationConflict
@@ -61,8 +62,10 @@ class AdapterOperations:
         store: FileStore,
         garbage_collector: GarbageCollector,
         require_fit: RequireFit,
+        trials: AdapterTrials,
     ) -> None:
         """``require_fit`` raises for a version that was trained on other base weights."""
+        self._trials = trials
         self._require_fit = require_fit
         self._store = store
         self._garbage_collector = garbage_collector
@@ -71,7 +74,9 @@ class AdapterOperations:
     # -- staging -------------------------------------------------------------------------------
 
     async def stage(self, run: OperationRun, asked: AdapterStageAction) -> None:
-        """Deliver a version to every board of its model; it is then served as ``name@version``."""
+        """Have one board try a version, then deliver it to every board of its model; it is then
+        served as ``name@version``.
+        """
         model, version = asked.model, asked.artifact
         scope = Scope(models=(model,))
         run.context.check(scope)
@@ -79,9 +84,19 @@ class AdapterOperations:
         state_changes.add_version(known, model, version)  # says why not
         line = known.line(model, version.ref.name)
         run.applied = line is None or version not in line.versions
-        run.allow(run.context.config.stage_timeout_s)
+        trial = TrialOutcome()
+        if run.applied:
+            self._trials.check(known, model, version, force=asked.force)
+        run.allow(run.context.config.stage_timeout_s + TRIAL_S)
         run.begin(Phase.STAGING)
-        results = await self._spread(run, scope, version)
+        await asyncio.to_thread(self._store.check, version)
+        if run.applied:
+            trial = await self._trials.hold(run, model, version, force=asked.force)
+        if trial.error is not None:
+            await self._garbage_collector.take_back(scope, version, run.operation.id)
+            run.end(OperationState.FAILED, trial.error)
+            return
+        results = await self._spread(run, scope, version, trial.board_id)
         bad = {board: result for board, result in results.items() if not result.good}
         if bad:
             error = shortfall(bad, "nothing was changed anywhere", run.limit_s)
@@ -99,11 +114,11 @@ class AdapterOperations:
         run.end(OperationState.PARTIAL if replies.behind else OperationState.SUCCEEDED)
 
     async def _spread(
-        self, run: OperationRun, scope: Scope, version: AdapterVersion
+        self, run: OperationRun, scope: Scope, version: AdapterVersion, has_it: str | None
     ) -> dict[str, BoardOutcome]:
         with run.timed(Phase.STAGING.value):
-            await asyncio.to_thread(self._store.check, version)
-            boards = [address.board_id for address in run.context.roster.addresses(scope)]
+            present = [address.board_id for address in run.context.roster.addresses(scope)]
+            boards = [board for board in present if board != has_it]
             results = await run.context.stager.spread(version, boards, run.left_s)
         run.record(results)
         return results

@@ -40,6 +40,7 @@
     |   +-- StaleWeights             409  stale_weights
     |   +-- AdapterExists            400  adapter_exists
     |   +-- ArtifactRefused          400  artifact_refused
+    |   |   +-- AdapterTrialFailed   422  adapter_trial_failed
     |   |   +-- ArtifactNotFound     404  artifact_not_found
     |   |   +-- PieceCorrupted       400  piece_corrupted
     +-- HookFailed                   500  hook_failed

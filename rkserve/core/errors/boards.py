@@ -381,6 +381,25 @@ class ArtifactRefused(RequestError):
     code = "artifact_refused"
 
 
+class AdapterTrialFailed(ArtifactRefused):
+    """One board tried the adapter in an engine that served nothing, and it did not pass.
+
+    No other board has loaded it, and nothing was changed anywhere.
+    """
+
+    http_status = 422
+    code = "adapter_trial_failed"
+    sentence = (
+        "Adapter {adapter} did not pass its trial on board {board_id} ({verdict}): {reason}. No "
+        "board serves it. Send a file that loads, or try this one again with 'force'."
+    )
+
+    def __init__(self, adapter: str, board_id: str, verdict: str, reason: str) -> None:
+        RkserveError.__init__(self, adapter, board_id, verdict, reason)
+        self.adapter, self.board_id = adapter, board_id
+        self.verdict, self.reason = verdict, reason
+
+
 class ArtifactNotFound(ArtifactRefused):
     """There is no such file, or the upload has been removed."""
 

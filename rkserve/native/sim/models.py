@@ -148,27 +148,6 @@ def render_adapter(
     return _HEAD.pack(MAGIC, FORMAT, zlib.crc32(content)) + content
 
 
-def damage_adapter(path: Path) -> str:
-    """Return the reason why the simulated runtime refuses a file of this format, or \"\"."""
-    with path.open("rb") as file:
-        begin = file.read(ADAPTER_BYTES)
-        found = zlib.crc32(begin[_HEAD.size :])
-        length = len(begin)
-        while piece := file.read(1 << 20):
-            found, length = zlib.crc32(piece, found), length + len(piece)
-    if length < ADAPTER_BYTES:
-        return f"a simulated adapter that was cut after {length} bytes"
-    _, version, crc = _HEAD.unpack_from(begin)
-    size, *_ = _REST.unpack_from(begin, _HEAD.size)
-    if version != FORMAT:
-        return f"a simulated adapter of format {version}, and the simulator reads {FORMAT}"
-    if size != length:
-        return f"a simulated adapter of {size} bytes of which {length} are there"
-    if crc != found:
-        return "a simulated adapter with a wrong checksum"
-    return ""
-
-
 def write_adapter(
     path: Path, title: str, *, seed: int = 1, base: str = "any", size: int = ADAPTER_BYTES
 ) -> Path:

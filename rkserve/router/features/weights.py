@@ -158,6 +158,7 @@ class Adapters:
             digest=ref.digest,
             scale=ref.scale,
             size_bytes=version.size_bytes,
+            force=push.force,
         )
         alone = not push.activate
         staged = await self._operations.perform(

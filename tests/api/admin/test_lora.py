@@ -16,7 +16,7 @@ from rkserve.api.admin.lora import (
     lines_list,
 )
 from rkserve.api.admin.query import ControlRequest
-from rkserve.core.board_report import BoardReport, BoardState
+from rkserve.core.board_report import AdapterTrial, BoardReport, BoardState, TrialVerdict
 from rkserve.core.desired_state import AdapterVersion, AdapterVersions, Desired, InFlight
 from rkserve.core.errors import RequestError, UnsupportedParameter
 from rkserve.core.messages import AdapterRef
@@ -113,12 +113,31 @@ def test_versions_are_listed_with_their_roles_and_boards() -> None:
     line = AdapterVersions("m", "tone", old, candidate=new, weight=0.5)
     board = BoardReport("b1", "m", BoardState.READY, staged=(new.ref.key,), adapters=(old.ref.key,))
     elsewhere = BoardReport("b2", "other", BoardState.READY)
-    told = lines_list(Desired(7, lines=(line,)), [board, elsewhere], ["m"])
+    trials = (
+        AdapterTrial("m", old.digest, TrialVerdict.PASSED, "tone@v1", "b1", "", 5.0),
+        AdapterTrial("m", "c" * 64, TrialVerdict.CRASHED, "tone@v3", "b2", "SIGSEGV", 6.0),
+        AdapterTrial("other", "d" * 64, TrialVerdict.REFUSED, "x@1", "b3", "no", 7.0),
+    )
+    told = lines_list(Desired(7, lines=(line,), trials=trials), [board, elsewhere], ["m"])
     assert told["epoch"] == 7
     (entry,) = told["data"]
     assert (entry["active"], entry["candidate"], entry["previous"]) == ("v1", "v2", None)
     rows = {row["version"]: row for row in entry["versions"]}
     assert {name: row["role"] for name, row in rows.items()} == {"v1": "active", "v2": "candidate"}
+    assert {name: row["trial"] for name, row in rows.items()} == {"v1": "passed", "v2": None}
+    assert [(one["label"], one["verdict"]) for one in told["trials"]] == [
+        ("tone@v3", "crashed_on_load"),
+        ("tone@v1", "passed"),
+    ], "the latest first, and none of another model"
+    assert told["trials"][0] == {
+        "model": "m",
+        "sha256": "c" * 64,
+        "label": "tone@v3",
+        "verdict": "crashed_on_load",
+        "board": "b2",
+        "reason": "SIGSEGV",
+        "at_s": 6.0,
+    }
     assert rows["v1"]["boards"] == {"b1": {"staged": False, "loaded": True}}
     assert rows["v2"]["boards"] == {"b1": {"staged": True, "loaded": False}}
     assert not lines_list(Desired(lines=(line,)), [], ["other"])["data"]

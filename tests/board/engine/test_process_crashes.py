@@ -13,7 +13,7 @@ import pytest
 
 from rkserve.board.board import Board
 from rkserve.board.rules.hang_limits import RunTimeouts
-from rkserve.core.board_report import BoardState
+from rkserve.core.board_report import BoardState, TrialVerdict
 from rkserve.core.errors import (
     EngineDied,
     EngineHung,
@@ -145,6 +145,40 @@ async def test_a_loop_that_slept_does_not_blame_its_engine(sim: Sim) -> None:
         time.sleep(1.3 * SILENCE_S)  # noqa: ASYNC251 - blocking the loop is the point
         await asyncio.sleep(0.5)  # both looks, of which the first finds nothing read yet
         assert board.report().engine_starts == 1
+
+
+# -- adapters ---------------------------------------------------------------------------------
+
+
+@both_releases
+@pytest.mark.parametrize(
+    ("fault", "verdict", "reason"),
+    [
+        ("lora_segv", TrialVerdict.CRASHED, "SIGSEGV"),
+        ("lora_fail", TrialVerdict.REFUSED, "a fault that was asked for"),
+        ("lora_hang", TrialVerdict.HUNG, "did not return"),
+    ],
+)
+async def test_an_adapter_that_the_library_cannot_stand_costs_no_engine_that_serves(
+    sim: Sim, release: str, fault: str, verdict: TrialVerdict, reason: str
+) -> None:
+    sim.release = release
+    ref = sim.adapter("pirate")
+    patience = RunTimeouts(first_token_s=30.0, token_s=1.0, abort_s=0.5)
+    async with sim.board(patience=patience, adapter_load_s=0.5) as board:
+        served = board.report().engine_pid
+        sim._order(f"fault={fault}", "sticky=1", "time_scale=0")  # any load of an adapter meets it
+        found = await board.try_adapter(ref, chat("Count to 3"), 4)
+        assert found.verdict is verdict
+        assert reason in found.reason
+        assert text_of(await ask(board, chat("Count to 3"))) == "1, 2, 3."
+        report = board.report()
+        assert (report.state, report.crashes, report.adapters) == (BoardState.READY, (), ())
+        assert (report.engine_starts, report.engine_pid != served) == (2, True)
+        sim.pace(0)
+        again = await board.try_adapter(ref, chat("Count to 3"), 4)
+        assert again.passed
+        assert board.report().adapters == (ref.key,)
 
 
 # -- hang-ups ---------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from rkserve.board.storage.prompt_cache import CacheFingerprint, CacheStore
-from rkserve.core.board_report import BoardState, GenerationState
+from rkserve.core.board_report import AdapterTrial, BoardState, GenerationState, TrialVerdict
 from rkserve.core.desired_state import AdapterVersion
 from rkserve.core.errors import (
     AdapterBroken,
@@ -31,6 +31,7 @@ pytestmark = pytest.mark.virtual_time
 
 TALK = Script([], model=talker(6))
 PROMPT = (5, 6, 7)
+PASSED = TrialVerdict.PASSED
 SLOW = replace(TALK, pace_s=0.01)
 
 
@@ -221,6 +222,169 @@ async def test_an_adapter_that_kills_engines_is_tried_twice(tmp_path: Path) -> N
     await until(lambda: len(bench.engines) == 3 and bench.state is BoardState.READY)
     await bench.ask(None)
     await bench.board.stop()
+
+
+# -- trials in a fresh engine ---------------------------------------------------------------------
+
+
+class TrialBench(AdapterBench):
+    """A board whose second engine, that of the trial, may be in trouble."""
+
+    def __init__(self, folder: Path, trouble: Callable[[FakeEngine], Any] | None = None) -> None:
+        super().__init__(folder, adapter_load_s=0.5, load_patience_s=0.05)
+        self.trouble = trouble
+
+    async def _start(self, weights: Path | None) -> FakeEngine:
+        engine = await super()._start(weights)
+        if len(self.engines) == 2 and self.trouble is not None:
+            self.trouble(engine)
+        return engine
+
+
+def play_trial(
+    folder: Path,
+    body: Callable[[TrialBench], Any],
+    trouble: Callable[[FakeEngine], Any] | None = None,
+) -> None:
+    async def main() -> None:
+        bench = TrialBench(folder, trouble)
+        await bench.board.start()
+        try:
+            await body(bench)
+        finally:
+            await bench.board.stop()
+        assert all(engine.died.done() for engine in bench.engines), "none is left behind"
+
+    run_loop(main())
+
+
+def test_a_trial_takes_a_fresh_engine_that_serves_once_it_has_passed(tmp_path: Path) -> None:
+    async def body(bench: TrialBench) -> None:
+        bench.scripts = [SLOW]
+        running = Listener(bench.board, request(*PROMPT, max_tokens=20))
+        await until(lambda: len(running.ids) >= 2)
+        queued = Listener(bench.board, request(*PROMPT, max_tokens=20))
+        found = await bench.board.try_adapter(bench.refs["a"], PROMPT, 4)
+        assert found == AdapterTrial("m", bench.refs["a"].digest, PASSED, "a@1", "b")
+        serving, tried = bench.engines
+        assert (serving.stopped, serving.calls, serving.commands[0].adapter) == (True, [], None)
+        assert [method for method, _ in tried.calls if method == "load_adapter"] == ["load_adapter"]
+        for client in (running, queued):
+            assert (await client.end())[1] is FinishReason.STOP
+        report = bench.board.report()
+        assert (report.state, report.failed, report.crashes) == (BoardState.READY, 0, ())
+        assert (report.engine_starts, report.engine_renewals) == (2, 1)
+        assert report.adapters == (bench.refs["a"].key,)
+        await bench.ask("a")
+        assert len(tried.calls) == 1, "it is loaded already"
+
+    play_trial(tmp_path, body)
+
+
+def _crashes(engine: FakeEngine) -> None:
+    call = engine.call
+
+    def deadly(method: str, **args: Any) -> asyncio.Future[Any]:
+        result = call(method, **args)
+        engine.die("killed by SIGSEGV")
+        return result
+
+    engine.call = deadly  # type: ignore[method-assign] # of a fake
+
+
+def _hangs(engine: FakeEngine) -> None:
+    engine.call_gate = asyncio.Event()
+
+
+def _refuses(engine: FakeEngine) -> None:
+    engine.call_errors["load_adapter"] = CallFailed("rkllm_load_lora", -1)
+
+
+def _gives_nothing(engine: FakeEngine) -> None:
+    engine._scripts = lambda _: Script([])
+
+
+def _dies_in_its_run(engine: FakeEngine) -> None:
+    engine._scripts = lambda _: Script([(5, b"x")], die_at=0)
+
+
+@pytest.mark.parametrize(
+    ("trouble", "verdict", "reason"),
+    [
+        pytest.param(_crashes, TrialVerdict.CRASHED, "SIGSEGV", id="it crashes"),
+        pytest.param(_dies_in_its_run, TrialVerdict.CRASHED, "SIGSEGV", id="it crashes in its run"),
+        pytest.param(_hangs, TrialVerdict.HUNG, "did not return", id="it hangs"),
+        pytest.param(_refuses, TrialVerdict.REFUSED, "returned -1", id="the library refuses it"),
+        pytest.param(_gives_nothing, TrialVerdict.REFUSED, "no token", id="it gives nothing"),
+    ],
+)
+def test_a_file_that_fails_its_trial_never_meets_an_engine_that_serves(
+    tmp_path: Path, trouble: Callable[[FakeEngine], Any], verdict: TrialVerdict, reason: str
+) -> None:
+    async def body(bench: TrialBench) -> None:
+        queued: list[Listener] = []
+
+        def in_trouble(engine: FakeEngine) -> None:
+            queued.append(Listener(bench.board, request(*PROMPT, max_tokens=20)))
+            trouble(engine)
+
+        bench.trouble = in_trouble
+        found = await bench.board.try_adapter(bench.refs["a"], PROMPT, 4)
+        assert (found.verdict, found.board_id) == (verdict, "b")
+        assert reason in found.reason
+        first, _, third = bench.engines
+        assert not any(engine.calls for engine in (first, third))
+        assert (await queued[0].end())[1] is FinishReason.STOP
+        report = bench.board.report()
+        assert (report.state, report.adapters, report.crashes) == (BoardState.READY, (), ())
+        assert (await bench.ask(None)).reason is FinishReason.STOP
+
+    play_trial(tmp_path, body)
+
+
+def test_a_file_that_is_not_there_costs_no_engine(tmp_path: Path) -> None:
+    async def body(bench: TrialBench) -> None:
+        with pytest.raises(AdapterBroken, match="is missing"):
+            await bench.board.try_adapter(AdapterRef("z", "1", "0" * 64), PROMPT, 4)
+        assert len(bench.engines) == 1
+
+    play_trial(tmp_path, body)
+
+
+def test_a_board_that_does_not_come_back_still_tells_the_result(tmp_path: Path) -> None:
+    async def body(bench: TrialBench) -> None:
+        async def works() -> None:
+            bench.starts = [_load_fails]
+
+        bench.starts = [works]
+        found = await bench.board.try_adapter(bench.refs["a"], PROMPT, 4)
+        assert found.verdict is TrialVerdict.CRASHED
+        assert bench.state is BoardState.FAILED
+
+    play_trial(tmp_path, body, _crashes)
+
+
+def test_a_model_that_does_not_load_again_is_no_fault_of_the_file(tmp_path: Path) -> None:
+    async def body(bench: TrialBench) -> None:
+        bench.starts = [_load_fails]
+        with pytest.raises(BoardFailed, match="out of NPU memory"):
+            await bench.board.try_adapter(bench.refs["a"], PROMPT, 4)
+        assert bench.state is BoardState.FAILED
+
+    play_trial(tmp_path, body)
+
+
+def test_a_board_that_stops_in_the_middle_of_a_trial_leaves_no_engine_behind(
+    tmp_path: Path,
+) -> None:
+    async def body(bench: TrialBench) -> None:
+        trying = asyncio.create_task(bench.board.try_adapter(bench.refs["a"], PROMPT, 4))
+        await until(lambda: len(bench.engines) == 2 and bool(bench.engine.calls))
+        await bench.board.stop()
+        trying.cancel()
+        await asyncio.wait({trying})
+
+    play_trial(tmp_path, body, _hangs)
 
 
 def test_the_bytes_of_the_files_count_and_are_reported(tmp_path: Path) -> None:

@@ -249,7 +249,7 @@ def test_only_so_many_uploads_come_in_at_once(tmp_path: Path) -> None:
 
 def test_parts_of_several_uploads_at_once_are_not_mixed_up(tmp_path: Path) -> None:
     store = store_in(tmp_path)
-    contents = [bytes([n]) * 10_000 for n in range(6)]
+    contents = [bytes([n + 1]) * 10_000 for n in range(6)]
     made: dict[int, Artifact] = {}
 
     def send(n: int) -> None:
@@ -262,6 +262,15 @@ def test_parts_of_several_uploads_at_once_are_not_mixed_up(tmp_path: Path) -> No
         thread.join(30)
     expected = {n: hashlib.sha256(content).hexdigest() for n, content in enumerate(contents)}
     assert {n: version.digest for n, version in made.items()} == expected
+
+
+def test_what_is_no_adapter_is_refused_and_leaves_nothing(
+    store: ArtifactStore, tmp_path: Path
+) -> None:
+    key = upload(store, b"PK\x03\x04" + bytes(500))
+    with pytest.raises(ArtifactRefused, match="cannot be an adapter of 'qwen': it is a ZIP"):
+        store.upload_end(key)
+    assert store.digests() == ()
 
 
 # -- the disk -------------------------------------------------------------------------------------

@@ -55,6 +55,7 @@ SAMPLES: list[RkserveError] = [
     errors.StaleWeights("Step 7 is applied.", "version"),
     errors.AdapterExists("pirate@2 has another content."),
     errors.ArtifactRefused("The manifest names another base model."),
+    errors.AdapterTrialFailed("tone@2", "rk-1", "crashed_on_load", "killed by SIGSEGV"),
     errors.ArtifactNotFound("There is no such file."),
     errors.PieceCorrupted("piece 2 of model.rkllm (from byte 4096)"),
     errors.EnginePaused("the cluster", 7),

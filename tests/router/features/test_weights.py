@@ -123,7 +123,7 @@ def test_a_load_that_was_lost_after_its_staging_goes_on_when_it_is_repeated(
 ) -> None:
     async def work(ask: Ask, control: Control) -> None:
         version = control.store.add("v1", b"x" * 300)
-        staged = await control.stage(version, key="once:stage", scale=1.0)
+        staged = await control.stage(version, key="once:stage", scale=1.0, force=False)
         assert staged.status == 200
         label = {"new_version": "step-1"}  # so that the Router hears what became of it
         assert (await ask("POST", "/update_weight_version", json=label)).status_code == 200

@@ -25,7 +25,13 @@ from rkserve.coordinator.boards.transfer import TransferLimits
 from rkserve.coordinator.coordinator import Coordinator, CoordinatorPorts
 from rkserve.coordinator.operations.prompt_caches import CacheTimes
 from rkserve.coordinator.state.ledger import Ledger
-from rkserve.core.board_report import BoardReport, BoardState, CacheEntry
+from rkserve.core.board_report import (
+    AdapterTrial,
+    BoardReport,
+    BoardState,
+    CacheEntry,
+    TrialVerdict,
+)
 from rkserve.core.board_report import VersionFigures as Figures
 from rkserve.core.desired_state import (
     AdapterVersion,
@@ -96,6 +102,8 @@ class FakeBoard:
     idle_s: float = 0.0
     figures: tuple[Figures, ...] = ()
     prompts: dict[str, CacheEntry] = field(default_factory=dict)  # named caches on its disk
+    tried: list[str] = field(default_factory=list)  # digests of adapters, in a fresh engine
+    verdicts: dict[str, tuple[TrialVerdict, str]] = field(default_factory=dict)
     _derived: tuple[Desired, BoardTarget] | None = None  # the target of a desired state
 
     @property
@@ -238,6 +246,21 @@ class FakeBoard:
         assert prompt_ids
         self.loaded.add(ref.key)
         return Probe(self.board_id, ref.key, 3.0, tokens, 16.0)
+
+    def try_adapter(
+        self, ref: AdapterRef, prompt_ids: tuple[int, ...], tokens: int
+    ) -> AdapterTrial:
+        if self.asleep:
+            raise BoardAsleep(self.board_id, "its model is unloaded")
+        assert ref.key in self.whole
+        assert prompt_ids
+        assert tokens
+        self.tried.append(ref.digest)
+        self.loaded.clear()
+        verdict, reason = self.verdicts.get(ref.digest, (TrialVerdict.PASSED, ""))
+        if verdict is TrialVerdict.PASSED:
+            self.loaded.add(ref.key)
+        return AdapterTrial(self.model, ref.digest, verdict, ref.label, self.board_id, reason)
 
     def renew(self, reason: str) -> None:
         assert reason

@@ -24,7 +24,8 @@ static const struct {
     {"init_segv", FAULT_INIT_SEGV},               {"init_null_handle", FAULT_INIT_NULL_HANDLE},
     {"init_hang", FAULT_INIT_HANG},               {"ignore_abort_ms", FAULT_IGNORE_ABORT_MS},
     {"destroy_hang", FAULT_DESTROY_HANG},         {"oom_segv", FAULT_OOM_SEGV},
-    {"init_signal", FAULT_INIT_SIGNAL},
+    {"init_signal", FAULT_INIT_SIGNAL},           {"lora_segv", FAULT_LORA_SEGV},
+    {"lora_fail", FAULT_LORA_FAIL},               {"lora_hang", FAULT_LORA_HANG},
 };
 
 /* ---- environment ---- */

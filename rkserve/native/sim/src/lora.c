@@ -97,6 +97,13 @@ bool lora_load(struct handle *h, const RKLLMLoraAdapter *adapter) {
     size_t bytes = 0;
     const void *map = NULL;
     const char *why = "the name is taken";
+    control_refresh(&h->settings);
+    if (fault_due(&h->settings, FAULT_LORA_SEGV, 0)) crash_now();
+    if (fault_due(&h->settings, FAULT_LORA_HANG, 0)) sleep_forever();
+    if (fault_due(&h->settings, FAULT_LORA_FAIL, 0)) {
+        log_line("E rkllm: failed to load lora adapter '%s': a fault that was asked for", path);
+        return false;
+    }
     if (!lora_named(&h->model, adapter->lora_adapter_name)) {
         map = map_adapter(path, &bytes);
         why = map ? add(h, adapter, map, bytes) : "cannot read the file";
