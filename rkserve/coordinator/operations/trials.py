@@ -8,6 +8,7 @@ process in all: boards that serve never load it, and it is not tried again unles
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import dataclass, replace
 
 from rkserve.control import state_changes
@@ -20,6 +21,7 @@ from rkserve.core.desired_state import AdapterVersion, Desired, Scope
 from rkserve.core.errors import AdapterTrialFailed
 
 TRIAL_S = LOAD_S  # a run that goes on ends first, and the model is loaded once or twice
+CALLS = 3  # of one board, where the connection to it is lost
 MOST_BOARDS = 3  # that are asked one after the other, where they cannot try it
 
 
@@ -84,6 +86,7 @@ class AdapterTrials:
         if not staged.good or staged.status is ResultStatus.GONE:
             return TrialOutcome(error=_cannot(board, staged))
         address = run.context.roster.address(board)
+        began_s, limit_s = time.monotonic(), min(run.left_s, TRIAL_S)
         async with run.context.stager.at(board):
             replies: Replies = await run.context.roster.ask(
                 [] if address is None else [address],
@@ -91,15 +94,18 @@ class AdapterTrials:
                 version.ref,
                 PROBE_IDS,
                 PROBE_TOKENS,
-                timeout_s=min(run.left_s, TRIAL_S),
-                tries=1,
+                timeout_s=limit_s,
+                tries=CALLS,
             )
         answer = replies.answers.get(board)
         result = replies.results.get(board, BoardOutcome(ResultStatus.GONE))
         if isinstance(answer, AdapterTrial):
             found = replace(answer, model=model, at_s=run.context.now_s())
             run.record({board: replace(staged, details={**staged.details, "trial": "passed"})})
-        elif result.status is ResultStatus.FAILED:
+        elif result.status is ResultStatus.FAILED or (
+            # The connection was lost, which says nothing about the file.
+            result.status is ResultStatus.SILENT and time.monotonic() - began_s < limit_s / 2
+        ):
             return TrialOutcome(error=_cannot(board, result))
         else:
             found = _lost(model, version, board, result, run.context.now_s())

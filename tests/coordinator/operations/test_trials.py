@@ -11,9 +11,16 @@ from rkserve.control.operations import OperationState
 from rkserve.coordinator.operations.trials import candidates
 from rkserve.core.board_report import BoardReport, BoardState, TrialVerdict
 from rkserve.core.desired_state import Desired
-from rkserve.core.errors import AdapterTrialFailed, BoardOutOfOrder
+from rkserve.core.errors import AdapterTrialFailed, BoardFailed, BoardOutOfOrder
 from tests.support.boards.fake_boards import eventually
-from tests.support.cluster.fake_cluster import CONTENT, MODEL, Control, served, serving
+from tests.support.cluster.fake_cluster import (
+    CONTENT,
+    MODEL,
+    Control,
+    FakeBoard,
+    served,
+    serving,
+)
 
 pytestmark = pytest.mark.virtual_time
 
@@ -75,6 +82,33 @@ async def test_a_version_that_fails_is_on_no_board_and_is_not_tried_again(
         with pytest.raises(AdapterTrialFailed):
             await it.stage(it.store.add("v3", CONTENT["v2"]))  # the same content by another name
         assert {name: n - before[name] for name, n in tried(it).items()} == {"a": 1, "b": 0, "c": 0}
+
+
+@pytest.mark.parametrize(("lost", "passes"), [(2, True), (99, False)])
+async def test_a_lost_connection_is_no_result_of_a_trial(
+    tmp_path: Path, lost: int, passes: bool
+) -> None:
+    async with serving(tmp_path) as it:
+        left = lost
+
+        def lose(board: FakeBoard, method: str) -> None:
+            nonlocal left
+            if method == "try_adapter" and left:
+                left -= 1
+                raise BoardFailed(board.replica, "the connection ended")
+
+        it.cluster.before = lose
+        version = it.store.add("v1", CONTENT["v1"])
+        outcome = await it.stage(version)
+        assert outcome.operation.state is (
+            OperationState.SUCCEEDED if passes else OperationState.FAILED
+        )
+        found = it.desired.trial(MODEL, version.digest)
+        assert (found is not None and found.passed) is passes
+        left = 0
+        if not passes:
+            assert found is None
+            assert (await it.stage(version)).status == 200
 
 
 async def test_force_tries_a_content_again_on_one_board(tmp_path: Path) -> None:

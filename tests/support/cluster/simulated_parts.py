@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from rkserve.board.board import Board
-from rkserve.board.engine.protocol import OnToken, RunCommand, RunTimeouts
+from rkserve.board.engine.protocol import OnToken, RunCommand
+from rkserve.board.rules.hang_limits import RunTimeouts
 from rkserve.board.run.settings import BoardSettings
 from rkserve.config.serve_config import CoordinatorConfig
 from rkserve.coordinator.boards.transfer import TransferLimits
