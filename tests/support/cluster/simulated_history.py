@@ -159,10 +159,9 @@ class History:
 
     def _epochs(self) -> None:
         """A board that accepts a request obeys every epoch that was confirmed before it."""
-        # The end of a drain is confirmed by the boards that were drained alone.
-        confirmed = [
-            call for call in self.calls if call.succeeded and call.kind is not OperationKind.UNDRAIN
-        ]
+        # Boards are released also while some are unknown, which keep what they obey until then.
+        freeing = (*RELEASES, OperationKind.UNDRAIN)
+        confirmed = [one for one in self.calls if one.succeeded and one.kind not in freeing]
         for answer in self.answers:
             board = answer.accepted.board_id
             known = max(
