@@ -20,7 +20,7 @@ from rkserve.api.admin.join import MemberEntry, MemberState
 from rkserve.bench.processes import PROC, has_ended_below
 from rkserve.bringup import serving
 from rkserve.bringup.discovery import Announcement
-from rkserve.bringup.processes import NodeSupervisor, StateFolder
+from rkserve.bringup.processes import NodeSupervisor, RayStore, StateFolder
 from rkserve.bringup.serving import Note, ServeLog
 from rkserve.bringup.settings import (
     DASHBOARD_PORT,
@@ -44,11 +44,12 @@ from rkserve.router.membership import FOLDER, TERMS, ClusterTerms, new_token, wr
 
 # Unbuffered, so that the last line of its log is the newest one, not what was kept back.
 RAY_START = (sys.executable, "-u", "-m", "ray.scripts.scripts", "start")
-RAYLET = "raylet"
+RAYLET, GCS = "raylet", "gcs_server"
 RAYLET_ENDED = (
     "its raylet has ended, as it does where Ray's agents take more than 15 s to start; "
     "raylet.err in the logs of its session has the reason"
 )
+GCS_ENDED = "its gcs_server has ended; gcs_server.err in the logs of its session has the reason"
 RAY_STARTED = "Ray runtime started."
 RAY_ATTEMPTS = 3
 RECORD_S = 5.0
@@ -173,6 +174,7 @@ def run_head(options: HeadOptions, note: Note) -> int:
     command = [*RAY_START, *head_options(ports, address, options.dashboard_port)]
     if options.temp_dir is not None:
         command.append(f"--temp-dir={options.temp_dir}")
+    store = RayStore(state.folder, importlib.metadata.version("ray"), os.environ)
     try:
         with ExitStack() as stack:
             environ = environment_of(HEAD, os.environ)
@@ -187,9 +189,11 @@ def run_head(options: HeadOptions, note: Note) -> int:
                 stack.enter_context(announcement)
             stack.callback(note, "Stopping ...")
             logs = [stack.enter_context(state.log(name).open("wb")) for name in ("ray", "serve")]
-            head = RunningHead(node, state, plan, note, announcement if options.mdns else None)
+            announced = announcement if options.mdns else None
+            head = RunningHead(node, state, plan, note, announced, store)
             return head.run(command, environ, ray_address, str(options.config), logs)
     except KeyboardInterrupt:
+        store.remove()  # all processes have ended in order, and boards' with them
         return 0
 
 
@@ -288,6 +292,7 @@ class RunningHead:
     plan: HeadPlan
     note: Note
     announcement: Announcement | None = None
+    store: RayStore | None = None
     children: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     started_s: float = field(default_factory=time.monotonic)
     shown: str = ""
@@ -302,7 +307,7 @@ class RunningHead:
         logs: Sequence[BinaryIO],
     ) -> int:
         """Start Ray and the application, and watch them. Returns the exit code."""
-        ray = start_ray(self.node, command, environ, logs[0], self.note)
+        ray = start_ray(self.node, command, environ, logs[0], self.note, store=self.store)
         if ray is None:
             return FAILED
         self.note(f"Ray runs at {ray_address} after {self._passed()}.")
@@ -401,27 +406,34 @@ def start_ray(
     environ: dict[str, str],
     log: BinaryIO,
     note: Note,
+    *,
+    store: RayStore | None = None,
 ) -> subprocess.Popen[bytes] | None:
     """Start Ray on this node, again where it ends before it runs; None after the last attempt.
 
     A raylet ends itself where its Python agent needs more than 15 s to start, which no setting
-    changes; the next attempt finds the agent's modules in the page cache.
+    changes; the next attempt finds the agent's modules in the page cache. Where it was something
+    else, the tables of ``store`` are set aside, and turned off after a second time.
     """
     note("Starting Ray ...")
     path, attempts = Path(log.name), RAY_ATTEMPTS
     for attempt in range(1, attempts + 1):
         log.seek(0)
         log.truncate()
-        ray = node.start(command, environ, log, signal.SIGTERM)
+        stored = {} if store is None else store.environ()
+        ray = node.start(command, {**environ, **stored}, log, signal.SIGTERM)
         last = ""
         while ray.poll() is None and not last:
             if RAY_STARTED in path.read_text(errors="replace"):
                 return ray
             time.sleep(serving.POLL_S)
             # `ray start` would wait three minutes for it.
-            last = RAYLET_ENDED if has_ended_below(PROC, ray.pid, RAYLET) else ""
+            ends = {RAYLET: RAYLET_ENDED, GCS: GCS_ENDED}
+            last = next((s for p, s in ends.items() if has_ended_below(PROC, ray.pid, p)), "")
         last = last or ServeLog(path).last_line()
         node.drop(ray)
         again = "trying once more" if attempt < attempts else f"giving up; see {path}"
         note(f"rkserve: Ray did not start ({last}); {again}.")
+        if store is not None and last != RAYLET_ENDED and store.set_aside():
+            note("rkserve: Ray's tables of an earlier run were set aside; boards load anew.")
     return None

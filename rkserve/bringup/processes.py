@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -105,6 +106,53 @@ class StateFolder:
         end_processes(alive)
         self.file.unlink(missing_ok=True)
         return bool(alive)
+
+
+class RayStore:
+    """Ray's own tables on the head's disk, in RocksDB: a head that is started again after a crash
+    knows its boards' processes by them, and no board loads its model anew.
+
+    They hold nothing that rkserve needs: its state is the Coordinator's. So they are set aside
+    where Ray does not start with them, and removed at an end in order.
+    """
+
+    def __init__(self, folder: Path, release: str, environ: Mapping[str, str]) -> None:
+        """``release`` is Ray's, which reads no other's tables. An operator's ``RAY_gcs_storage``
+        turns them off.
+        """
+        self._folder, self._place = folder / "gcs", folder / "gcs" / release
+        self._failed, self._earlier = False, self._place.exists()
+        self.used = "RAY_gcs_storage" not in environ and "RAY_gcs_storage_path" not in environ
+
+    def environ(self) -> dict[str, str]:
+        """Return the variables of Ray's start with them. Raises ``ConfigError``."""
+        if not self.used:
+            return {}
+        try:
+            private_folder(self._folder)
+            private_folder(self._place)
+        except OSError as exc:
+            raise ConfigError(f"Ray's tables cannot be stored: {exc}.") from exc
+        return {"RAY_gcs_storage": "rocksdb", "RAY_gcs_storage_path": str(self._place)}
+
+    def set_aside(self) -> bool:
+        """Move the tables away, and turn them off the second time. Returns whether those of an
+        earlier run were moved.
+        """
+        aside = self._folder.with_name("gcs.aside")
+        if not self.used:
+            return False
+        self.used = not self._failed
+        if self._failed or not self._place.exists():
+            return False
+        self._failed = True
+        shutil.rmtree(aside, ignore_errors=True)
+        self._folder.replace(aside)
+        return self._earlier
+
+    def remove(self) -> None:
+        """Remove the tables."""
+        shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def signal_process(process: ProcessIdentity, number: int) -> None:

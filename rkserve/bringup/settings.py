@@ -52,6 +52,13 @@ SETTINGS: tuple[RaySetting, ...] = (
         str(METRICS_MS),
         "Serve's 100 ms wakes every replica ten times a second; a board would never be idle.",
     ),
+    RaySetting(
+        "RAY_gcs_rpc_server_reconnect_timeout_s",
+        "3600",
+        "A board's Ray ends after a minute without its head by default, and with it the engine and "
+        "its model.",
+        (BOARD,),
+    ),
     RaySetting("RAY_USAGE_STATS_ENABLED", "0", "Ray reports usage to its makers by default."),
     *(
         RaySetting(

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,11 +23,12 @@ import httpx
 import pytest
 import yaml
 
-from rkserve.bench.processes import PROC, ProcessIdentity, is_alive
+from rkserve.bench.processes import PROC, ProcessIdentity, is_alive, snapshot
 from rkserve.bringup.processes import NodeRecord, StateFolder, end_processes
 from rkserve.core.child_process import free_port, free_ports
 from rkserve.deployments.haproxy import available
 from rkserve.native.sim.build import ensure_built
+from rkserve.router.membership import new_token
 from tests.bringup.test_head import all_free
 from tests.support.cluster.local_cluster import wait_for
 from tests.support.paths import PROJECT
@@ -257,6 +259,115 @@ def test_a_board_is_approved_serves_and_leaves_and_the_head_ends(home: Home) -> 
     assert head.state.read() is None
     with pytest.raises(httpx.ConnectError):
         httpx.get(home.url, timeout=10)
+
+
+# -- the end of a head --------------------------------------------------------------------------
+
+# A head that sees its own processes alone, as on a machine of its own: Ray takes the board's for a
+# Ray that runs here already. Its end is that of all of them.
+ALONE = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
+ADMIN = "the operator's"
+
+
+def may_be_alone() -> bool:
+    """Return whether this account may make namespaces."""
+    done = subprocess.run([*ALONE, "true"], capture_output=True, check=False)
+    return done.returncode == 0
+
+
+@dataclass
+class LoneHead:
+    """A head in a namespace of processes, which a test kills."""
+
+    node: Node
+    port: int
+    words: tuple[str, ...]
+    process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        """Its endpoint."""
+        return f"http://127.0.0.1:{self.port}"
+
+    def start(self) -> float:
+        """Start it, and return the seconds until its Router answers."""
+        began_s = time.monotonic()
+        self.process = subprocess.Popen(
+            [*ALONE, *self.node.command("up", *self.words)],
+            env={**self.node.environ, "RKSERVE_ADMIN_KEY": ADMIN},
+            cwd=PROJECT,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        eventually("its Router answers", lambda: self.ask("GET", "/health") is not None)
+        return time.monotonic() - began_s
+
+    def kill(self) -> None:
+        """Kill all of its processes."""
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+
+    def ask(self, method: str, path: str, **more: Any) -> Any:
+        """Return the JSON of a call as the operator, None where that failed."""
+        headers = {"authorization": f"Bearer {ADMIN}", **more.pop("headers", {})}
+        try:
+            found = httpx.request(method, self.url + path, headers=headers, timeout=60, **more)
+        except httpx.TransportError:
+            return None
+        return found.json() if found.status_code == 200 else None
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not may_be_alone(), reason="this account may not make namespaces")
+def test_a_killed_head_comes_back_to_the_state_that_it_had_and_its_board_keeps_its_model(
+    figures: Callable[[str], None],
+) -> None:
+    with tempfile.TemporaryDirectory(prefix="rk-", dir="/tmp", ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        board, port = Node.make(folder, "board"), free_port()
+        node = Node.make(folder, "head")
+        ports = ("--ray-port", str(node.first_port), "--dashboard-port", str(node.first_port + 9))
+        words = (*ports, "--no-mdns", "--temp-dir", str(folder / "r"))
+        head = LoneHead(node, port, (str(serve_config(folder, port)), *words))
+        home = Home(node, board, head.url, "")
+        try:
+            head.start()
+            token = new_token(node.folder / "state", 3600.0, time.time())
+            board.run(*join(home, head.url, token), "--detach")
+            eventually("the board answers", lambda: embedding(home))
+            response = {"model": CHAT, "input": "Repeat after me: here"}
+            once = {"headers": {"Idempotency-Key": "one"}, "json": response}
+            stored = eventually("an answer", lambda: head.ask("POST", "/v1/responses", **once))
+            hold = {"model": CHAT, "mode": "keep", "lease_s": 3000}
+            assert head.ask("POST", "/pause", json=hold) is not None
+            before = head.ask("GET", "/v1/cluster")
+            engines = parts_of(board, "engine")
+            time.sleep(12)  # usage is stored every ten seconds
+
+            head.kill()
+            took_s = head.start()
+            eventually("the board answers again", lambda: embedding(home))
+
+            figures(f"a killed head: its Router answered {took_s:.1f} s after its start")
+            after = eventually("the Coordinator", lambda: head.ask("GET", "/v1/cluster"))
+            assert after["pauses"] == before["pauses"]
+            assert head.ask("GET", f"/v1/responses/{stored['id']}") == stored
+            assert head.ask("POST", "/v1/responses", **once) == stored
+            assert head.ask("GET", "/v1/operations")["data"][0]["kind"] == "pause"
+            tokens = sum(row["completion_tokens"] for row in head.ask("GET", "/v1/usage")["data"])
+            assert tokens == stored["usage"]["output_tokens"]
+            assert set(engines) <= set(parts_of(board, "engine")), "it loaded its model anew"
+        finally:
+            head.kill()
+            board.end()
+
+
+def parts_of(node: Node, part: str) -> list[int]:
+    """The processes of a part of a node."""
+    found = snapshot(PROC, [node.record.supervisor.pid])
+    return [one.pid for one, (name, _) in found.items() if name == part]
 
 
 def join(home: Home, url: str, token: str) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import signal
 import socket
@@ -26,7 +27,7 @@ from rkserve.bringup.head import (
     own_address,
     run_head,
 )
-from rkserve.bringup.processes import StateFolder
+from rkserve.bringup.processes import RayStore, StateFolder
 from rkserve.bringup.settings import GCS_PORT
 from rkserve.core.child_process import free_port, free_ports
 from rkserve.core.errors import ConfigError
@@ -40,6 +41,9 @@ RAY = """
 import os, pathlib, subprocess, sys, time
 left = pathlib.Path(os.environ["FAILURES_LEFT"])
 print("options", *sys.argv[1:], os.environ["RAY_AUTH_MODE"])
+if place := os.environ.get("RAY_gcs_storage_path"):
+    with open(pathlib.Path(place, "session_name"), "a") as file:
+        file.write(f"{left.read_text()} ")
 if (count := int(left.read_text())) > 0:
     left.write_text(str(count - 1))
     if raylet := os.environ.get("RAYLET"):
@@ -196,6 +200,46 @@ def test_ray_gets_three_attempts(tmp_path: Path) -> None:
     assert process.returncode == 1
     assert output.count("Ray did not start") == 3
     assert "giving up; see" in output
+
+
+@pytest.mark.parametrize(
+    ("failures", "names", "aside"),
+    [
+        pytest.param(0, "before 0 ", None, id="it starts with them"),
+        pytest.param(1, "0 ", "before 1 ", id="it starts without them"),
+        pytest.param(2, "1 ", "before 2 ", id="it starts without any"),
+    ],
+)
+def test_ray_s_tables_of_a_crashed_run_are_used_and_set_aside_where_ray_does_not_start(
+    tmp_path: Path, failures: int, names: str, aside: str | None
+) -> None:
+    release = importlib.metadata.version("ray")
+    file, moved = (
+        tmp_path / "state" / name / release / "session_name" for name in ("gcs", "gcs.aside")
+    )
+    file.parent.mkdir(parents=True, mode=0o700)
+    file.write_text("before ")
+    for folder in (file.parents[1], file.parents[2]):
+        folder.chmod(0o700)
+    process = up(tmp_path, failures=failures)
+    wait_ready(process, tmp_path)
+    assert file.read_text() == names
+    assert (moved.read_text() if moved.exists() else None) == aside
+    os.kill(process.pid, signal.SIGKILL)  # a crash leaves them
+    process.communicate(timeout=60)
+    StateFolder(tmp_path / "state", "head").end(print)
+    assert file.exists()
+    process = up(tmp_path)
+    wait_ready(process, tmp_path)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=120)
+    assert not file.exists(), "an end in order leaves none"
+    assert output.endswith("Stopping ...\n")
+
+
+def test_an_operator_s_storage_of_ray_wins(tmp_path: Path) -> None:
+    store = RayStore(tmp_path, "2.60.0", {"RAY_gcs_storage": "memory"})
+    assert (store.environ(), store.set_aside()) == ({}, False)
 
 
 def test_an_attempt_ends_with_its_raylet(tmp_path: Path) -> None:
