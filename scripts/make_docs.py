@@ -27,8 +27,8 @@ ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 sys.path.insert(0, str(ROOT))
 
+from observability.metric_table import MetricRow, MetricSource, all_metrics  # noqa: E402 - as above
 from scripts import api_page, client_page  # noqa: E402 - not installed
-from scripts.metric_table import MetricRow, MetricSource, all_metrics  # noqa: E402 - as above
 from tests.support.http.reference_house import described_api  # noqa: E402 - as above
 
 

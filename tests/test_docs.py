@@ -16,13 +16,13 @@ import pytest
 from pydantic import BaseModel
 from typer.main import get_command
 
+from observability.metric_table import all_metrics
 from rkserve.cli import app as cli
 from rkserve.config.serve_config import RkserveConfig, inner_model
 from rkserve.models.settings import FolderSettings
 from rkserve.native.quirks import NAMES as QUIRKS
 from rkserve.native.sim import profiles
 from scripts import make_docs
-from scripts.metric_table import all_metrics
 from tests.support.paths import PROJECT
 
 pytestmark = pytest.mark.slow

@@ -93,7 +93,7 @@ class HeadPlan:
         content = preflight.read(config)
         options = content.get("http_options") or {}
         host, port = str(options.get("host", preflight.HOST)), options.get("port", preflight.PORT)
-        host_here = "127.0.0.1" if host in ("0.0.0.0", "::") else host
+        host_here = "127.0.0.1" if host in ("0.0.0.0", "::") else host  # noqa: S104 - compared
         found = preflight.applications(content)
         if not found:
             raise ConfigError(f"{config} has no application with {preflight.APPLICATION}.")
@@ -137,7 +137,7 @@ def check_ports(ports: Iterable[int]) -> None:
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
-                probe.bind(("0.0.0.0", port))
+                probe.bind(("0.0.0.0", port))  # noqa: S104 - closed at once
             except OSError as exc:
                 raise ConfigError(
                     f"Ray needs port {port}, which cannot be listened on: {exc.strerror}. End the "

@@ -45,7 +45,7 @@ from rkserve.router.policies import POLICIES
 APPLICATION = "rkserve.app:build"
 YAML = (".yaml", ".yml")
 # Ray's own defaults, if the file omits them.
-HOST, PORT = "0.0.0.0", 8000
+HOST, PORT = "0.0.0.0", 8000  # noqa: S104 - what a file without them gets
 FAILED = 1
 OTHERS = 0o077  # permissions of the group and of everybody
 TOKEN_BYTES = 32  # as many as Ray takes

@@ -86,7 +86,8 @@ class ResponseStore:
         """Return a response, None if its owner has none of that ID. Raises ``ResponsesFailed``."""
         with self._store_errors():
             row = self._database.execute(
-                f"SELECT {_COLUMNS} FROM responses WHERE id = ? AND owner = ? AND used_s > ?",
+                f"SELECT {_COLUMNS} FROM responses "  # noqa: S608 - a constant
+                "WHERE id = ? AND owner = ? AND used_s > ?",
                 (response_id, owner, self._oldest_s),
             ).fetchone()
             return None if row is None else _kept(row)
@@ -147,7 +148,7 @@ class ResponseStore:
         # Of a conversation last used at one time, the later part is kept longer.
         newest_first = "SELECT id, sum(bytes) OVER (ORDER BY used_s DESC, number DESC) AS total"
         database.execute(
-            "DELETE FROM responses WHERE id != ? AND id IN "
+            "DELETE FROM responses WHERE id != ? AND id IN "  # noqa: S608 - a constant
             f"(SELECT id FROM ({newest_first} FROM responses) WHERE total > ?)",
             (spared, int(self._max_bytes * ROOM)),
         )

@@ -8,9 +8,9 @@ from collections import Counter
 import pytest
 
 from observability.dashboards import DASHBOARDS
+from observability.metric_table import all_metrics
 from observability.panels import Dashboard, Panel
 from observability.promql import faults_of, labels_of, metrics_of
-from scripts.metric_table import all_metrics
 
 LABELS = {name: set(row.labels) for row in all_metrics() for name in row.samples}
 PANELS = [panel for dashboard in DASHBOARDS.values() for panel in dashboard.panels]

@@ -12,11 +12,11 @@ import yaml
 
 from observability.alerts import alert_rules
 from observability.generate import FOLDER, files
+from observability.metric_table import all_metrics
 from observability.promql import labels_of, metrics_of
 from rkserve.config.router import ObjectivesConfig
 from rkserve.verdicts.reasons import ClusterRule
 from rkserve.verdicts.rules import RULES
-from scripts.metric_table import all_metrics
 from tests.support.paths import PROJECT
 
 LABELS = {name: set(row.labels) for row in all_metrics() for name in row.samples}

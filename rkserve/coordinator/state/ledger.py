@@ -268,11 +268,11 @@ class Ledger:
         return [_read_line(value) for (value,) in rows]
 
     def _operations(self, which: str, *values: Any) -> list[ControlOperation]:
-        rows = self._rows(f"SELECT value FROM operations {which}", *values)
+        rows = self._rows(f"SELECT value FROM operations {which}", *values)  # noqa: S608 - constants
         return [read_operation(value) for (value,) in rows]
 
     def _many(self, which: str, *values: Any) -> list[ControlOperation]:
-        rows = self._read(f"SELECT value FROM operations {which}", *values)
+        rows = self._read(f"SELECT value FROM operations {which}", *values)  # noqa: S608 - constants
         return [read_operation(value) for (value,) in rows]
 
     # -- the file ------------------------------------------------------------------------------
