@@ -179,6 +179,7 @@ class Board:
             serving=obligations.serving,
             holdings=self._prefixes.packed(live),
             idle_s=self._idle_s(),
+            confined=live.facts.confined if live is not None else "",
             crashes=tuple(sorted(supervisor.crashes.items())),
             cache_bytes=self.caching.store.used_bytes if self.caching.store is not None else 0,
             **asdict(self.books.counters),

@@ -11,10 +11,11 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, field_validator, model_validator
 
-from rkserve.core.run_params import Guided
+from rkserve.core.run_params import Confine, Guided
 
 GROUP_NAME = re.compile(r"[A-Za-z][A-Za-z0-9-]{0,31}")
 HOOK_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
+VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
 CATALOG = "catalog:"  # before the name of a model of the head's catalogue
 MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 MAX_DOMAINS = 16  # RKNPU_MAX_IOMMU_DOMAIN_NUM of the kernel driver
@@ -202,6 +203,20 @@ class BoardGroupConfig(Settings):
     pin_cpus: tuple[NonNegativeInt, ...] = Field(
         (), description="Cores that the engine process is pinned to; empty leaves all."
     )
+    engine_environ: tuple[str, ...] = Field(
+        (),
+        description="Names of more environment variables that engine processes inherit from the "
+        "board's replica, such as `OMP_WAIT_POLICY`. They get few by themselves: no keys and "
+        "tokens, which the vendor's library has no use for.",
+    )
+    confine: Confine = Field(
+        Confine.AUTO,
+        description="Whether the kernel confines engine processes (Landlock, seccomp): they read "
+        "the model's folder, libraries and the kernel's figures, write the prompt caches, use the "
+        "NPU's devices, and reach no network, no other process and no other file. `auto` takes "
+        "what the kernel has, and starts an engine without where its model does not load so; "
+        "`confined` of the board has the means. `on` refuses to start with less; `off` is without.",
+    )
     instances: int = Field(
         1,
         ge=1,
@@ -340,6 +355,13 @@ class BoardGroupConfig(Settings):
         """The name of the model in the head's catalogue; None if ``model`` is a path."""
         text = str(self.model)
         return text.removeprefix(CATALOG) if text.startswith(CATALOG) else None
+
+    @field_validator("engine_environ")
+    @classmethod
+    def _variables_are_names(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        if not all(VARIABLE.fullmatch(name) for name in names):
+            raise ValueError("write each as a name of letters, digits and '_', without a value")
+        return names
 
     @field_validator("hooks")
     @classmethod

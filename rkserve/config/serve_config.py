@@ -305,7 +305,7 @@ def resolve_folder(path: Path, project: Path = PROJECT) -> Path:
 
 
 def engine_environ(group: BoardGroupConfig, board_id: str) -> dict[str, str]:
-    """Return the variables added to the replica's environment for a board's engine process."""
+    """Return the variables added to the clean environment of a board's engine process."""
     # The library's own log level 1 prints the perf table; operators may raise it to 2.
     environ = {"RKLLM_LOG_LEVEL": os.environ.get("RKLLM_LOG_LEVEL", "0")}
     if group.simulated is None:

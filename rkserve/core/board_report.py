@@ -293,7 +293,7 @@ class BoardReport:
     ``version`` is that of rkserve on the board. ``crashes`` counts the engines that ended out of
     order, by kind: the name of a signal, ``exit``, ``hung``, ``silent``, ``runs_failed`` or
     ``internal``. ``cache_bytes`` is the size of its prompt cache files. A ``drained`` board takes
-    no new requests.
+    no new requests. ``confined`` has the means by which its engine process is confined.
     """
 
     board_id: str
@@ -354,4 +354,5 @@ class BoardReport:
     version: str = ""
     crashes: tuple[tuple[str, int], ...] = ()
     cache_bytes: int = 0
+    confined: str = ""
     drained: bool = False

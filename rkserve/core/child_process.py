@@ -4,18 +4,45 @@ of this machine for servers that start later.
 Ray's event loop is uvloop, which forks: Python's handlers and its own run in the child before exec.
 A replica has dozens of threads. If one of them holds a lock at that moment, the child waits for it
 forever, and the whole replica waits for the child. ``subprocess`` uses vfork, which avoids this.
+
+A child gets a clean environment: the parent's holds keys and tokens, and what a foreign library
+does with them, or leaves of them in a file, is not known.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import socket
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 # The pipes close first, so that the first poll usually finds the process ended.
 _FIRST_LOOK_S, _LAST_LOOK_S = 0.001, 0.1
+
+# What programs, their loader and Python need of a parent's environment. Ray sets OMP_NUM_THREADS=1
+# for its workers, which would hold a library's own threads down: it is not among them.
+INHERITED = frozenset(
+    {
+        *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "TZ", "TMPDIR"),
+        *("LD_LIBRARY_PATH", "LD_PRELOAD", "MALLOC_ARENA_MAX", "XDG_CACHE_HOME", "VIRTUAL_ENV"),
+        *("PYTHONPATH", "PYTHONHOME", "PYTHONUSERBASE", "PYTHONNOUSERSITE", "PYTHONOPTIMIZE"),
+        *("PYTHONDONTWRITEBYTECODE", "PYTHONPYCACHEPREFIX", "PYTHONUTF8", "PYTHONMALLOC"),
+        *("ASAN_OPTIONS", "UBSAN_OPTIONS"),  # of a simulated library with sanitizers
+    }
+)
+INHERITED_PREFIXES = ("LC_", "RKLLM_", "RKNN_", "RKSIM_")  # locales, and the libraries' settings
+
+
+def clean_environ(more: Iterable[str] = ()) -> dict[str, str]:
+    """Return the variables of this process that a child gets, and those named in ``more``."""
+    names = INHERITED.union(more)
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name in names or name.startswith(INHERITED_PREFIXES)
+    }
 
 
 class ChildProcess:
@@ -43,7 +70,7 @@ class ChildProcess:
         """Start a program in a session of its own, so that Ctrl-C in a terminal does not reach it.
 
         ``out`` receives its stdout, ``err`` its stderr, which is inherited without one. No other
-        open file is inherited.
+        open file is inherited. Without ``environ`` it gets a clean environment.
 
         Raises:
             OSError: it cannot be started.
@@ -104,7 +131,7 @@ def _vfork(
         stdout=subprocess.PIPE,
         stderr=err,
         bufsize=0,
-        env=environ,
+        env=clean_environ() if environ is None else environ,
         start_new_session=True,
     )
 

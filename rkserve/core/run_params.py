@@ -75,6 +75,14 @@ class Guide:
     text: str
 
 
+class Confine(str, Enum):
+    """The confinement of engine processes."""
+
+    AUTO = "auto"
+    ON = "on"
+    OFF = "off"
+
+
 class Guided(str, Enum):
     """The generation method for answers that follow a grammar and need no other step-by-step
     feature.

@@ -57,7 +57,13 @@ from rkserve.deployments.board_factory import (
 )
 from rkserve.deployments.model_origin import RayModelOrigin
 from rkserve.deployments.ray_metrics import RayBoardMetrics
-from rkserve.deployments.replica import Node, board_name, find_node, log_with_serve
+from rkserve.deployments.replica import (
+    Node,
+    board_name,
+    find_node,
+    forget_admin_key,
+    log_with_serve,
+)
 from rkserve.models.index import ModelIndex, piece_of
 from rkserve.models.shelf import known_index
 from rkserve.transport.server import ChannelAddress, ChannelServer
@@ -141,6 +147,7 @@ class BoardReplica:
         catalog: CatalogPlace | None = None,
     ) -> None:
         """``catalog`` is the place of a group's model in the head's catalogue."""
+        forget_admin_key(os.environ)
         self._log_ring = log_with_serve()
         self._replica = serve.get_replica_context().replica_id.unique_id
         state_dir = _on_this_node(state_dir)

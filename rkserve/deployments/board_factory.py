@@ -170,6 +170,14 @@ def _spec(group: BoardGroupConfig, place: BoardLocation, folder: ModelFolder) ->
         quirks=quirks_of(group),
         allow_unlisted=group.allow_unlisted,
         environ=engine_environ(group, place.board_id),
+        inherit=group.engine_environ,
+        confine=group.confine,
+        reads=(
+            str(folder.path),
+            str(place.state_dir / ADAPTERS / place.board_id),
+            str(place.state_dir / WEIGHTS / place.board_id),
+        ),
+        writes=(str(_cache_root(group, place) / place.board_id),),
         pin_cpus=group.pin_cpus,
         load_timeout_s=group.load_timeout_s,
     )
@@ -221,7 +229,6 @@ def _caches(
         return None
     if folder.settings.cross_attention is not None:
         return None  # a KV cache depends on the encoder's output, and a file's name on token ids
-    root = settings.folder.expanduser() if settings.folder else place.state_dir / "cache"
     seal = CacheFingerprint(
         model=folder.content_digest(),
         release=_digest_of(Path(spec.library), file_digest),
@@ -229,7 +236,12 @@ def _caches(
         tokenizer=_digest_of(folder.tokenizer_file, content_digest),
         load=f"{spec.params.max_context_len} {spec.params.n_keep}",
     )
-    return CacheStore(root / place.board_id, seal, settings.max_bytes)
+    return CacheStore(_cache_root(group, place) / place.board_id, seal, settings.max_bytes)
+
+
+def _cache_root(group: BoardGroupConfig, place: BoardLocation) -> Path:
+    folder = group.prompt_cache.folder
+    return place.state_dir / "cache" if folder is None else folder.expanduser()
 
 
 def _digest_of(file: Path | None, digest: Callable[[Path], str]) -> str:

@@ -6,11 +6,12 @@ Ray's node table is passed in.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rkserve.config.board_group import BoardGroupConfig
+from rkserve.config.router import ADMIN_KEY_VARIABLE
 from rkserve.core.errors import RkserveError
 from rkserve.core.logs import ACCESS, LogRing, request_id, safe_id
 
@@ -116,6 +117,15 @@ class ToServe(logging.Handler):
         """Handle a record without a lock: each handler behind this one has its own."""
         self.emit(record)
         return True
+
+
+def forget_admin_key(environ: MutableMapping[str, str]) -> None:
+    """Take the operator's key out of a board's environment.
+
+    Ray's workers inherit that of their node. A board has no use for the key, and neither have hooks
+    and the children of the board.
+    """
+    environ.pop(ADMIN_KEY_VARIABLE, None)
 
 
 def log_with_serve() -> LogRing:

@@ -67,6 +67,9 @@ class Checkup:
     free_bytes: Callable[[Path], int | None] | None = None
 
 
+LSM = "sys/kernel/security/lsm"
+
+
 def collect(request: Checkup) -> BoardFacts:
     """Return all facts about a board that can be read.
 
@@ -82,6 +85,7 @@ def collect(request: Checkup) -> BoardFacts:
     return BoardFacts(
         hardware=hardware,
         kernel=tree.text("proc/sys/kernel/osrelease"),
+        security_modules=tree.text(LSM) if tree.exists(LSM) else None,
         npu_driver=bool(npu_devices) or any(map(tree.exists, RKNPU)),
         rocket_driver=any(map(tree.exists, ROCKET)),
         npu=_npu(tree, hardware.soc),

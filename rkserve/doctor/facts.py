@@ -254,6 +254,7 @@ class BoardFacts(FrozenModel):
 
     hardware: Hardware | None = None
     kernel: str | None = None
+    security_modules: str | None = None
     npu_driver: bool | None = None
     rocket_driver: bool = False
     npu: ClockDomain | None = None

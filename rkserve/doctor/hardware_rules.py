@@ -102,6 +102,16 @@ def kernel(facts: BoardFacts) -> Iterator[Finding]:
             NEW_KERNEL,
             f"/proc/sys/kernel/osrelease: {facts.kernel}",
         )
+    modules = facts.security_modules
+    if modules is not None and "landlock" not in modules.split(","):
+        yield warning(
+            "kernel-landlock",
+            "The kernel has no Landlock: engine processes are confined by seccomp alone, and may "
+            "read every file that this user may.",
+            "zcat /proc/config.gz | grep LANDLOCK  # if it is built in: add landlock to lsm= of "
+            "the kernel's command line",
+            f"/sys/kernel/security/lsm: {modules}",
+        )
 
 
 def driver(facts: BoardFacts) -> Iterator[Finding]:

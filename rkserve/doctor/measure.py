@@ -24,6 +24,7 @@ from typing import Any
 
 from rkserve.board.engine.telemetry import read_telemetry
 from rkserve.core.board_report import Hardware
+from rkserve.core.child_process import clean_environ
 from rkserve.core.run_params import FEWEST_SPEED_TOKENS, SPEED_TEXT, SPEED_TOKENS
 from rkserve.doctor.facts import MeasuredSpeed
 from rkserve.doctor.known import expected_speed
@@ -62,6 +63,7 @@ def measure(
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
+        env=clean_environ(),
         start_new_session=True,
     )
     lines: Queue[str | None] = Queue()

@@ -21,6 +21,7 @@ from typing import IO, Any
 
 from rkserve.api.common.renderer import Renderer
 from rkserve.board.engine.telemetry import read_telemetry
+from rkserve.core.child_process import clean_environ
 from rkserve.core.errors import ConfigError
 from rkserve.core.files import file_digest
 from rkserve.models.folder import ModelFolder
@@ -147,7 +148,7 @@ class ProbeRun:
                 stdin=order,
                 stdout=out,
                 stderr=log,
-                env={**os.environ, **ALLOCATOR, **self._options.environ},
+                env={**clean_environ(), **ALLOCATOR, **self._options.environ},
                 start_new_session=True,
             )
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import random
 import signal
@@ -16,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from rkserve.core import child_process
-from rkserve.core.child_process import HOST, ChildProcess, free_port, free_ports
+from rkserve.core.child_process import HOST, ChildProcess, clean_environ, free_port, free_ports
 
 ECHO = "import sys\nfor line in sys.stdin: print(line.upper(), end='', flush=True)"
 
@@ -48,6 +49,23 @@ async def test_what_it_writes_to_stderr_comes_apart() -> None:
     assert (await said.read(), await words.read()) == (b"ah", b"oh")
     assert await child.wait() == 3
     child.close()
+
+
+async def test_it_inherits_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RKSERVE_ADMIN_KEY", "RAY_AUTH_TOKEN", "AWS_SECRET_ACCESS_KEY", "HF_TOKEN"):
+        monkeypatch.setenv(name, "secret")
+    monkeypatch.setenv("RKLLM_LOG_LEVEL", "1")
+    monkeypatch.setenv("LC_ALL", "C")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    child, said = await started("import json, os; print(json.dumps(dict(os.environ)))")
+    given = json.loads(await said.read())
+    assert await child.wait() == 0
+    child.close()
+    assert "secret" not in given.values()
+    assert given["PATH"] == os.environ["PATH"]
+    assert (given["RKLLM_LOG_LEVEL"], given["LC_ALL"]) == ("1", "C")
+    assert "OMP_NUM_THREADS" not in given
+    assert clean_environ(["HF_TOKEN"])["HF_TOKEN"] == "secret", "where it is asked for by name"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])

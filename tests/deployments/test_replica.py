@@ -16,10 +16,24 @@ from ray.serve._private.logging_utils import log_access_log_filter
 from rkserve.config.board_group import BoardGroupConfig
 from rkserve.core.errors import StateConflict
 from rkserve.core.logs import ACCESS, LogQuery, LogRing, log_for
-from rkserve.deployments.replica import HEAD, Node, board_name, find_node, log_with_serve
+from rkserve.deployments.replica import (
+    HEAD,
+    Node,
+    board_name,
+    find_node,
+    forget_admin_key,
+    log_with_serve,
+)
 
 REAL = BoardGroupConfig.model_validate({"name": "g", "model": "m", "library": "/usr/lib/x.so"})
 SIMULATED = BoardGroupConfig.model_validate({"name": "g", "model": "m", "simulated": {}})
+
+
+def test_a_board_forgets_the_operators_key() -> None:
+    environ = {"RKSERVE_ADMIN_KEY": "secret", "PATH": "/bin"}
+    forget_admin_key(environ)
+    forget_admin_key(environ)
+    assert environ == {"PATH": "/bin"}
 
 
 def row(node_id: str, host: str, *, alive: bool = True, head: bool = False) -> dict[str, Any]:

@@ -154,6 +154,15 @@ FAULTS = {
         "Other accounts may read Ray's token /home/ray/.ray/auth_token (mode 0644).",
         "chmod 600 /home/ray/.ray/auth_token",
     ),
+    "no Landlock": Fault(
+        "kernel-landlock",
+        lambda b: b.put("sys/kernel/security/lsm", "capability,yama\n"),
+        WARNING,
+        "The kernel has no Landlock: engine processes are confined by seccomp alone, and may read "
+        "every file that this user may.",
+        "zcat /proc/config.gz | grep LANDLOCK  # if it is built in: add landlock to lsm= of the "
+        "kernel's command line",
+    ),
     "raylet at nice 15": Fault(
         "raylet-nice",
         lambda b: raylet(b, RAY_worker_niceness=""),

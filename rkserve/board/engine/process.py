@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import logging
-import os
 import signal
 import sys
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 from rkserve.board.engine.protocol import (
@@ -24,7 +25,7 @@ from rkserve.board.engine.protocol import (
     RunCommand,
     RunEnded,
 )
-from rkserve.core.child_process import ChildProcess
+from rkserve.core.child_process import ChildProcess, clean_environ
 from rkserve.core.errors import (
     CallFailed,
     EngineDied,
@@ -35,6 +36,7 @@ from rkserve.core.errors import (
     ReleaseRefused,
 )
 from rkserve.core.logs import ENGINE, apart
+from rkserve.core.run_params import Confine
 from rkserve.native import engine_frames
 from rkserve.native.engine_frames import FrameKind
 from rkserve.native.runtime import Perf, RunEnd
@@ -44,6 +46,9 @@ log = logging.getLogger(__name__)
 STDERR_LINES = 40
 ERROR_LINES = 3
 MAX_LINE = 1 << 16
+PROGRAM = "rkserve.native.engine.process"
+SIM_CONTROL = "RKSIM_CONTROL"  # of a simulated library, which notes beside it what it has done
+NOT_CONFINED = "it did not load its model confined, and it does without"
 # The library logs to one pipe and the engine writes frames to another: the log may lag this far
 # behind.
 WORDS_LAG_S = 0.05
@@ -99,6 +104,19 @@ class EngineProcess:
             NativeError: ``LibraryMissing``, ``ReleaseRefused`` or ``LoadFailed``, with the
                 library's error lines, if any.
         """
+        try:
+            return await cls._start(board_id, spec)
+        except LoadFailed as exc:
+            if spec.confine is not Confine.AUTO:
+                raise
+            log.warning("board %s: %s; it is tried without confinement", board_id, exc)
+        engine = await cls._start(board_id, replace(spec, confine=Confine.OFF))
+        engine.facts = replace(engine.facts, confined=f"off: {NOT_CONFINED}")
+        log.warning("board %s: its engine is not confined: %s", board_id, NOT_CONFINED)
+        return engine
+
+    @classmethod
+    async def _start(cls, board_id: str, spec: EngineSpec) -> EngineProcess:
         engine = cls(board_id)
         # Its pipes and tasks outlive the request that it is started for.
         await apart(asyncio.create_task, engine._spawn(spec))
@@ -111,7 +129,7 @@ class EngineProcess:
 
     async def _spawn(self, spec: EngineSpec) -> None:
         self._child = await ChildProcess.start(
-            (sys.executable, "-m", "rkserve.native.engine.process", str(spec.beat_s)),
+            (sys.executable, "-m", PROGRAM, str(spec.beat_s), _confinement(spec)),
             out=self._pipe,
             err=asyncio.StreamReaderProtocol(self._log),
             environ=_environ(spec),
@@ -405,10 +423,26 @@ _MEANINGS = {
 }
 
 
+def _confinement(spec: EngineSpec) -> str:
+    """Return the files that an engine may use, for its command line."""
+    vision = () if spec.vision is None else (spec.vision.library, spec.vision.model)
+    files = [Path(one) for one in (spec.params.model_path, spec.library, *vision)]
+    # A link in the model's folder may lead elsewhere, and the kernel looks at its end.
+    folders = {str(one.parent) for file in files for one in (file, file.resolve())}
+    control = spec.environ.get(SIM_CONTROL)
+    return json.dumps(
+        {
+            "mode": spec.confine.value,
+            "read": sorted({*folders, *spec.reads}),
+            "lock": spec.fence,
+            "write": [*spec.writes, *([str(Path(control).parent)] if control else [])],
+            "programs": spec.allow_unlisted,
+        }
+    )
+
+
 def _environ(spec: EngineSpec) -> dict[str, str]:
-    # Ray sets OMP_NUM_THREADS=1 for its workers, which would hold the library's own threads down.
-    inherited = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-    return {**inherited, **spec.environ}
+    return {**clean_environ(spec.inherit), **spec.environ}
 
 
 def _weight(line: str) -> int:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rkserve.core.errors import EngineDied
-from rkserve.core.run_params import Embeds, EncoderStates, Picture, Pooling, Scored
+from rkserve.core.run_params import Confine, Embeds, EncoderStates, Picture, Pooling, Scored
 from rkserve.native.engine_frames import StepParams
 from rkserve.native.runtime import LoadParams, Perf, RunEnd, VisionParams
 
@@ -26,12 +26,14 @@ OnScores = Callable[[bool, tuple[Scored, ...]], None]
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """The parameters of an engine process.
+    """The parameters of an engine process, which is confined to the files of ``reads`` and
+    ``writes`` and those of the system.
 
     ``fence`` is the lock file that keeps two engines off one NPU. ``environ`` is added to the
-    process's environment. ``pin_cpus`` are the cores it may run on; empty leaves all. The callables
-    of ``params`` (``tokenize``, ``embed``) do not cross the pipe and must be None. With
-    ``allow_unlisted`` a later release than the listed ones is tried, and driven as one of them.
+    process's clean environment, and so are the variables of this process named in ``inherit``.
+    ``pin_cpus`` are the cores it may run on; empty leaves all. The callables of ``params``
+    (``tokenize``, ``embed``) do not cross the pipe and must be None. With ``allow_unlisted`` a
+    later release than the listed ones is tried, and driven as one of them.
     """
 
     library: str
@@ -42,6 +44,10 @@ class EngineSpec:
     quirks: Mapping[str, bool] = field(default_factory=dict)
     allow_unlisted: bool = False
     environ: Mapping[str, str] = field(default_factory=dict)
+    inherit: tuple[str, ...] = ()
+    confine: Confine = Confine.OFF
+    reads: tuple[str, ...] = ()
+    writes: tuple[str, ...] = ()
     pin_cpus: tuple[int, ...] = ()
     fence_timeout_s: float = 15.0
     load_timeout_s: float = 120.0
@@ -57,13 +63,17 @@ def with_weights(spec: EngineSpec, weights: Path | None) -> EngineSpec:
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
-    """The properties of a loaded engine's runtime. Every run takes exactly ``n_batch`` entries."""
+    """The properties of a loaded engine's runtime. Every run takes exactly ``n_batch`` entries.
+
+    ``confined`` has the means by which the process is confined, and what they lack.
+    """
 
     release: str
     per_run_sampling: bool
     quirks: Mapping[str, bool]
     load_s: float
     n_batch: int = 1
+    confined: str = "off"
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ busy; the *runner* makes the blocking calls of the library; the *writer* writes 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import sys
 import threading
@@ -23,9 +24,11 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from rkserve.core.errors import LoadFailed, Misuse, NativeError, RkserveError, StepsRefused
-from rkserve.core.run_params import Embeds, EncoderStates, Picture, Pooling
+from rkserve.core.files import open_private, private_folder
+from rkserve.core.run_params import Confine, Embeds, EncoderStates, Picture, Pooling
 from rkserve.native import engine_frames
 from rkserve.native.engine import commands
+from rkserve.native.engine.confinement import Confinement, confine, harden, is_whole
 from rkserve.native.engine_frames import FrameKind, FrameWriter, NpuLock
 from rkserve.native.runtime import (
     CrossAttention,
@@ -44,6 +47,7 @@ if TYPE_CHECKING:
     from rkserve.native.engine.stepwise import StepwiseRuns
 
 READ_SIZE = 1 << 16
+CONFINED_AT = 2  # in the command line
 
 OpenRuntime = Callable[[Mapping[str, Any]], Runtime]  # of a load command
 
@@ -64,8 +68,10 @@ class EngineServer:
     The reading thread calls ``command``, the runner ``carry_out``.
     """
 
-    def __init__(self, frames: Sender, open_runtime: OpenRuntime) -> None:
+    def __init__(self, frames: Sender, open_runtime: OpenRuntime, confined: str = "off") -> None:
+        """``confined`` are the means by which the process is confined."""
         self._frames = frames
+        self._confined = confined
         self._open_runtime = open_runtime
         self._work: SimpleQueue[tuple[FrameKind, bytes]] = SimpleQueue()
         self._runtime: Runtime | None = None
@@ -169,6 +175,7 @@ class EngineServer:
             "quirks": dict(self._runtime.quirks),
             "load_s": time.monotonic() - started,
             "n_batch": command["params"]["n_batch"],
+            "confined": self._confined,
         }
         self._frames.put(engine_frames.pack(FrameKind.LOADED, facts))
 
@@ -366,11 +373,36 @@ def _crash(exc: BaseException) -> NoReturn:
     os._exit(os.EX_SOFTWARE)
 
 
+def _confine(given: str) -> str:
+    """Confine the process as its command line says. Ends it where it must be, and cannot be."""
+    order = json.loads(given)
+    mode = Confine(order["mode"])
+    if mode is Confine.OFF:
+        return "off"
+    lock = Path(order["lock"])
+    with contextlib.suppress(OSError):  # to take the lock fails for the same reason
+        private_folder(lock.parent)
+        os.close(open_private(lock, os.O_RDWR | os.O_CREAT))  # a rule is about a file that exists
+    allowed = Confinement(
+        tuple(order["read"]), (*order["write"], str(lock)), order["programs"], (str(lock.parent),)
+    )
+    confined = confine(allowed)
+    if not is_whole(confined):
+        sys.stderr.write(f"W rkserve: this engine is confined by less than all means: {confined}\n")
+        if mode is Confine.ON:
+            sys.stderr.write("E rkserve: `confine: on` wants Landlock and seccomp\n")
+            sys.stderr.flush()
+            os._exit(os.EX_UNAVAILABLE)
+    return confined
+
+
 def main() -> None:
     """Serve the board at the other end of stdin and stdout."""
     import faulthandler
 
     faulthandler.enable()  # a crash in the library leaves a stack in the board's log
+    harden()
+    confined = _confine(sys.argv[2]) if len(sys.argv) > CONFINED_AT else "off"
     with contextlib.suppress(PermissionError):
         # Ray runs its workers at nice 15, too low to feed an NPU. Only root may raise it here.
         os.setpriority(os.PRIO_PROCESS, 0, 0)
@@ -378,7 +410,7 @@ def main() -> None:
     frames_fd = os.dup(1)
     os.dup2(2, 1)
     frames = FrameWriter(frames_fd)
-    engine = EngineServer(frames, _open_library)
+    engine = EngineServer(frames, _open_library, confined)
     interval_s = float(sys.argv[1])
     threading.Thread(target=engine.beat, args=(interval_s,), name="beat", daemon=True).start()
     try:

@@ -28,7 +28,9 @@ from rkserve.core.errors import (
     RunFailed,
 )
 from rkserve.core.messages import Delta, Finished, FinishReason, GenerateRequest
+from rkserve.core.run_params import Confine
 from rkserve.native import engine_frames
+from rkserve.native.engine.confinement import landlock_version
 from rkserve.native.engine_frames import FrameKind
 from rkserve.native.runtime import RunEnd
 from rkserve.native.sim.build import ensure_built
@@ -377,6 +379,71 @@ def test_what_the_library_prints_does_not_get_between_the_frames(sim: Sim) -> No
 
     sim.environ |= {"RKLLM_LOG_LEVEL": "2", "PYTHONUNBUFFERED": "1"}
     run_loop(main())
+
+
+# -- what the process may do ------------------------------------------------------------------
+
+
+def own(name: str, pid: int | str = "self") -> str:
+    return Path(f"/proc/{pid}/{name}").read_bytes().replace(b"\0", b"\n").decode()
+
+
+def proc(engine: EngineProcess, name: str) -> str:
+    return own(name, engine.pid)
+
+
+@both_releases
+async def test_an_engine_has_no_secrets_leaves_no_core_and_dies_first(
+    sim: Sim, release: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sim.release = release
+    monkeypatch.setenv("RKSERVE_ADMIN_KEY", "secret-1")
+    monkeypatch.setenv("OMP_WAIT_POLICY", "passive")
+    before = int(own("oom_score_adj"))
+    async with sim.engine(inherit=("OMP_WAIT_POLICY",)) as engine:
+        environ = proc(engine, "environ")
+        assert "secret-1" not in environ
+        assert "OMP_WAIT_POLICY=passive" in environ
+        (limit,) = [row for row in proc(engine, "limits").splitlines() if "core file" in row]
+        assert limit.split()[4:6] == ["1", "1"]
+        assert int(proc(engine, "oom_score_adj")) == min(1000, before + 500)
+        assert "NoNewPrivs:\t1" in proc(engine, "status")
+
+
+@both_releases
+async def test_a_confined_engine_does_all_that_an_engine_does(sim: Sim, release: str) -> None:
+    sim.release = release
+    ref = sim.adapter("pirate")
+    cache = sim.place / "caches"
+    cache.mkdir()
+    files: dict[str, Any] = {"reads": (str(sim.models),), "writes": (str(cache),)}
+    async with sim.engine(confine=Confine.AUTO, **files) as engine:
+        assert "seccomp" in engine.facts.confined
+        assert ("Landlock" in engine.facts.confined) == (landlock_version() > 0)
+        assert "Seccomp:\t2" in proc(engine, "status")
+        path = str(sim.models / "adapters" / "pirate" / "1" / "adapter.rkllm")
+        await engine.call("load_adapter", path=path, name=ref.key, scale=1.0)
+        prompt, file = chat("Repeat after me: one two three"), str(cache / "kept")
+        extras: list[dict[str, Any]] = [{}, {"adapter": ref.key}, {"save_cache": file}]
+        for number, extra in enumerate(extras):
+            got = Recorder()
+            ended = await engine.run(replace(command(prompt, number + 1), **extra), got)
+            assert ended.end is RunEnd.FINISHED
+            assert b"one two three" in got.data
+        kept = await asyncio.to_thread(Path(file).stat)
+        assert kept.st_size > 0
+        ended = await engine.run(replace(command(prompt, 9), load_cache=file), Recorder())
+        assert (ended.end, ended.cache_refused) == (RunEnd.FINISHED, None)
+
+
+async def test_an_engine_that_does_not_load_confined_is_started_without(sim: Sim) -> None:
+    sim.fault("init_fail")  # once
+    async with sim.engine(confine=Confine.AUTO) as engine:
+        assert engine.facts.confined.startswith("off: it did not load its model confined")
+        assert "Seccomp:\t0" in proc(engine, "status")
+    sim.fault("init_fail")
+    with pytest.raises(LoadFailed):
+        await EngineProcess.start("b", replace(sim.spec(), confine=Confine.ON))
 
 
 async def test_stop_ends_a_board_in_the_middle_of_a_run(sim: Sim) -> None:

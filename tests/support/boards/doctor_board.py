@@ -88,6 +88,7 @@ class DoctorBoard:
         self.known = soc
         telemetry.write(self.root, self.soc, self.readings)
         self.put("proc/sys/kernel/osrelease", "6.1.115-vendor-rk35xx\n")
+        self.put("sys/kernel/security/lsm", "capability,landlock,yama\n")
         self.put("proc/meminfo", self.read("proc/meminfo") + MEMINFO)
         self.put("proc/mounts", MOUNTS)
         self.put("sys/bus/platform/drivers/RKNPU/bind", "")
