@@ -21,6 +21,7 @@ from rkserve.core.errors import (
 )
 from rkserve.core.messages import Delta, Finished, GenerateRequest
 from tests.support.boards.board_bench import text_of, until
+from tests.support.boards.fakes import run_loop
 from tests.support.sim.sim_board import FOLDER, Sim, ask, both_releases, chat
 
 # Longer than a busy machine keeps the engine's heartbeat from being sent.
@@ -145,6 +146,46 @@ async def test_a_loop_that_slept_does_not_blame_its_engine(sim: Sim) -> None:
         time.sleep(1.3 * SILENCE_S)  # noqa: ASYNC251 - blocking the loop is the point
         await asyncio.sleep(0.5)  # both looks, of which the first finds nothing read yet
         assert board.report().engine_starts == 1
+
+
+# -- throttling -------------------------------------------------------------------------------
+
+THROTTLED_S = 300.0
+STOPPED_S = 2.0
+
+
+@pytest.mark.long
+def test_throttling_and_stops_in_real_time_end_no_engine(sim: Sim) -> None:
+    """A third of the speed for half of the time, and every 12 s the engine stands still."""
+
+    async def main() -> None:
+        sim.environ = {"RKSIM_TIME_SCALE": "1"}
+        async with sim.board(patience=RunTimeouts()) as board:
+            until_s, answers = time.monotonic() + THROTTLED_S, 0
+
+            async def disturb() -> None:
+                while True:
+                    for scale in (1.0, 3.0):
+                        sim.pace(scale)
+                        for _ in range(2):
+                            await asyncio.sleep(10.0)
+                            pid = board.report().engine_pid
+                            os.kill(pid, signal.SIGSTOP)
+                            await asyncio.sleep(STOPPED_S)
+                            os.kill(pid, signal.SIGCONT)
+
+            disturbing = asyncio.create_task(disturb())
+            while time.monotonic() < until_s:
+                assert text_of(await ask(board, chat(f"Count to {5 + answers % 20}")))
+                answers += 1
+            disturbing.cancel()
+            await asyncio.wait({disturbing})
+            assert not disturbing.done() or disturbing.cancelled()
+            report = board.report()
+            assert (report.engine_starts, report.crashes, report.failed) == (1, (), 0)
+            print(f"{answers} answers in {THROTTLED_S:g} s")  # noqa: T201 - for the docs
+
+    run_loop(main(), 2 * THROTTLED_S)
 
 
 # -- adapters ---------------------------------------------------------------------------------
