@@ -72,7 +72,7 @@ def test_one_router_more_serves_while_they_are_replaced() -> None:
     found = {"rkserve": application(), "other": other}
     assert redeploy(found, PYTHON, serve.deploy, serve.statuses, lambda _: None) == ""
     counts = [deployments(one[0])["Router"]["num_replicas"] for one in serve.deployed]
-    assert counts == [2, 1]
+    assert counts == [3, 2]
     assert [one[1] for one in serve.deployed] == [other, other]
 
 

@@ -129,9 +129,9 @@ class IdempotencyKeyReused(RequestError):
         "request a key of its own."
     )
 
-    def __init__(self) -> None:
-        RkserveError.__init__(self)
-        self.param = "Idempotency-Key"
+    def __init__(self, param: str = "Idempotency-Key") -> None:
+        RkserveError.__init__(self, param)
+        self.param = param
 
 
 class AnswerNotKept(RequestError):
@@ -144,9 +144,9 @@ class AnswerNotKept(RequestError):
         "kept. Send it with another key to have it answered again."
     )
 
-    def __init__(self) -> None:
-        RkserveError.__init__(self)
-        self.param = "Idempotency-Key"
+    def __init__(self, param: str = "Idempotency-Key") -> None:
+        RkserveError.__init__(self, param)
+        self.param = param
 
 
 class UnsupportedMediaType(RequestError):
