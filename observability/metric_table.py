@@ -22,7 +22,7 @@ from rkserve.core.metrics import (
     RouterUpCollector,
     StreamCollector,
 )
-from rkserve.core.vllm_metrics import LoraCalls, VllmClusterCollector, VllmRouterCollector
+from rkserve.router.vllm_metrics import LoraCalls, VllmClusterCollector, VllmRouterCollector
 
 MODEL = "sim-chat"
 ROUTER = "router"  # the label that a Router's own metrics get when it renders them

@@ -98,7 +98,9 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     # Ray is a program there; its processes are read as the benchmarks read theirs.
     "bringup": BASE
     | {"bench.processes", "deployments.haproxy", "deployments.preflight"}
-    | {"api.admin.heartbeat", "api.admin.join", "doctor"}
+    # The first key is made before there is a Coordinator.
+    | {"api.admin.heartbeat", "api.admin.join", "api.admin.keys", "api.json", "doctor"}
+    | {"control.keys", "coordinator.state.api_keys"}
     | {"router.fleet_update", "router.members", "router.membership"},
     "cli": BASE
     | {"bench", "bringup", "catalog", "client", "deployments", "doctor", "native", "probe"}
@@ -135,7 +137,9 @@ OWNERS: dict[str, frozenset[str]] = {
         }
     ),
     "opentelemetry": frozenset({"deployments.tracing"}),
-    "prometheus_client": frozenset({"core", "http", "coordinator", "deployments"}),
+    "prometheus_client": frozenset(
+        {"core", "http", "coordinator", "deployments", "router.vllm_metrics"}
+    ),
     "httpx": frozenset({"catalog.hub", "client", "coordinator.artifacts"}),
     "typer": frozenset({"cli"}),
     "zeroconf": frozenset({"bringup.discovery"}),

@@ -17,8 +17,8 @@ from rkserve.core.board_metrics import BoardCollector
 from rkserve.core.errors import RkserveError
 from rkserve.core.exposition import FamilyText, RouterFigures, label_text, merged, rendered
 from rkserve.core.metrics import RouterUpCollector
-from rkserve.core.vllm_metrics import LoraCalls, VllmClusterCollector, VllmRouterCollector
 from rkserve.router.service import Service
+from rkserve.router.vllm_metrics import LoraCalls, VllmClusterCollector, VllmRouterCollector
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from rkserve.core.answer_metrics import HANG_UP
 from rkserve.core.board_report import BoardReport, BoardState
 from rkserve.core.messages import Finished, FinishReason, Timings, Usage
 from rkserve.core.metrics import RouterMetrics
-from rkserve.core.vllm_metrics import LoraCalls, VllmClusterCollector, VllmRouterCollector
+from rkserve.router.vllm_metrics import LoraCalls, VllmClusterCollector, VllmRouterCollector
 
 MODEL = {"model_name": "chat", "engine": "0"}
 
