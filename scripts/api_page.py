@@ -8,10 +8,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 from urllib.parse import quote, urlencode
 
+from rkserve.http.auth import Access
 from rkserve.http.openapi import (
     PUSHED_ADAPTER,
     STATUSES,
-    Access,
     ApiDescription,
     Endpoint,
     meaning_of,
@@ -22,8 +22,12 @@ Schema = dict[str, Any]
 HOST = "http://127.0.0.1:8000"
 _WHO = {
     Access.OPEN: "every client, without a key",
-    Access.CLIENT: "a client: an API key where keys are configured",
-    Access.OPERATOR: "the operator: the admin key, or the Router's own machine without one",
+    Access.INFER: "keys with `infer`",
+    Access.CONTROL: "keys with `infer` or `operate`",
+    Access.LIST: "keys with `infer` or `read`",
+    Access.READ: "keys with `read`",
+    Access.OPERATE: "keys with `operate`",
+    Access.ADMIN: "keys with `admin`",
 }
 # What the example of a call below something that clients or operators have made needs.
 _NEEDS = {

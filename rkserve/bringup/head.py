@@ -20,6 +20,7 @@ from rkserve.api.admin.join import MemberEntry, MemberState
 from rkserve.bench.processes import PROC, has_ended_below
 from rkserve.bringup import serving
 from rkserve.bringup.discovery import Announcement
+from rkserve.bringup.first_key import first_key, known_key
 from rkserve.bringup.processes import NodeSupervisor, RayStore, StateFolder
 from rkserve.bringup.serving import Note, ServeLog
 from rkserve.bringup.settings import (
@@ -56,6 +57,11 @@ RECORD_S = 5.0
 DOWN = "rkserve down"
 FAILED = 1
 HOUR_S = 3600.0
+FIRST_KEY = (
+    "The network reaches this endpoint and there was no key, so an admin key was made: {file}\n"
+    "`rkserve` here finds it by itself; others send it as 'Authorization: Bearer'. For clients: "
+    "rkserve keys create NAME"
+)
 
 
 @dataclass(frozen=True)
@@ -160,11 +166,13 @@ def run_head(options: HeadOptions, note: Note) -> int:
     ports = NodePorts(options.ray_port)
     state = StateFolder(options.state, HEAD)
     state.refuse_second(DOWN)
-    preflight.check_file(options.config, starts=True)
+    preflight.check_file(options.config, starts=True, key=False)
     check_localhost()
     plan = HeadPlan.of(options.config)
     address = options.address or own_address()
     check_ports((*range(ports.first, ports.last + 1), options.dashboard_port))
+    if (made := first_key(options.config, state.folder)) is not None:
+        note(FIRST_KEY.format(file=made))
     if warning := preflight.check_token(os.environ, starts=True):
         note(f"rkserve: {warning}")
     if serving.read_token() is None:
@@ -189,8 +197,9 @@ def run_head(options: HeadOptions, note: Note) -> int:
                 stack.enter_context(announcement)
             stack.callback(note, "Stopping ...")
             logs = [stack.enter_context(state.log(name).open("wb")) for name in ("ray", "serve")]
+            key = known_key(options.config, state.folder)
             announced = announcement if options.mdns else None
-            head = RunningHead(node, state, plan, note, announced, store)
+            head = RunningHead(node, state, plan, note, announced, store, key)
             return head.run(command, environ, ray_address, str(options.config), logs)
     except KeyboardInterrupt:
         store.remove()  # all processes have ended in order, and boards' with them
@@ -293,6 +302,7 @@ class RunningHead:
     note: Note
     announcement: Announcement | None = None
     store: RayStore | None = None
+    key: str | None = field(default=None, repr=False)
     children: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     started_s: float = field(default_factory=time.monotonic)
     shown: str = ""
@@ -337,9 +347,9 @@ class RunningHead:
         return serving.get_json(f"{self.plan.url}/health") is not None
 
     def _models(self) -> list[str] | None:
-        models = serving.ready_models(self.plan.url)
+        models = serving.ready_models(self.plan.url, self.key)
         if models is None:
-            ready, known = serving.board_counts(self.plan.url)
+            ready, known = serving.board_counts(self.plan.url, self.key)
             self._progress(f"Boards: {ready} of {known} ready.")
         return models
 
@@ -366,7 +376,7 @@ class RunningHead:
     def _ask(self, models: list[str]) -> None:
         ready = f"Ready after {self._passed()}: {', '.join(models)} at {self.plan.url}"
         try:
-            took_s = serving.first_answer(self.plan.url, models[0])
+            took_s = serving.first_answer(self.plan.url, models[0], self.key)
         except OSError as exc:
             self.note(f"rkserve: {exc}")
         else:

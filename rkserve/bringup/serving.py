@@ -24,6 +24,7 @@ ANSWER_S = 120.0
 TOKEN_ASKED = "Token authentication is enabled"
 STARTED = "Started a local Ray instance"
 UNAUTHORIZED = 401
+UNNAMED = "its models"
 Note = Callable[[str], None]
 
 
@@ -94,26 +95,40 @@ def _as_interrupt(*_: object) -> None:
     raise KeyboardInterrupt
 
 
-def get_json(url: str, timeout_s: float = 2.0) -> Any:
+def get_json(url: str, timeout_s: float = 2.0, key: str | None = None) -> Any:
     """Return the JSON behind ``url``, or None while it is not there."""
     try:
-        with urllib.request.urlopen(url, timeout=timeout_s) as answer:
+        with urllib.request.urlopen(_with_key(url, key), timeout=timeout_s) as answer:
             return json.load(answer)
     except (OSError, ValueError):
         return None
 
 
-def ready_models(url: str) -> list[str] | None:
-    """Return the models and adapters once every model has a board."""
+def _with_key(url: str, key: str | None, body: bytes | None = None) -> urllib.request.Request:
+    headers = {} if body is None else {"content-type": "application/json"}
+    if key is not None:
+        headers["authorization"] = f"Bearer {key}"
+    return urllib.request.Request(url, body, headers)
+
+
+def ready_models(url: str, key: str | None = None) -> list[str] | None:
+    """Return the models and adapters once every model has a board; ``UNNAMED`` if a key is
+    missing.
+    """
     if get_json(f"{url}/ready") is None:
         return None
-    models = get_json(f"{url}/v1/models")
-    return None if models is None else [str(one["id"]) for one in models["data"]]
+    try:
+        with urllib.request.urlopen(_with_key(f"{url}/v1/models", key), timeout=2.0) as answer:
+            return [str(one["id"]) for one in json.load(answer)["data"]]
+    except urllib.error.HTTPError as exc:
+        return [UNNAMED] if exc.code == UNAUTHORIZED else None
+    except (OSError, ValueError):
+        return None
 
 
-def board_counts(url: str) -> tuple[int, int]:
+def board_counts(url: str, key: str | None = None) -> tuple[int, int]:
     """Return the numbers of boards that are ready, and of all that are known."""
-    found = get_json(f"{url}/v1/models") or {"data": []}
+    found = get_json(f"{url}/v1/models", key=key) or {"data": []}
     boards: dict[str, bool] = {}
     for one in found["data"]:
         for board in (one.get("rkserve") or {}).get("boards") or ():
@@ -121,7 +136,7 @@ def board_counts(url: str) -> tuple[int, int]:
     return sum(boards.values()), len(boards)
 
 
-def first_answer(url: str, model: str) -> float | None:
+def first_answer(url: str, model: str, key: str | None = None) -> float | None:
     """Return the seconds of a shortest request to a model; None where an API key is needed.
 
     Raises:
@@ -131,19 +146,17 @@ def first_answer(url: str, model: str) -> float | None:
     chat = {"model": model, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
     try:
         try:
-            _post(f"{url}/v1/chat/completions", chat)
+            _post(f"{url}/v1/chat/completions", chat, key)
         except urllib.error.HTTPError as exc:
             if exc.code == UNAUTHORIZED:
                 return None
-            _post(f"{url}/v1/embeddings", {"model": model, "input": "Hi"})
+            _post(f"{url}/v1/embeddings", {"model": model, "input": "Hi"}, key)
     except urllib.error.HTTPError as exc:
         raise OSError(f"{model} did not answer: {exc.read().decode(errors='replace')}") from exc
     return time.monotonic() - started_s
 
 
-def _post(url: str, body: Mapping[str, Any]) -> None:
-    request = urllib.request.Request(
-        url, json.dumps(body).encode(), {"content-type": "application/json"}
-    )
+def _post(url: str, body: Mapping[str, Any], key: str | None) -> None:
+    request = _with_key(url, key, json.dumps(body).encode())
     with urllib.request.urlopen(request, timeout=ANSWER_S) as answer:
         answer.read()

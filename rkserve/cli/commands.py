@@ -27,6 +27,7 @@ from rkserve.cli.context import (
 )
 from rkserve.cli.doctor import doctor
 from rkserve.cli.generations import boards, caches, generations, kv
+from rkserve.cli.keys import keys
 from rkserve.cli.lora import lora
 from rkserve.cli.members import approve, deny
 from rkserve.cli.model import model
@@ -56,6 +57,7 @@ app.add_typer(bench, name="bench", short_help="Measure any OpenAI server, or sim
 app.add_typer(boards, name="boards", short_help="Show the boards; drain, restart, measure them.")
 app.add_typer(caches, name="caches", short_help="Show, build and delete prompt caches.")
 app.add_typer(generations, name="generations", short_help="Control single answers.")
+app.add_typer(keys, name="keys", short_help="Create, list, rotate and revoke API keys.")
 app.add_typer(kv, name="kv", short_help="Show and clear KV caches.")
 app.add_typer(lora, name="lora", short_help="Bring LoRA adapters to the boards.")
 app.add_typer(model, name="model", short_help="Add, list and remove models of this machine.")

@@ -33,6 +33,7 @@ from rkserve.client import (
 )
 from rkserve.client import Progress as ClientProgress
 from rkserve.client.flows import OnProgress
+from rkserve.client.keys import own_key
 from rkserve.client.requests import DEFAULT_URL, InFlight, Mode
 
 T = TypeVar("T")
@@ -230,8 +231,9 @@ class ClusterOptions:
             envvar="RKSERVE_ADMIN_KEY_FILE",
             exists=True,
             dir_okay=False,
-            help="File whose first line beside empty ones and comments (#) is the admin key; "
-            "without it RKSERVE_ADMIN_KEY has it.",
+            help="File whose first line beside empty ones and comments (#) is the key; without it "
+            "RKSERVE_ADMIN_KEY or RKSERVE_API_KEY has it, or ~/.config/rkserve/keys in a line of "
+            "URL and key, or on the head the file that `rkserve up` made.",
         ),
     ] = None
     # Hidden, for the environment: every user of the machine can read command lines.
@@ -241,8 +243,19 @@ class ClusterOptions:
     as_json: Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")] = False
 
     def key(self) -> str | None:
-        """Return the admin key. Raises ``ValueError`` if its file has none."""
-        return self.admin_key if self.admin_key_file is None else first_line(self.admin_key_file)
+        """Return the key for the URL, None without one. Raises ``ValueError`` for a wrong file."""
+        if self.admin_key_file is not None:
+            return first_line(self.admin_key_file)
+        url = self.url.rstrip("/").removesuffix("/v1")
+        return self.admin_key or own_key(url) or _key_of_head(url)
+
+
+def _key_of_head(url: str) -> str | None:
+    # Late: commands that have a key need not wait for its imports.
+    from rkserve.bringup.first_key import own_secret
+
+    folders = (Path("/var/lib/rkserve/node"), Path.home() / ".local" / "state" / "rkserve")
+    return next(filter(None, (own_secret(folder, url) for folder in folders)), None)
 
 
 CLUSTER_OPTIONS = OptionGroup(ClusterOptions)

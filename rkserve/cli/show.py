@@ -261,6 +261,26 @@ def audit(rows: Iterable[Mapping[str, Any]]) -> RenderableType:
     )
 
 
+def keys(rows: Iterable[Row]) -> RenderableType:
+    """Return the API keys."""
+    columns: dict[str, Callable[[Row], object]] = {
+        **_by_key("name", "id"),
+        "secret": partial(_value, "redacted_value"),
+        "scopes": lambda row: ", ".join(row["scopes"]),
+        "models": lambda row: ", ".join(row["models"]) or None,
+        "limits": lambda row: ", ".join(_limits(row["limits"])) or None,
+        "expires": lambda row: _time(row["expires_at"]) or None,
+        "last used": lambda row: _time(row["last_used_at"]) or None,
+    }
+    return _listed(rows, columns)
+
+
+def _limits(limits: Row) -> Iterable[str]:
+    for name, value in limits.items():
+        if value is not None and (name, value) != ("weight", 1.0):
+            yield f"{name} {value:g}"
+
+
 def usage(found: Row) -> RenderableType:
     """Return the usage by day and key, and the Routers whose share is missing or incomplete."""
     names = ("day", "key", "requests", "prompt_tokens", "completion_tokens", "board_s")

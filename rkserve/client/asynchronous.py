@@ -35,6 +35,7 @@ from rkserve.client.flows import (
     Where,
     WhereOrAdapter,
 )
+from rkserve.client.keys import KeyCalls, own_key
 from rkserve.client.lease import Lease, leased_async
 from rkserve.client.requests import (
     CONNECT_S,
@@ -57,13 +58,14 @@ from rkserve.core.merge_patch import patched
 T = TypeVar("T")
 
 
-class AsyncClient(ClusterCalls, ModelCalls, WeightCalls, GenerationCalls, AsyncRunner):
+class AsyncClient(ClusterCalls, ModelCalls, WeightCalls, GenerationCalls, KeyCalls, AsyncRunner):
     """The control API of a cluster. Calls raise ``ClientError``; see docs/how-to/client.md.
 
-    ``admin_key`` is never logged or shown. A call is retried for ``patience_s`` seconds after
-    lost connections and while the Coordinator is away, without being executed twice. ``read_s`` is
-    the time limit of an answer unless the call needs longer. ``transport``, ``sleep`` and
-    ``clock`` are for tests.
+    ``admin_key`` is an API key with the scopes of the calls; without one it is that of the
+    environment or of the user's file. It is never logged or shown. A call is retried for
+    ``patience_s`` seconds after lost connections and while the Coordinator is away, without being
+    executed twice. ``read_s`` is the time limit of an answer unless the call needs longer.
+    ``transport``, ``sleep`` and ``clock`` are for tests.
     """
 
     def __init__(
@@ -80,7 +82,7 @@ class AsyncClient(ClusterCalls, ModelCalls, WeightCalls, GenerationCalls, AsyncR
         self.url = check_url(url)
         self._http = httpx.AsyncClient(
             base_url=self.url,
-            headers=headers(admin_key),
+            headers=headers(own_key(self.url) if admin_key is None else admin_key),
             timeout=httpx.Timeout(read_s, connect=CONNECT_S),
             transport=transport,
         )

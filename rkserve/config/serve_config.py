@@ -151,6 +151,18 @@ class CatalogConfig(Settings):
     )
 
 
+class SecurityConfig(Settings):
+    """Access to the service ([security.md](../how-to/security.md))."""
+
+    open: bool = Field(
+        False,
+        description="Whether clients without a key may generate and read, from every address that "
+        "reaches the endpoint. Without it they may only where `http_options.host` is this machine "
+        "and no key was ever made; where it is another and there is no key, nothing starts. "
+        "Control of the cluster needs a key all the same.",
+    )
+
+
 def default_state_dir() -> Path:
     """Return a folder of the user's own: one in the temporary folder could be prepared by any
     account.
@@ -174,6 +186,7 @@ class RkserveConfig(Settings):
     catalog: CatalogConfig = Field(
         CatalogConfig(), description="The models on the head that boards fetch."
     )
+    security: SecurityConfig = Field(SecurityConfig(), description="The callers that need no key.")
     channel: ChannelConfig = Field(
         ChannelConfig(),
         description="How tokens get from boards to Routers; `off` leaves that to Ray.",
@@ -212,6 +225,15 @@ class RkserveConfig(Settings):
             raise ValueError(
                 f"group {named[0]} serves a model of the catalogue, whose tokenizer is on the head "
                 "only; set router.nodes to head"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _open_has_no_client_keys(self) -> RkserveConfig:
+        if self.security.open and self.router.api_keys_file is not None:
+            raise ValueError(
+                "security.open and router.api_keys_file exclude each other: with the file every "
+                "client needs a key; leave one of them out"
             )
         return self
 

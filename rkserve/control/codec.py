@@ -19,6 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from rkserve.control.calls import OperationKind
 from rkserve.control.operations import ControlOperation
+from rkserve.core.api_keys import ApiKey
 from rkserve.core.desired_state import Desired, DesiredCache
 from rkserve.core.errors import LedgerFailed
 
@@ -51,6 +52,16 @@ def read_operation(text: str) -> ControlOperation:
 def write_cache(cache: DesiredCache) -> str:
     """Return a named prompt cache as text."""
     return _write("cache", cache)
+
+
+def write_api_key(key: ApiKey) -> str:
+    """Return an API key as text: its digest, never its secret."""
+    return _write("api_key", key)
+
+
+def read_api_key(text: str) -> ApiKey:
+    """Return the API key of a text. Raises ``LedgerFailed`` with the reason."""
+    return _read("api_key", ApiKey, text)
 
 
 def read_cache(text: str) -> DesiredCache:

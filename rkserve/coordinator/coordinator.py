@@ -55,6 +55,7 @@ from rkserve.coordinator.operations.prompt_caches import CacheTimes, PromptCache
 from rkserve.coordinator.operations.sleep import IdleModels, SleepOperations
 from rkserve.coordinator.operations.trials import AdapterTrials
 from rkserve.coordinator.operations.weights import WeightOperations
+from rkserve.coordinator.state.api_keys import KeyKeeper
 from rkserve.coordinator.state.ledger import AuditEntry, Ledger
 from rkserve.coordinator.state.ledger_files import LedgerBackup
 from rkserve.coordinator.state.state_store import StateStore, recover, stands
@@ -155,6 +156,7 @@ class Coordinator:
         self.caches = PromptCacheKeeper(
             self._context, outside.ledger, outside.system_prompts, outside.cache_times
         )
+        self.keys = KeyKeeper(outside.ledger, outside.now_s)
         self._idling = IdleModels(self._context, outside.policies, self.perform)
         self._keyed_runs: dict[
             str, tuple[OperationRun, asyncio.Task[None]]
@@ -241,6 +243,7 @@ class Coordinator:
         self._metrics.sleeps_in_force.set(asleep)
         self._metrics.boards_drained.set(len(self._state.desired.drained))
         self._metrics.running.set(len(self._state.running))
+        self.keys.save_used()
 
     async def _expire(self) -> None:
         """End pauses and sleeps whose lease has ended.

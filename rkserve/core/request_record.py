@@ -145,6 +145,7 @@ class RequestRecord(LoggedRequest):
     foreign_id: str = ""
     status: int = 0
     key: str = ""
+    models: frozenset[str] = frozenset()  # those that the key is for; all if empty
     model: str = ""
     adapter: str = ""
     operation: str = ""  # chat, text_completion, embeddings or rerank

@@ -21,6 +21,7 @@ from rkserve.api.common.renderer import Renderer
 from rkserve.config.board_group import BoardGroupConfig
 from rkserve.config.serve_config import CoordinatorConfig, RkserveConfig, resolve_folder
 from rkserve.control.calls import DeclaredArtifact, OperationRequest, StoredArtifact
+from rkserve.control.keys import KeyOutcome, KeyRequest
 from rkserve.control.operations import ControlOperation, OperationOutcome
 from rkserve.control.sleep import SleepPolicy
 from rkserve.coordinator.artifacts.model_catalog import ModelCatalog
@@ -29,6 +30,7 @@ from rkserve.coordinator.artifacts.store import ArtifactRules, ArtifactStore
 from rkserve.coordinator.coordinator import Coordinator, CoordinatorPorts
 from rkserve.coordinator.state.ledger import Ledger
 from rkserve.coordinator.state.ledger_files import BackupKeeper
+from rkserve.core.api_keys import ApiKey, KeyTable
 from rkserve.core.desired_state import (
     SYSTEM_PROMPT,
     Artifact,
@@ -157,6 +159,23 @@ class CoordinatorReplica:
     async def logs(self, query: LogQuery) -> LogPage:
         """Return lines of the Coordinator's log."""
         return self._log_ring.page(query)
+
+    # -- API keys ------------------------------------------------------------------------------
+
+    async def change_key(self, call: KeyRequest) -> KeyOutcome:
+        """Create, rotate or revoke a key; see ``KeyKeeper.perform``."""
+        return await self._coordinator.keys.perform(call)
+
+    async def api_keys(
+        self, router: str, revision: int, wait_s: float, used: Mapping[str, float]
+    ) -> KeyTable:
+        """Return the keys as soon as their revision is another one."""
+        wait_s = min(wait_s, LONGEST_WAIT_S)
+        return await self._coordinator.keys.after(router, revision, wait_s, used)
+
+    async def listed_keys(self) -> list[tuple[ApiKey, float | None]]:
+        """Return the keys with the times of their last use."""
+        return self._coordinator.keys.listed()
 
     # -- files ---------------------------------------------------------------------------------
 

@@ -26,6 +26,9 @@ SPARE_CONNECTIONS = 100
 MOST_CONNECTIONS = 10_000  # each has 2.5 files, with those that splice, and 20 KB while it is read
 OWN_FILES = 500  # HAProxy's files besides those of connections
 PREPARED = "# Prepared by rkserve"
+# Headers by which HAProxy tells Routers who its client is, and that another proxy is before it.
+CLIENT_HEADER = "x-rkserve-client"
+FORWARDED_HEADER = "x-rkserve-forwarded"
 REMEDY = (
     "Use the Ray release that rkserve's requirements name, or start Ray without "
     "RAY_SERVE_ENABLE_HA_PROXY."
@@ -183,7 +186,13 @@ def _edits(limits: ProxyLimits, files: int, *, routed: bool) -> list[TemplateEdi
         TemplateEdit(
             "frontend http_frontend",
             re.compile(r"bind \S+:\d+"),
-            lambda match: [match[0], *_per_address(limits), _no_second_try(), _serve_errors()],
+            lambda match: [
+                match[0],
+                *_per_address(limits),
+                *_client_headers(),
+                _no_second_try(),
+                _serve_errors(),
+            ],
         ),
         TemplateEdit(
             "backend default_backend",
@@ -222,6 +231,24 @@ def _per_address(limits: ProxyLimits) -> list[str]:
         "http-request return status 429 content-type application/json "
         "hdr retry-after 1 hdr connection close "
         f"string '{error}' if {{ var(sess.rkserve_crowded) -m bool }}",
+    ]
+
+
+def _client_headers() -> list[str]:
+    """Tell Routers the client's address, whatever it says of that; drop odd request ids.
+
+    A Router's server would take X-Forwarded-For from this machine, so that any client could choose
+    its address.
+    """
+    return [
+        f"http-request set-header {CLIENT_HEADER} %[src]",
+        f"http-request del-header {FORWARDED_HEADER}",
+        f"http-request set-header {FORWARDED_HEADER} 1 if {{ req.hdr(x-forwarded-for) -m found }}",
+        "http-request del-header x-forwarded-for",
+        # Serve would log any text of a client as the request's id.
+        "http-request del-header x-request-id if { req.hdr_cnt(x-request-id) gt 1 }",
+        "http-request del-header x-request-id if !{ req.hdr(x-request-id) -m reg "
+        "^[A-Za-z0-9_-]{1,64}$ }",
     ]
 
 

@@ -35,8 +35,9 @@ import yaml
 
 from rkserve.config.board_group import BoardGroupConfig
 from rkserve.config.serve_config import RkserveConfig, parse_config
+from rkserve.coordinator.state.api_keys import has_keys
 from rkserve.core.errors import ConfigError, RkserveError
-from rkserve.deployments.haproxy import own_environ
+from rkserve.deployments.haproxy import is_loopback, own_environ
 from rkserve.models.folder import open_model_folder
 from rkserve.native import quirks
 from rkserve.native.sim import profiles
@@ -127,11 +128,46 @@ def applications(content: Mapping[str, Any]) -> list[RkserveConfig]:
     ]
 
 
-def check_file(file: Path, *, starts: bool, ray: bool = True) -> None:
+def lacks_key(file: Path) -> bool:
+    """Return whether the network reaches the endpoint of a file, and there is no key for it.
+
+    Raises:
+        ConfigError, LedgerFailed: the file is wrong, or a ledger cannot be read.
+    """
+    content = read(file)
+    options = content.get("http_options") or {}
+    if content.get("proxy_location") == "Disabled" or is_loopback(str(options.get("host", HOST))):
+        return False
+    return any(_is_without_key(one) for one in applications(content))
+
+
+def _is_without_key(config: RkserveConfig) -> bool:
+    router = config.router
+    configured = (router.admin_key, router.admin_key_file, router.api_keys_file)
+    if config.security.open or any(one is not None for one in configured):
+        return False
+    return not has_keys(config.coordinator.data_dir.expanduser())
+
+
+def check_key(file: Path) -> None:
+    """Refuse a configuration that opens the service to the network without a key.
+
+    Raises:
+        ConfigError, LedgerFailed: as ``lacks_key``, or that is so.
+    """
+    if lacks_key(file):
+        raise ConfigError(
+            f"http_options.host in {file} opens the service to the network, and there is no key. "
+            "Make one: rkserve keys create admin --scope admin --config "
+            f"{shlex.quote(str(file))}; or let everybody in by security.open: true in args."
+        )
+
+
+def check_file(file: Path, *, starts: bool, ray: bool = True, key: bool = True) -> None:
     """Check the applications of rkserve in a file, and with ``ray`` Ray's own keys beside them.
 
-    ``starts`` means that a new Ray starts on this machine: model folders must be here, and the
-    configured port must be free.
+    ``starts`` means that a new Ray starts on this machine: model folders must be here, the
+    configured port must be free, and with ``key`` there must be a key if the network reaches it.
 
     Raises:
         ConfigError: the message names the key or the port.
@@ -145,6 +181,8 @@ def check_file(file: Path, *, starts: bool, ray: bool = True) -> None:
         _check_schema(file, content)
     if ours and starts and content.get("proxy_location") != "Disabled":
         check_port(file, content.get("http_options") or {})
+        if key:
+            check_key(file)
 
 
 def _check_schema(file: Path, content: Mapping[str, Any]) -> None:

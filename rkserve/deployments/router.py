@@ -14,6 +14,8 @@ import os
 import platform
 import random
 import sys
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,14 +43,16 @@ from rkserve.core.metrics import RouterMetrics, StreamCollector
 from rkserve.deployments.board_factory import NodeSlot, claim_slot
 from rkserve.deployments.board_link import RayLink
 from rkserve.deployments.haproxy import check_environ, is_loopback
+from rkserve.deployments.haproxy_config import CLIENT_HEADER
 from rkserve.deployments.ray_metrics import RayRouterMetrics
 from rkserve.deployments.replica import Node, find_node, log_with_serve
 from rkserve.deployments.router_peers import SHORT_ID, RayPeers
 from rkserve.deployments.tracing import OpenTelemetry, open_tracing
 from rkserve.http.app import make_app
-from rkserve.http.auth import host_names, machine_names
+from rkserve.http.auth import PEER, host_names, machine_names
 from rkserve.http.gradio_routes import GradioCalls, PendingCall
 from rkserve.models.folder import open_model_folder
+from rkserve.router.auth.key_ring import KeyRing, open_keys
 from rkserve.router.cluster_metrics import ClusterMetrics
 from rkserve.router.coordinator_client import CoordinatorClient
 from rkserve.router.dispatch.dispatch import open_dispatch, open_fleet
@@ -68,6 +72,7 @@ from rkserve.verdicts.facts import RouterView
 log = logging.getLogger(__name__)
 
 SWITCH_S = 0.001
+NODES_AGE_S = 30.0
 FIND_BOARDS_S = 3.0  # running boards answer at once; new ones may load for minutes
 # Names of Routers of one node: those that run, and as many that still end their answers.
 SLOTS = 256
@@ -82,21 +87,51 @@ class _Handover:
             await _acknowledge_lifespan(receive, send)
             return
         replica: RouterReplica = serve.get_replica_context().servable_object
-        if replica.hides_clients:
-            scope = {**scope, "client": None}
+        if replica.peers is not None:
+            scope = replica.peers.named(scope)
         await replica.asgi(scope, _until_gone(receive), send)
 
 
-def hides_clients() -> bool:
-    """Return whether a caller may be Ray's HAProxy, and so looks like a program of this machine.
+class ProxyPeers:
+    """The clients behind Ray's HAProxy, by the header that it sets.
 
-    HAProxy does not forward its clients' addresses. If it listens to this machine only, they are
-    local.
+    Only an address of the cluster's nodes may be HAProxy's: another peer that reaches a Router has
+    written the header itself. Unless HAProxy listens to this machine only, none of its clients
+    counts as a program of this machine.
     """
-    if not RAY_SERVE_ENABLE_HA_PROXY:
-        return False
+
+    def __init__(self, *, local_only: bool, nodes: Callable[[], Iterable[str]]) -> None:
+        self._local_only, self._nodes = local_only, nodes
+        self._known: frozenset[str] = frozenset()
+        self._looked_s = float("-inf")
+
+    def named(self, scope: Scope) -> Scope:
+        """Return the scope with the client's address."""
+        client = scope.get("client")
+        peer = "" if client is None else str(client[0])
+        names = [value for name, value in scope["headers"] if name == CLIENT_HEADER.encode()]
+        if names and self._is_node(peer):
+            peer = names[-1].decode("latin-1")
+        return {**scope, PEER: peer or "unknown", "client": client if self._local_only else None}
+
+    def _is_node(self, peer: str) -> bool:
+        if is_loopback(peer) or peer in self._known:
+            return True
+        if time.monotonic() - self._looked_s >= NODES_AGE_S:
+            self._looked_s = time.monotonic()
+            self._known = frozenset(self._nodes())
+        return peer in self._known
+
+
+def http_host() -> str | None:
+    """Return the address on which Serve listens for clients."""
     client = _get_global_client()  # no public way
-    return client is None or not is_loopback(client.http_config.host)
+    return None if client is None else client.http_config.host
+
+
+def node_addresses() -> list[str]:
+    """Return the addresses of the cluster's nodes."""
+    return [node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]]
 
 
 def cluster_names() -> list[str]:
@@ -166,6 +201,7 @@ class RouterReplica:
         metrics = RouterMetrics(CollectorRegistry())
         dispatch = open_dispatch(config.router, fleet, metrics, random.Random())
         models = {folder.id: ServedModel.open(folder) for folder in folders.values()}
+        keys, self.peers = await asyncio.to_thread(open_access, config)
         limit_s = config.coordinator.operation_timeout_s
         cluster = CoordinatorClient(RayCoordinatorLink(coordinator), fleet.obey, limit_s)
         self._tracing = open_tracing(
@@ -181,6 +217,7 @@ class RouterReplica:
             metrics,
             tracing=self._tracing,
             keyed=self._keyed,
+            keys=keys,
         )
         self._service.registry.register(StreamCollector(channels.counts))
         several = config.router.replicas > 1
@@ -217,14 +254,18 @@ class RouterReplica:
             usage=self._usage,
             logs=peers or OwnLogs(self._log_ring),
         )
-        self.hides_clients = await asyncio.to_thread(hides_clients)
         # A Router that replaces another one should know the boards and the desired state
         # before its first request.
-        await asyncio.gather(fleet.find_boards(FIND_BOARDS_S), cluster.find(FIND_BOARDS_S))
+        await asyncio.gather(
+            fleet.find_boards(FIND_BOARDS_S),
+            cluster.find(FIND_BOARDS_S),
+            cluster.find_keys(keys, FIND_BOARDS_S),
+        )
         loop = asyncio.get_running_loop()
         self._follows = [
             loop.create_task(fleet.follow(config.router.report_s), name="follow the boards"),
             loop.create_task(cluster.follow(), name="follow the Coordinator"),
+            loop.create_task(cluster.follow_keys(keys), name="follow the keys"),
             loop.create_task(self._responses.forget_old(), name="forget old responses"),
             loop.create_task(self._metrics.begin(), name="announce this Router"),
             loop.create_task(feed.follow(), name="sample the cluster"),
@@ -337,6 +378,27 @@ class RouterReplica:
         tracing: OpenTelemetry | None = getattr(self, "_tracing", None)
         if tracing is not None:
             await asyncio.to_thread(tracing.close)
+
+
+def open_access(config: RkserveConfig) -> tuple[KeyRing, ProxyPeers | None]:
+    """Return the keys that a Router of this cluster takes, and the clients behind HAProxy, if any.
+
+    Raises ``ConfigError``: a key file cannot be used.
+    """
+    host = http_host()
+    local_only = is_loopback(host)
+    keys = KeyRing(
+        open_keys(config.router),
+        open_to_all=config.security.open,
+        local_only=local_only,
+        table=None,
+        usual=config.router.board_seconds_per_minute,
+    )
+    if config.security.open and not local_only:
+        log.warning("security.open: every client that reaches %s generates without a key", host)
+    if not RAY_SERVE_ENABLE_HA_PROXY:
+        return keys, None
+    return keys, ProxyPeers(local_only=local_only, nodes=node_addresses)
 
 
 def router_name(state_dir: Path, node: Node, replica: str) -> tuple[NodeSlot | None, str]:

@@ -22,7 +22,7 @@ from rkserve import __version__
 from rkserve.api.json.schemas import Example
 from rkserve.core.errors import MethodNotAllowed, NoBoard, RequestError, RkserveError, RouteNotFound
 from rkserve.core.request_record import record_of_request
-from rkserve.http.auth import BrowserGuard, HostAllowList, host_names
+from rkserve.http.auth import BrowserGuard, Gate, HostAllowList, host_names
 from rkserve.http.board_routes import add_boards
 from rkserve.http.bodies import DIRECT
 from rkserve.http.catalog_routes import add_catalog
@@ -30,6 +30,7 @@ from rkserve.http.cluster_routes import add_cluster, add_join, add_updates
 from rkserve.http.dialect_routes import add_dialects, error_of
 from rkserve.http.generation_routes import add_control
 from rkserve.http.gradio_routes import GradioCalls, add_gradio
+from rkserve.http.key_routes import add_keys
 from rkserve.http.log_routes import add_logs
 from rkserve.http.openai_routes import add_openai
 from rkserve.http.openapi import (
@@ -37,6 +38,7 @@ from rkserve.http.openapi import (
     JSON,
     OPEN,
     PLAIN,
+    READ,
     SERVICE,
     DescribedRoute,
     EndpointAnswer,
@@ -107,6 +109,7 @@ def make_app(
         openapi_url=None,
         telemetry=NO_TELEMETRY,
     )
+    app.state.gate = Gate(service.keys)
     app.add_exception_handler(RkserveError, _on_error)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(Exception, _on_error)
@@ -126,6 +129,7 @@ def make_app(
     add_control(app, service, peers)
     add_cluster(app, service, max_adapter_bytes, max_model_bytes)
     add_catalog(app, service)
+    add_keys(app, service)
     joining = membership or Membership(None)
     add_join(app, service, joining)
     add_updates(app, service, joining)
@@ -164,12 +168,13 @@ def _add_health(route: Routes, service: Service, metrics: ClusterMetrics) -> Non
     @route("GET,HEAD /ready", OPEN, returns(ReadyAnswer, "All models are served."), errors=(503,))
     async def ready(_: Request) -> JSONResponse:
         """Say whether every model has a board that serves."""
+        service.keys.require_known()
         waiting = [m for m in service.fleet.models if not service.fleet.is_ready(m)]
         if waiting:
             raise NoBoard(waiting[0], service.fleet.why_not_ready(waiting[0]))
         return JSONResponse(ReadyAnswer(status="ready"))
 
-    @route("GET /metrics", OPEN, EndpointAnswer(200, "The metrics.", {PLAIN: str}))
+    @route("GET /metrics", READ, EndpointAnswer(200, "The metrics.", {PLAIN: str}))
     async def scrape(_: Request) -> PlainTextResponse:
         """Export the metrics of the whole cluster in Prometheus' text format."""
         return PlainTextResponse(await metrics.text(), media_type=CONTENT_TYPE_LATEST)

@@ -9,12 +9,14 @@ import re
 import socket
 import time
 from collections.abc import Callable, Collection, Iterable
+from enum import Enum
 
 from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from rkserve.config.router import RouterConfig
+from rkserve.core.api_keys import KeyScope, granted
 from rkserve.core.errors import (
     Forbidden,
     HostNotAllowed,
@@ -23,13 +25,14 @@ from rkserve.core.errors import (
     RequestError,
     RkserveError,
 )
-from rkserve.router.auth import ClientKey, Keys
+from rkserve.core.request_record import record_of_request
+from rkserve.router.auth.key_ring import ClientKey, Grant, KeyRing, WrongKeys
 
 log = logging.getLogger(__name__)
 
 # Headers that show another origin behind a local connection: a proxy in front of the Router, or
 # a browser in which a page makes the call.
-_FROM_ELSEWHERE = ("forwarded", "x-forwarded-for", "x-real-ip", "origin")
+_FROM_ELSEWHERE = ("forwarded", "x-forwarded-for", "x-rkserve-forwarded", "x-real-ip", "origin")
 _ANTHROPIC = "x-api-key"
 # Suffixes of machine names in private networks; none is a public domain.
 _PRIVATE_SUFFIXES = ("local", "lan", "home", "home.arpa", "internal", "localdomain")
@@ -201,44 +204,111 @@ def _is_address(name: str) -> bool:
     return True
 
 
-def check_operator(request: Request, keys: Keys) -> str:
-    """Check that the caller is the operator: by the admin key if configured, else by address.
+class Access(Enum):
+    """The callers that an endpoint admits: those with one of some scopes, or all."""
 
-    Returns the caller's name for the audit log.
+    OPEN = ()
+    INFER = (KeyScope.INFER,)
+    CONTROL = (KeyScope.INFER, KeyScope.OPERATE)
+    LIST = (KeyScope.INFER, KeyScope.READ)
+    READ = (KeyScope.READ,)
+    OPERATE = (KeyScope.OPERATE,)
+    ADMIN = (KeyScope.ADMIN,)
 
-    Raises:
-        Forbidden: the caller is not the operator; the message explains the remedy.
-    """
-    if is_operator(request, keys):
-        return f"{'local' if keys.admin is None else 'admin'} {_host(request)}"
-    if keys.admin is None:
-        raise Forbidden(
-            "Without an admin key this call is taken from the Router's own machine only. Set "
-            "RKSERVE_ADMIN_KEY (or router.admin_key) where the application is started, and send it "
-            "as 'Authorization: Bearer <key>'."
+
+_NOBODY = Grant(frozenset(), "anonymous")
+_ANYBODY = Grant(frozenset((KeyScope.INFER, KeyScope.READ)), "anonymous")
+_ADMITTED = "rkserve.admitted"  # the caller's permissions in a scope
+PEER = "rkserve.peer"  # the client's address in a scope, where a proxy in front has named it
+
+
+class Gate:
+    """The check of every call at its route, before its handler."""
+
+    def __init__(self, keys: KeyRing, clock: Callable[[], float] = time.monotonic) -> None:
+        self._keys, self._wrong = keys, WrongKeys(clock)
+
+    def admit(self, request: Request, access: Access) -> None:
+        """Let a call pass that its caller may make.
+
+        Raises:
+            RequestError: it has several keys.
+            InvalidApiKey: its key is unknown, or it needs one and has none.
+            TooManyWrongKeys: the same, of an address that has sent many.
+            Forbidden: its key, or its caller's address, is not good for it.
+            KeysUnknown: the Router does not know the cluster's keys yet.
+        """
+        if access is Access.OPEN:
+            return
+        secret = secret_of(request)
+        grant = self._keys.find(secret) or self._without_key(request)
+        request.scope[_ADMITTED] = grant
+        if grant.key is not None:
+            record = record_of_request()
+            record.key, record.models = grant.key.name, frozenset(grant.key.models)
+        if grant.scopes.isdisjoint(access.value):
+            self._refuse(request, access, grant, secret)
+
+    def _without_key(self, request: Request) -> Grant:
+        grant = _ANYBODY if self._keys.anonymous else _NOBODY
+        if self._keys.trusts_this_machine and _is_local(request):
+            return Grant(grant.scopes | _LOCAL, "local")
+        return grant
+
+    def _refuse(self, request: Request, access: Access, grant: Grant, secret: bytes) -> None:
+        needed = " or ".join(f"'{one.value}'" for one in access.value)
+        if grant.key is not None:
+            has = ", ".join(one.value for one in KeyScope if one in grant.scopes)
+            raise Forbidden(f"This call needs the scope {needed}; the key '{grant.who}' has {has}.")
+        self._keys.require_known()
+        if secret:
+            self._wrong.count(address_of(request))
+            raise InvalidApiKey("Incorrect API key: it is unknown, or was revoked or has expired.")
+        if access in (Access.OPERATE, Access.ADMIN):
+            raise Forbidden(
+                f"This call needs a key with the scope {needed}, such as the admin key, as "
+                "'Authorization: Bearer <key>'. Where no such key exists it is taken from the "
+                "Router's own machine only; RKSERVE_ADMIN_KEY sets one where the application is "
+                "started."
+            )
+        raise InvalidApiKey(
+            "This call needs an API key: send yours as 'Authorization: Bearer <key>'. The operator "
+            "makes one by: rkserve keys create NAME"
         )
-    raise Forbidden("This call needs the admin key: send 'Authorization: Bearer <key>'.")
 
 
-def is_operator(request: Request, keys: Keys) -> bool:
-    """Return whether the caller is the operator; see ``check_operator``."""
-    return _is_local(request) if keys.admin is None else keys.is_admin(bearer_of(request))
+# Programs of the Router's own machine control it, and watch what they control.
+_LOCAL = granted([KeyScope.ADMIN]) - {KeyScope.INFER}
 
 
-def check_client(request: Request, keys: Keys) -> ClientKey | None:
-    """Check the caller's API key, or the admin key, if API keys are configured.
+def key_of(request: Request) -> ClientKey | None:
+    """Return the API key of an admitted call; None for the admin key, and without a key."""
+    return _admitted(request).key
 
-    Returns the API key; None for the operator, or where no keys are configured. Raises
-    ``InvalidApiKey``: the request has none of those keys.
-    """
-    if keys.clients is None:
-        return None
+
+def who_of(request: Request) -> str:
+    """Return the caller of an admitted call for the audit log: a name and an address."""
+    return f"{_admitted(request).who} {address_of(request)}"
+
+
+def may_operate(request: Request) -> bool:
+    """Return whether the caller of an admitted call may control the cluster."""
+    return KeyScope.OPERATE in _admitted(request).scopes
+
+
+def _admitted(request: Request) -> Grant:
+    found = request.scope[_ADMITTED]
+    assert isinstance(found, Grant)
+    return found
+
+
+def secret_of(request: Request) -> bytes:
+    """Return the key of a call, empty without one. Raises ``RequestError`` for several."""
+    for name in ("authorization", _ANTHROPIC):
+        if len(request.headers.getlist(name)) > 1:
+            raise RequestError(f"The request has several '{name}' headers.", name)
     # Anthropic's clients use a header of their own.
-    sent = bearer_of(request) or request.headers.get(_ANTHROPIC, "").strip().encode("latin-1")
-    client = keys.client(sent)
-    if client is None and not keys.is_admin(sent):
-        raise InvalidApiKey("Incorrect API key: send yours as 'Authorization: Bearer <key>'.")
-    return client
+    return bearer_of(request) or request.headers.get(_ANTHROPIC, "").strip().encode("latin-1")
 
 
 def bearer_of(request: Request) -> bytes:
@@ -248,7 +318,11 @@ def bearer_of(request: Request) -> bytes:
     return key.strip().encode("latin-1") if scheme.lower() == "bearer" else b""
 
 
-def _host(request: Request) -> str:
+def address_of(request: Request) -> str:
+    """Return the client's address as the server or the proxy in front knows it."""
+    named = request.scope.get(PEER)
+    if named is not None:
+        return str(named)
     return "unknown" if request.client is None else request.client.host
 
 

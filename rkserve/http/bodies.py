@@ -43,11 +43,11 @@ from rkserve.core.errors import (
     UnsupportedMediaType,
 )
 from rkserve.core.request_record import record_of_request
-from rkserve.http.auth import check_client, is_browser
+from rkserve.http.auth import is_browser, key_of
 from rkserve.http.openapi import (
-    CLIENT,
     EVENTS,
     GENERATION,
+    INFER,
     JSON,
     KEY,
     OK,
@@ -57,7 +57,8 @@ from rkserve.http.openapi import (
     Routes,
     returns,
 )
-from rkserve.router.auth import Caller, ClientKey
+from rkserve.router.auth.callers import Caller
+from rkserve.router.auth.key_ring import ClientKey
 from rkserve.router.idempotency.answers import REPLAYED, LiveAnswer
 from rkserve.router.idempotency.store import name_of
 from rkserve.router.request_log import failed
@@ -229,7 +230,7 @@ def generation(  # noqa: PLR0917 - as a table of routes reads them
         answer, asked = EndpointAnswer(OK, what, content, headers, {stream: piece}), (*ASKED, KEY)
     return routes(
         call,
-        CLIENT,
+        INFER,
         answer,
         errors=GENERATION,
         headers=asked,
@@ -294,7 +295,7 @@ async def respond(
     ``aside`` answers calls that generate nothing, and returns None for others. ``remember`` returns
     the stored conversation for a client's key.
     """
-    client = check_client(request, service.keys)
+    client = key_of(request)
     policy = policy_of(request)
     timeout_s = read_timeout(request.headers.get(TIMEOUT))
     body = await body_of(service, request)

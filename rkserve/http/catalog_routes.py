@@ -8,9 +8,8 @@ from fastapi.responses import JSONResponse, Response
 from rkserve.api.admin import catalog
 from rkserve.api.admin.query import ControlRequest
 from rkserve.api.json.schemas import Example
-from rkserve.http.auth import check_client, check_operator
 from rkserve.http.bodies import body_of, query_of, read_parts
-from rkserve.http.openapi import CLIENT, OCTETS, OPERATOR, Routes, returns
+from rkserve.http.openapi import OCTETS, OPERATE, READ, Routes, returns
 from rkserve.models.index import PIECE_MAX_BYTES
 from rkserve.router.features.catalog import Catalog
 from rkserve.router.service import Service
@@ -45,18 +44,17 @@ def add_catalog(app: FastAPI, service: Service) -> None:
 
     @route(
         f"GET {MODELS}",
-        CLIENT,
+        READ,
         returns(catalog.CatalogAnswer, "Every model."),
         errors=(503,),
     )
-    async def listed(request: Request) -> Response:
+    async def listed(_: Request) -> Response:
         """List the models of the head's catalogue, and the boards that have or fetch a copy."""
-        check_client(request, service.keys)
         return JSONResponse(await models.listed())
 
     @route(
         f"POST {MODELS}",
-        OPERATOR,
+        OPERATE,
         returns(catalog.UploadAnswer, "What is missing; of a model that is there, nothing."),
         errors=CHANGE,
         body=catalog.PushBody,
@@ -65,13 +63,12 @@ def add_catalog(app: FastAPI, service: Service) -> None:
     )
     async def begin(request: Request) -> Response:
         """Begin the upload of a model by its index."""
-        check_operator(request, service.keys)
         body = await body_of(service, request)
         return JSONResponse(await models.begin(ControlRequest(query_of(request), body)))
 
     @route(
         f"PUT {MODELS}/{{name}}/pieces",
-        OPERATOR,
+        OPERATE,
         returns(catalog.PieceAnswer, "It is on the head."),
         errors=(400, *CHANGE),
         paths=NAME,
@@ -81,7 +78,6 @@ def add_catalog(app: FastAPI, service: Service) -> None:
     )
     async def piece(request: Request, name: str) -> Response:
         """Upload a piece of a model."""
-        check_operator(request, service.keys)
         asked = ControlRequest(query_of(request))
         limit_s = service.config.body_timeout_s
         parts = read_parts(request, PIECE_MAX_BYTES, limit_s, PIECE_MAX_BYTES)
@@ -90,7 +86,7 @@ def add_catalog(app: FastAPI, service: Service) -> None:
 
     @route(
         f"POST {MODELS}/{{name}}/complete",
-        OPERATOR,
+        OPERATE,
         returns(catalog.UploadAnswer, "It is in the catalogue; or damaged pieces are missing."),
         errors=(400, *CHANGE),
         paths=NAME,
@@ -99,12 +95,11 @@ def add_catalog(app: FastAPI, service: Service) -> None:
     )
     async def complete(request: Request, name: str) -> Response:
         """Verify the upload of a model, and put it into the catalogue."""
-        check_operator(request, service.keys)
         return JSONResponse(await models.end(ControlRequest(query_of(request)), name))
 
     @route(
         f"POST {MODELS}/{{name}}/prefetch",
-        OPERATOR,
+        OPERATE,
         returns(catalog.PrefetchAnswer, "How far each node is."),
         errors=(404, 503),
         paths=NAME,
@@ -114,7 +109,6 @@ def add_catalog(app: FastAPI, service: Service) -> None:
     )
     async def prefetch(request: Request, name: str) -> Response:
         """Have the nodes fetch a model of the catalogue before it is deployed."""
-        check_operator(request, service.keys)
         body = await body_of(service, request)
         asked = ControlRequest(query_of(request), body)
         return JSONResponse(await models.prefetch(asked, name))

@@ -30,17 +30,18 @@ from rkserve.api.admin.query import ControlRequest, ListQuery, ModelQuery, Query
 from rkserve.api.json.fields import parse_object
 from rkserve.api.json.schemas import Example, RequestModel, read_model
 from rkserve.core.errors import RequestError, RouteNotFound
-from rkserve.http.auth import bearer_of, check_client, check_operator
+from rkserve.http.auth import bearer_of, who_of
 from rkserve.http.bodies import announced, body_of, query_of, read_parts
 from rkserve.http.openapi import (
+    ADMIN,
     CHANGE,
-    CLIENT,
     KEY,
     OCTETS,
     OPEN,
-    OPERATOR,
+    OPERATE,
     PLAIN,
     PUSHED_ADAPTER,
+    READ,
     SIM,
     EndpointAnswer,
     EndpointParameter,
@@ -136,7 +137,7 @@ class ControlRoutes:
         answers = done if isinstance(done, tuple) else changed(done)
         return self.route(
             call,
-            OPERATOR,
+            OPERATE,
             *answers,
             errors=CHANGE,
             headers=(KEY,),
@@ -157,13 +158,12 @@ class ControlRoutes:
         """Add a query by a client; ``look`` answers it, and its docstring says what."""
 
         async def handler(request: Request) -> Response:
-            check_client(request, self._service.keys)
             return answered(await look(ControlRequest(query_of(request))))
 
         summary = _summary(look)
-        self.route(
-            call, CLIENT, returns(answer, says), summary=summary, errors=errors, query=query
-        )(handler)
+        self.route(call, READ, returns(answer, says), summary=summary, errors=errors, query=query)(
+            handler
+        )
 
     async def changed(self, request: Request, change: Change) -> Response:
         """Make a change that the operator asks for."""
@@ -171,7 +171,7 @@ class ControlRoutes:
 
     async def asked(self, request: Request, *, body: bool = True) -> ControlRequest:
         """Return what the operator asks; raises before any of the body is read if it is not."""
-        who = check_operator(request, self._service.keys)
+        who = who_of(request)
         key = read_key(request.headers.get("idempotency-key"))
         content = await body_of(self._service, request) if body else b""
         return ControlRequest(query_of(request), content, key, who)
@@ -244,7 +244,7 @@ def _add_members(routes: ControlRoutes, membership: Membership) -> None:
 
     @route(
         "GET /v1/members",
-        OPERATOR,
+        ADMIN,
         returns(join.MembersAnswer, "All of them."),
         errors=(409,),
         example=Example(needs=UP),
@@ -258,7 +258,7 @@ def _add_members(routes: ControlRoutes, membership: Membership) -> None:
 
     @route(
         "POST /v1/members/approve",
-        OPERATOR,
+        ADMIN,
         returns(join.ApprovedAnswer, "The boards that may join."),
         errors=(404, 409),
         body=join.ApproveBody,
@@ -277,7 +277,7 @@ def _add_members(routes: ControlRoutes, membership: Membership) -> None:
 
     @route(
         "POST /v1/members/deny",
-        OPERATOR,
+        ADMIN,
         returns(join.ApprovedAnswer, "The boards that may not join."),
         errors=(404, 409),
         body=join.DenyBody,
@@ -372,7 +372,7 @@ def _add_records(routes: ControlRoutes, control: Operations) -> None:
 
     @route(
         "GET /v1/operations",
-        OPERATOR,
+        OPERATE,
         returns(operations.OperationsAnswer, latest),
         errors=errors,
         query=ListQuery,
@@ -383,7 +383,7 @@ def _add_records(routes: ControlRoutes, control: Operations) -> None:
 
     @route(
         "GET /v1/operations/{operation_id}",
-        OPERATOR,
+        OPERATE,
         returns(operations.OperationAnswer, "The operation."),
         errors=(*errors, 404),
         paths={"operation_id": "Its id."},
@@ -396,7 +396,7 @@ def _add_records(routes: ControlRoutes, control: Operations) -> None:
 
     @route(
         "GET /v1/audit",
-        OPERATOR,
+        OPERATE,
         returns(operations.AuditAnswer, latest),
         errors=errors,
         query=ListQuery,
@@ -410,7 +410,7 @@ def _add_records(routes: ControlRoutes, control: Operations) -> None:
 def _add_uploads(routes: ControlRoutes, adapters: Adapters, max_adapter_bytes: int) -> None:
     @routes.route(
         "POST /v1/lora_adapters",
-        OPERATOR,
+        OPERATE,
         *changed(
             lora.AdapterPushDone,
             "It is on every board, and served unless `activate` says otherwise.",

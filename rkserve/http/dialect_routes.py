@@ -22,23 +22,24 @@ from rkserve.api.ollama import models as ollama_models
 from rkserve.api.ollama.requests import OllamaChatRequest, OllamaGenerateRequest, parse_load
 from rkserve.api.openai.embeddings import EmbeddingDialect
 from rkserve.api.rkllm_chat import NAME, RkllmChatAnswer, rkllm_dialect
-from rkserve.http.auth import check_client
+from rkserve.http.auth import key_of
 from rkserve.http.bodies import body_of, generation, respond
 from rkserve.http.openai_routes import visit_of
 from rkserve.http.openapi import (
     ASK,
-    CLIENT,
     EMBED,
     HELLO,
+    INFER,
     JSON,
     LINES,
+    LIST,
     OPEN,
     PLAIN,
     SIM,
     Routes,
     returns,
 )
-from rkserve.router.auth import Caller
+from rkserve.router.auth.callers import Caller
 from rkserve.router.features.embeddings import Embeddings
 from rkserve.router.features.tokenize import count_prompt, folder_facts, let_in, make_ready
 from rkserve.router.service import Service
@@ -119,7 +120,7 @@ def _add_anthropic(route: Routes, service: Service) -> None:
 
     @route(
         "POST /v1/messages/count_tokens",
-        CLIENT,
+        INFER,
         returns(anthropic_answers.TokenCountAnswer, "The count."),
         errors=(*ASK, 429),
         body=CountRequest,
@@ -127,7 +128,7 @@ def _add_anthropic(route: Routes, service: Service) -> None:
     )
     async def count_tokens(request: Request) -> JSONResponse:
         """Count the tokens of a conversation's prompt."""
-        caller = service.callers.of(check_client(request, service.keys))
+        caller = service.callers.of(key_of(request))
         with let_in(service, caller):
             tokens = await count_prompt(service, await body_of(service, request), parse_count)
         return JSONResponse(anthropic_answers.TokenCountAnswer(input_tokens=tokens))
@@ -212,16 +213,15 @@ def _add_ollama_embeddings(route: Routes, service: Service) -> None:
 
 
 def _add_ollama_models(route: Routes, service: Service) -> None:
-    @route("GET /api/tags", CLIENT, returns(ollama_models.OllamaTagsAnswer, "Models and adapters."))
-    async def tags(request: Request) -> JSONResponse:
+    @route("GET /api/tags", LIST, returns(ollama_models.OllamaTagsAnswer, "Models and adapters."))
+    async def tags(_: Request) -> JSONResponse:
         """List the models."""
-        check_client(request, service.keys)
         facts = await folder_facts(service, service.fleet.models)
         return JSONResponse(ollama_models.tags((await service.models.listed())["data"], facts))
 
     @route(
         "POST /api/show",
-        CLIENT,
+        LIST,
         returns(ollama_models.OllamaShowAnswer, "Facts of its folder."),
         errors=ASK,
         body=ollama_models.OllamaShowRequest,
@@ -229,17 +229,15 @@ def _add_ollama_models(route: Routes, service: Service) -> None:
     )
     async def show(request: Request) -> JSONResponse:
         """Describe one model."""
-        check_client(request, service.keys)
         asked = ollama_models.parse_show(await body_of(service, request))
         entry = await service.models.one(asked)
         base = ollama_models.base_of(entry)
         facts = await folder_facts(service, [base])
         return JSONResponse(ollama_models.show(entry, facts[base]))
 
-    @route("GET /api/ps", CLIENT, returns(ollama_models.OllamaRunningAnswer, "Loaded models."))
-    async def running(request: Request) -> JSONResponse:
+    @route("GET /api/ps", LIST, returns(ollama_models.OllamaRunningAnswer, "Loaded models."))
+    async def running(_: Request) -> JSONResponse:
         """List the models that are loaded."""
-        check_client(request, service.keys)
         facts = await folder_facts(service, service.fleet.models)
         entries, reports = (await service.models.listed())["data"], service.fleet.reports()
         return JSONResponse(ollama_models.running(entries, facts, reports))
@@ -267,6 +265,5 @@ def _add_vendor(route: Routes, service: Service) -> None:
     )
     async def rkllm_chat(request: Request) -> Response:
         """Answer a conversation as the vendor's demo server does."""
-        check_client(request, service.keys)  # before the models are listed for it
         served = [str(one["id"]) for one in (await service.models.listed())["data"]]
         return await respond(service, request, rkllm_dialect(served, service.models.default))

@@ -33,9 +33,8 @@ from rkserve.api.admin.query import ControlRequest, QueryOrBody
 from rkserve.api.json.schemas import Example
 from rkserve.api.openai.models import BoardAnswer, BoardsAnswer
 from rkserve.core.messages import ControlAction
-from rkserve.http.auth import check_client, check_operator
 from rkserve.http.bodies import body_of, query_of
-from rkserve.http.openapi import ASK, CLIENT, HELLO, OPERATOR, SIM, H, Routes, returns
+from rkserve.http.openapi import ASK, CONTROL, HELLO, OPERATE, READ, SIM, H, Routes, returns
 from rkserve.router.features.caches import Caches
 from rkserve.router.features.generations import GenerationPeers, Generations
 from rkserve.router.service import Service
@@ -59,7 +58,7 @@ def _add_generations(route: Routes, service: Service, generations: Generations) 
     def action(name: str, asked: type[QueryOrBody], body: Any = None) -> Callable[[H], H]:
         return route(
             f"POST /v1/generations/{{generation}}/{name}",
-            CLIENT,
+            CONTROL,
             returns(ControlledAnswer, "It is done."),
             returns(ControlledAnswer, "Not all choices could do it; `failed` says which.", 207),
             errors=(404, 409, 429, 503, 504),
@@ -70,33 +69,29 @@ def _add_generations(route: Routes, service: Service, generations: Generations) 
 
     listing = returns(GenerationsAnswer, "The oldest first, without prompts and answers.")
 
-    @route("GET /v1/generations", OPERATOR, listing)
-    async def listed(request: Request) -> JSONResponse:
+    @route("GET /v1/generations", OPERATE, listing)
+    async def listed(_: Request) -> JSONResponse:
         """List the generations of all keys."""
-        check_operator(request, service.keys)
         return JSONResponse(await generations.listed())
 
     @route(
         "GET /v1/generations/{generation}",
-        CLIENT,
+        CONTROL,
         returns(GenerationAnswer, "The generation, with its words."),
         errors=ASK,
         paths=_ID,
         example=Example(path=_RUNNING),
     )
-    async def one(request: Request, generation: str) -> JSONResponse:
+    async def one(_: Request, generation: str) -> JSONResponse:
         """Describe one generation."""
-        check_client(request, service.keys)
         return JSONResponse(await generations.one(generation))
 
     @action("edit", EditBody, {"replace_last": 1, "text": "Sea"})
     async def edit(request: Request, generation: str) -> JSONResponse:
         """Change a paused generation."""
-        check_client(request, service.keys)
         return _answer(await generations.edit(generation, await _asked(request, service)))
 
     async def control(request: Request, generation: str, action: ControlAction) -> JSONResponse:
-        check_client(request, service.keys)
         asked = await _asked(request, service)
         return _answer(await generations.control(generation, action, asked))
 
@@ -122,15 +117,14 @@ def _add_caches(route: Routes, service: Service, caches: Caches) -> None:
         KvClearedAnswer | ControlledAnswer,
     )
 
-    @route("GET /v1/cache/kv/size", CLIENT, sizes, errors=(400, *ASK), query=KvSizeQuery)
+    @route("GET /v1/cache/kv/size", READ, sizes, errors=(400, *ASK), query=KvSizeQuery)
     async def size(request: Request) -> JSONResponse:
         """Say what the KV caches hold."""
-        check_client(request, service.keys)
         return JSONResponse(await caches.kv(ControlRequest(query_of(request))))
 
     @route(
         "POST /v1/cache/kv/clear",
-        OPERATOR,
+        OPERATE,
         returns(either, "They are cleared."),
         returns(either, _PARTLY, 207),
         errors=(404, 409, 429, 503, 504),
@@ -139,12 +133,11 @@ def _add_caches(route: Routes, service: Service, caches: Caches) -> None:
     )
     async def clear(request: Request) -> JSONResponse:
         """Clear KV caches."""
-        check_operator(request, service.keys)
         return _answer(await caches.clear(await _asked(request, service)))
 
     @route(
         "POST /v1/cache/{model}",
-        OPERATOR,
+        OPERATE,
         returns(CacheBuiltAnswer, "It is built."),
         returns(CacheBuiltAnswer, "Not all boards could build it.", 207),
         errors=(404, 409, 429, 502, 503, 504),
@@ -154,26 +147,24 @@ def _add_caches(route: Routes, service: Service, caches: Caches) -> None:
     )
     async def build(request: Request, model: str) -> JSONResponse:
         """Build a named prompt cache on every board of a model."""
-        check_operator(request, service.keys)
         return _answer(await caches.build(model, await _asked(request, service)))
 
     @route(
         "GET /v1/cache/{model}",
-        CLIENT,
+        READ,
         returns(PromptCachesAnswer, "Those with a name first."),
         errors=(400, *ASK),
         paths=_CACHE,
         example=Example(path={"model": SIM}),
     )
-    async def listed(request: Request, model: str) -> JSONResponse:
+    async def listed(_: Request, model: str) -> JSONResponse:
         """List prompt caches."""
-        check_client(request, service.keys)
         return JSONResponse(await caches.listed(model))
 
     # A path parameter, so that a name with slashes gets the error of the naming rule.
     @route(
         "DELETE /v1/cache/{model}/{cache_name:path}",
-        OPERATOR,
+        OPERATE,
         returns(CacheDeletedAnswer, "It is gone."),
         returns(CacheDeletedAnswer, _PARTLY, 207),
         errors=(400, 404, 408, 413, 415, 503),
@@ -182,28 +173,25 @@ def _add_caches(route: Routes, service: Service, caches: Caches) -> None:
     )
     async def delete(request: Request, model: str, cache_name: str) -> JSONResponse:
         """Delete a named prompt cache wherever it is."""
-        check_operator(request, service.keys)
         return _answer(await caches.delete(model, cache_name, await _asked(request, service)))
 
 
 def _add_boards(route: Routes, service: Service) -> None:
-    @route("GET /v1/boards", CLIENT, returns(BoardsAnswer, "All boards."))
-    async def boards(request: Request) -> JSONResponse:
+    @route("GET /v1/boards", READ, returns(BoardsAnswer, "All boards."))
+    async def boards(_: Request) -> JSONResponse:
         """List the boards with their reports."""
-        check_client(request, service.keys)
         return JSONResponse(service.boards())
 
     @route(
         "GET /v1/boards/{board_id:path}",
-        CLIENT,
+        READ,
         returns(BoardAnswer, "The board."),
         errors=(404,),
         paths={"board_id": "Its name; it may contain `/`."},
         example=Example(path={"board_id": "sim-0"}),
     )
-    async def board(request: Request, board_id: str) -> JSONResponse:
+    async def board(_: Request, board_id: str) -> JSONResponse:
         """Describe one board."""
-        check_client(request, service.keys)
         return JSONResponse(service.board(board_id))
 
 

@@ -24,10 +24,10 @@ from rkserve.api.common.calls import read_chat
 from rkserve.api.json.fields import parse_object
 from rkserve.api.json.schemas import Example
 from rkserve.core.errors import GenerationNotFound, QueueFull, RequestError, RkserveError
-from rkserve.http.auth import check_client
+from rkserve.http.auth import key_of
 from rkserve.http.bodies import StreamedAnswer, body_of, stream_late
-from rkserve.http.openapi import ASK, CLIENT, EVENTS, OK, EndpointAnswer, Routes, returns
-from rkserve.router.auth import Caller
+from rkserve.http.openapi import ASK, EVENTS, INFER, OK, EndpointAnswer, Routes, returns
+from rkserve.router.auth.callers import Caller
 from rkserve.router.service import Service, read_call
 from rkserve.router.stored_responses import owner_of
 
@@ -214,8 +214,8 @@ class _Handlers:
         self._service, self._calls = service, calls
 
     def caller(self, request: Request) -> tuple[str, Caller]:
-        """Return a request's owner and caller. Raises ``InvalidApiKey``."""
-        client = check_client(request, self._service.keys)
+        """Return a request's owner and caller."""
+        client = key_of(request)
         return owner_of(client, self._service.keys), self._service.callers.of(client)
 
     async def post(self, request: Request, read: Callable[[bytes], gradio.GradioCall]) -> Response:
@@ -289,7 +289,7 @@ def add_gradio(app: FastAPI, service: Service, calls: GradioCalls) -> None:
     event = {"event_id": "0" * 32}
     streamed = EndpointAnswer(OK, "The events.", {EVENTS: str})
 
-    @route("GET /config", CLIENT, returns(gradio.GradioConfig, "What Gradio's clients read."))
+    @route("GET /config", INFER, returns(gradio.GradioConfig, "What Gradio's clients read."))
     async def config(request: Request) -> JSONResponse:
         """Describe the functions and their components."""
         routes.caller(request)
@@ -297,7 +297,7 @@ def add_gradio(app: FastAPI, service: Service, calls: GradioCalls) -> None:
 
     signatures = returns(gradio.GradioInfo, "The arguments and outputs of each.")
 
-    @route(f"GET {gradio.PREFIX}/info", CLIENT, signatures)
+    @route(f"GET {gradio.PREFIX}/info", INFER, signatures)
     async def info(request: Request) -> JSONResponse:
         """Describe the functions' arguments."""
         routes.caller(request)
@@ -305,7 +305,7 @@ def add_gradio(app: FastAPI, service: Service, calls: GradioCalls) -> None:
 
     @route(
         f"POST {gradio.PREFIX}/queue/join",
-        CLIENT,
+        INFER,
         posted,
         errors=(429, 503),
         body=gradio.GradioJoinRequest,
@@ -317,7 +317,7 @@ def add_gradio(app: FastAPI, service: Service, calls: GradioCalls) -> None:
 
     @route(
         f"GET {gradio.PREFIX}/queue/data",
-        CLIENT,
+        INFER,
         streamed,
         errors=(400, *ASK),
         query=gradio.SessionQuery,
@@ -329,7 +329,7 @@ def add_gradio(app: FastAPI, service: Service, calls: GradioCalls) -> None:
 
     @route(
         f"POST {gradio.PREFIX}/cancel {gradio.PREFIX}/reset",
-        CLIENT,
+        INFER,
         returns(gradio.GradioCancelled, "Whether it was there."),
         errors=(503,),
         body=gradio.GradioCancelRequest,
@@ -341,7 +341,7 @@ def add_gradio(app: FastAPI, service: Service, calls: GradioCalls) -> None:
 
     @route(
         f"POST {gradio.PREFIX}/call/{{name}} /call/{{name}}",
-        CLIENT,
+        INFER,
         posted,
         errors=(404, 429, 503),
         paths=_NAME,
@@ -355,7 +355,7 @@ def add_gradio(app: FastAPI, service: Service, calls: GradioCalls) -> None:
     # The event ID identifies the call; the function's name is only part of the path.
     @route(
         f"GET {gradio.PREFIX}/call/{{name}}/{{event_id}} /call/{{name}}/{{event_id}}",
-        CLIENT,
+        INFER,
         streamed,
         errors=ASK,
         paths=_NAME | {"event_id": "The id in the answer to the posted call."},

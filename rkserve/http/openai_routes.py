@@ -19,10 +19,10 @@ from rkserve.api.openai.models import ModelAnswer, ModelsAnswer
 from rkserve.api.responses import stored
 from rkserve.api.responses.answers import RESPONSES, ResponseEvent, ResponseObject
 from rkserve.api.responses.requests import ResponseRequest
-from rkserve.http.auth import check_client
+from rkserve.http.auth import key_of
 from rkserve.http.bodies import body_of, generation, policy_of, respond
-from rkserve.http.openapi import ASK, CLIENT, EMBED, HELLO, JSON, SIM, Routes, returns
-from rkserve.router.auth import ClientKey
+from rkserve.http.openapi import ASK, EMBED, HELLO, INFER, JSON, LIST, SIM, Routes, returns
+from rkserve.router.auth.key_ring import ClientKey
 from rkserve.router.features.embeddings import CallContext, Embeddings
 from rkserve.router.features.rerank import Reranking
 from rkserve.router.features.tokenize import Tokenization, let_in
@@ -73,26 +73,24 @@ def _add_generation(route: Routes, service: Service) -> None:
 def _add_models(route: Routes, service: Service) -> None:
     @route(
         "GET /v1/models",
-        CLIENT,
+        LIST,
         returns(ModelsAnswer, "All of them, in one page."),
         says="Anthropic's clients list models at the same path, and find their keys too.",
     )
-    async def models(request: Request) -> JSONResponse:
+    async def models(_: Request) -> JSONResponse:
         """List the models and adapters."""
-        check_client(request, service.keys)
         return JSONResponse(await service.models.listed())
 
     @route(
         "GET /v1/models/{model_id:path}",
-        CLIENT,
+        LIST,
         returns(ModelAnswer, "The model."),
         errors=(400, *ASK),
         paths={"model_id": "A model or an adapter; it may contain `/`."},
         example=Example(path={"model_id": SIM}),
     )
-    async def model(request: Request, model_id: str) -> JSONResponse:
+    async def model(_: Request, model_id: str) -> JSONResponse:
         """Describe one model or adapter."""
-        check_client(request, service.keys)
         return JSONResponse(await service.models.one(model_id))
 
 
@@ -161,8 +159,8 @@ def _add_embeddings(route: Routes, service: Service) -> None:
 
 
 def visit_of(service: Service, request: Request) -> CallContext:
-    """Authenticate a client. Raises ``InvalidApiKey``, ``RequestError``."""
-    client = check_client(request, service.keys)
+    """Return the context of a call. Raises ``RequestError``."""
+    client = key_of(request)
     return CallContext(
         service.callers.of(client),
         policy_of(request),
@@ -175,13 +173,13 @@ def _add_tokenizer(route: Routes, service: Service) -> None:
     tokenizing = Tokenization(service)
 
     async def answer(request: Request, of: Callable[[bytes], Awaitable[bytes]]) -> Response:
-        caller = service.callers.of(check_client(request, service.keys))
+        caller = service.callers.of(key_of(request))
         with let_in(service, caller):
             return Response(await of(await body_of(service, request)), media_type=JSON)
 
     @route(
         "POST /tokenize /v1/tokenize",
-        CLIENT,
+        INFER,
         returns(tokenize.TokensAnswer, "The ids."),
         errors=(*ASK, 429),
         body=tokenize.TokenizeRequest,
@@ -193,7 +191,7 @@ def _add_tokenizer(route: Routes, service: Service) -> None:
 
     @route(
         "GET /tokenizer_info /v1/tokenizer_info",
-        CLIENT,
+        INFER,
         returns(tokenize.TokenizerInfoAnswer, "Keys of its tokenizer_config.json, as in force."),
         errors=(400, *ASK),
         query=tokenize.TokenizerQuery,
@@ -201,12 +199,11 @@ def _add_tokenizer(route: Routes, service: Service) -> None:
     )
     async def tokenizer_info(request: Request) -> JSONResponse:
         """Describe the tokenizer of a model."""
-        check_client(request, service.keys)
         return JSONResponse(await tokenizing.info(request.query_params.multi_items()))
 
     @route(
         "POST /detokenize /v1/detokenize",
-        CLIENT,
+        INFER,
         returns(tokenize.DetokenizedAnswer, "The text."),
         errors=(*ASK, 429),
         body=tokenize.DetokenizeRequest,
@@ -224,7 +221,7 @@ _KNOWN = {"response_id": f"resp_{'0' * 32}"}
 
 def _add_responses(route: Routes, service: Service, responses: Responses) -> None:
     def owner(request: Request) -> str:
-        return owner_of(check_client(request, service.keys), service.keys)
+        return owner_of(key_of(request), service.keys)
 
     def memory(client: ClientKey | None) -> CallMemory:
         return CallMemory(responses, owner_of(client, service.keys))
@@ -244,7 +241,7 @@ def _add_responses(route: Routes, service: Service, responses: Responses) -> Non
 
     @route(
         f"GET {_ONE}",
-        CLIENT,
+        INFER,
         returns(ResponseObject, "The response as it was."),
         errors=(400, *ASK),
         paths=_STORED,
@@ -259,7 +256,7 @@ def _add_responses(route: Routes, service: Service, responses: Responses) -> Non
 
     @route(
         f"GET {_ONE}/input_items",
-        CLIENT,
+        INFER,
         returns(stored.ResponseItems, "The items."),
         errors=(400, *ASK),
         paths=_STORED,
@@ -279,7 +276,7 @@ def _add_responses(route: Routes, service: Service, responses: Responses) -> Non
 
     @route(
         f"DELETE {_ONE}",
-        CLIENT,
+        INFER,
         returns(stored.ResponseDeleted, "It is forgotten."),
         errors=ASK,
         paths=_STORED,

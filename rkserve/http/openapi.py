@@ -21,6 +21,7 @@ from rkserve.api.common.output import AnthropicErrorAnswer, ErrorAnswer, OllamaE
 from rkserve.api.json.fields import MAX_KEY_CHARS
 from rkserve.api.json.schemas import REF, Example, RequestModel, json_schemas
 from rkserve.core.errors import BoardStartFailed, ConfigError, RkserveError
+from rkserve.http.auth import Access
 
 JSON = "application/json"
 OCTETS = "application/octet-stream"
@@ -40,19 +41,11 @@ PUSHED_ADAPTER = (
 TAGS = (
     *("OpenAI", "Vectors and ranks", "Tokens", "Gradio", "RKLLM", "Anthropic", "Ollama"),
     *("Trainers", "Generations", "Caches", "Boards", "Cluster", "Operations", "Adapters"),
-    *("Weights", "Catalogue", "Service", "Pages"),
+    *("Weights", "Catalogue", "Keys", "Service", "Pages"),
 )
 
 
-class Access(Enum):
-    """The callers that an endpoint admits."""
-
-    OPEN = "every client, without a key"
-    CLIENT = "a client"
-    OPERATOR = "the operator"
-
-
-OPEN, CLIENT, OPERATOR = Access
+OPEN, INFER, CONTROL, LIST, READ, OPERATE, ADMIN = Access
 
 
 class ErrorShape(Enum):
@@ -65,9 +58,9 @@ class ErrorShape(Enum):
 
 STATUSES = {
     400: "The request cannot be served as it was sent.",
-    401: "The call needs an API key.",
-    403: "The call needs the admin key, or has to come from the Router's own machine; or a web "
-    "page of another origin made it.",
+    401: "The call needs an API key, or the key is unknown, revoked or expired.",
+    403: "The key does not have the scope of the call, or is for other models; without such a key "
+    "the call has to come from the Router's own machine; or a web page of another origin made it.",
     404: "What the request names does not exist.",
     405: "The path has other methods.",
     408: "The body did not arrive in time.",
@@ -90,7 +83,8 @@ CHANGE = (404, 409, 503, 504)  # of calls that the Coordinator carries out
 _NAME = {"type": "string", "minLength": 1}
 _BODY = (400, 408, 413, 415)
 _ALWAYS = (403, 421)  # requests by other sites' pages, and to other host names
-_OF_ACCESS = {Access.OPEN: (), Access.CLIENT: (401,), Access.OPERATOR: (403,)}
+# Of each call that needs a key: a wrong one, too many wrong ones, and keys that are not known yet.
+_OF_KEYS = (400, 401, 403, 429, 503)
 
 
 @dataclass(frozen=True)
@@ -188,9 +182,10 @@ class DescribedRoute(Route):
         self, path: str, handler: Callable[..., Any], methods: list[str], description: Endpoint
     ) -> None:
         async def answer(request: Request) -> Any:
+            request.app.state.gate.admit(request, description.access)
             return await handler(request, **request.path_params)
 
-        super().__init__(path, answer if "{" in path else handler, methods=methods)
+        super().__init__(path, answer, methods=methods)
         self.methods = set(methods)  # HEAD where it is named, not wherever GET is
         self.handler, self.description = handler, description
 
@@ -239,6 +234,7 @@ class Routes:
         queried = [*in_query(query, () if body else query.needed())] if query else []
         either = in_query(asked) if asked else ()
         taken = body or asked
+        of_keys = () if access is Access.OPEN else _OF_KEYS
         content = {JSON: taken, **({OCTETS: bytes} if file else {})}
         made = Endpoint(
             "",
@@ -247,7 +243,7 @@ class Routes:
             summary,
             access,
             answers,
-            tuple(sorted({*errors, *_OF_ACCESS[access], *(_BODY if taken else ())})),
+            tuple(sorted({*errors, *of_keys, *(_BODY if taken else ())})),
             (*headers, *named, *queried, *either),
             RequestBody(content, not (may_be_empty or asked)) if taken else None,
             example or Example(),
@@ -322,14 +318,9 @@ def _tree(parent: type[RkserveError]) -> Iterator[type[RkserveError]]:
 
 Json = dict[str, Any]
 OPENAPI = "3.1.0"
-_BEARER, _API_KEY, _ADMIN = "apiKey", "anthropicKey", "adminKey"
-_SECURITY: dict[Access, list[Json]] = {
-    Access.OPEN: [],
-    # Where no keys are configured a client needs none.
-    Access.CLIENT: [{_BEARER: []}, {_API_KEY: []}, {}],
-    # Without an admin key these calls are taken from the Router's own machine.
-    Access.OPERATOR: [{_ADMIN: []}, {}],
-}
+_BEARER, _API_KEY = "apiKey", "anthropicKey"
+# A client needs no key where the service is open, and this machine none where no key may operate.
+_WITH_KEY: list[Json] = [{_BEARER: []}, {_API_KEY: []}, {}]
 _ERRORS = (ErrorAnswer, AnthropicErrorAnswer, OllamaErrorAnswer)
 
 
@@ -379,20 +370,14 @@ class ApiDescription:
                     _BEARER: {
                         "type": "http",
                         "scheme": "bearer",
-                        "description": "A key of `router.api_keys_file`, where keys are "
-                        "configured.",
+                        "description": "An API key with one of the call's scopes (`x-scopes`), "
+                        "or the admin key.",
                     },
                     _API_KEY: {
                         "type": "apiKey",
                         "in": "header",
                         "name": "x-api-key",
                         "description": "The same, as Anthropic's clients send it.",
-                    },
-                    _ADMIN: {
-                        "type": "http",
-                        "scheme": "bearer",
-                        "description": "The admin key; without one, such calls are taken from "
-                        "the Router's own machine only.",
                     },
                 },
             },
@@ -407,7 +392,8 @@ class ApiDescription:
                 **{str(answer.status): self._answer(answer) for answer in one.answers},
                 **{str(status): _error(one, status) for status in errors_of(one)},
             },
-            "security": _SECURITY[one.access],
+            "security": [] if one.access is Access.OPEN else _WITH_KEY,
+            "x-scopes": [scope.value for scope in one.access.value],
         }
         if one.says:
             made["description"] = one.says

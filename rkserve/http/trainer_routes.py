@@ -34,7 +34,7 @@ from rkserve.http.openapi import (
     CHANGE,
     KEY,
     OPEN,
-    OPERATOR,
+    OPERATE,
     SERVICE,
     SIM,
     EndpointAnswer,
@@ -168,7 +168,7 @@ def add_trainers(app: FastAPI, service: Service) -> None:
 def _add_updates(routes: ControlRoutes, trainers: Trainers) -> None:
     @routes.route(
         "POST /update_weights",
-        OPERATOR,
+        OPERATE,
         *changed(weights.DiskDone, "The weights are served."),
         errors=CHANGE,
         headers=(KEY,),
@@ -184,7 +184,7 @@ def _add_updates(routes: ControlRoutes, trainers: Trainers) -> None:
 
     @routes.route(
         f"POST {' '.join(REFUSED)}",
-        OPERATOR,
+        OPERATE,
         returns(ErrorAnswer, "Weights come as files.", 400),
         errors=(408, 413, 415),
         example=Example({}, status=400, needs=nothing),

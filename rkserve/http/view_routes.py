@@ -20,9 +20,9 @@ from rkserve.api.admin.cluster_view import (
 from rkserve.api.admin.query import ControlRequest
 from rkserve.api.admin.view_document import board_history, usage_answer, verdict_answer
 from rkserve.api.json.schemas import Example
-from rkserve.http.auth import check_client, check_operator, is_operator
+from rkserve.http.auth import may_operate
 from rkserve.http.bodies import StreamedAnswer, query_of
-from rkserve.http.openapi import CLIENT, EVENTS, OPERATOR, EndpointAnswer, Routes, returns
+from rkserve.http.openapi import EVENTS, READ, EndpointAnswer, Routes, returns
 from rkserve.router.features.cluster_view import ClusterView
 from rkserve.router.features.view_feed import ViewFeed
 from rkserve.router.service import Service
@@ -49,16 +49,15 @@ def add_view(
     """Add the routes to the application."""
     route = Routes(app, "Cluster")
 
-    @route("GET /v1/cluster/verdict", CLIENT, returns(VerdictAnswer, "The verdict."))
-    async def verdict(request: Request) -> Response:
+    @route("GET /v1/cluster/verdict", READ, returns(VerdictAnswer, "The verdict."))
+    async def verdict(_: Request) -> Response:
         """Judge the cluster: ready, degraded or not ready, with reasons and commands."""
-        check_client(request, service.keys)
         await asyncio.gather(view.look(), service.cluster.catch_up(), service.fleet.refresh())
         return JSONResponse(verdict_answer(*view.verdict()))
 
     @route(
         "GET /v1/cluster/events",
-        CLIENT,
+        READ,
         _STREAM,
         errors=(400, 429),
         query=ViewQuery,
@@ -71,9 +70,8 @@ def add_view(
     )
     async def events(request: Request) -> Response:
         """Watch the cluster live."""
-        check_client(request, service.keys)
         asked = ControlRequest(query_of(request)).read(ViewQuery).seconds
-        reader = await feed.open(operator=is_operator(request, service.keys))
+        reader = await feed.open(operator=may_operate(request))
 
         async def close() -> None:
             reader.close()
@@ -83,7 +81,7 @@ def add_view(
 
     @route(
         "GET /v1/usage",
-        OPERATOR,
+        READ,
         returns(KeyUsageAnswer, "The usage, the latest day first."),
         errors=(400,),
         query=UsageQuery,
@@ -94,19 +92,17 @@ def add_view(
     )
     async def usage(request: Request) -> Response:
         """Show the usage of the last days by API key."""
-        check_operator(request, service.keys)
         asked = ControlRequest(query_of(request)).read(UsageQuery)
         return JSONResponse(usage_answer(await records.report(asked.days)))
 
     @Routes(app, "Boards")(
         "GET /v1/boards/{board_id:path}/history",
-        CLIENT,
+        READ,
         returns(BoardHistoryAnswer, "The last half an hour."),
         errors=(404,),
         paths={"board_id": "Its name; it may contain `/`."},
         example=Example(path={"board_id": "sim-0"}),
     )
-    async def history(request: Request, board_id: str) -> Response:
+    async def history(_: Request, board_id: str) -> Response:
         """Show what a board did in the last half an hour."""
-        check_client(request, service.keys)
         return JSONResponse(board_history(board_id, view.history(board_id), view.sampled_s))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import replace
@@ -15,8 +16,10 @@ from rkserve.control.calls import (
     OperationRequest,
     StoredArtifact,
 )
+from rkserve.control.keys import KeyOutcome, KeyRequest
 from rkserve.control.operations import HOLDS, ControlOperation, OperationOutcome
 from rkserve.control.sleep import REQUEST, requested, wakeable
+from rkserve.core.api_keys import ApiKey, KeyTable
 from rkserve.core.desired_state import Artifact, Desired, DesiredCache
 from rkserve.core.errors import CoordinatorAway, ModelAsleep, OperationTimeout, RkserveError
 from rkserve.core.files import boot_id
@@ -24,6 +27,7 @@ from rkserve.core.logs import LogPage, LogQuery, request_id
 from rkserve.fleet.fleet import Fleet
 from rkserve.models.incoming import UploadProgress
 from rkserve.models.index import ModelIndex
+from rkserve.router.auth.key_ring import KeyRing
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +69,7 @@ class CoordinatorClient:
         self._hold_s = hold_s
         self._heard_s: float | None = None
         self._going_on: set[asyncio.Future[Any]] = set()
+        self._router = secrets.token_hex(8)  # names this Router to the Coordinator
         self.desired = Desired()  # empty until one was received
         self.known = False  # a desired state was received
         self.reachable = False
@@ -213,6 +218,67 @@ class CoordinatorClient:
     async def logs(self, query: LogQuery) -> LogPage:
         """Return lines of the Coordinator's log. Raises ``CoordinatorAway``."""
         found: LogPage = await self._link.call("logs", query, timeout_s=METRICS_S)
+        return found
+
+    # -- API keys -----------------------------------------------------------------------------
+
+    async def follow_keys(self, keys: KeyRing) -> None:
+        """Put every change of the cluster's keys into force, forever.
+
+        While the Coordinator is away those that are known stay in force.
+        """
+        failure = ""
+        while True:
+            try:
+                await self.refresh_keys(keys, POLL_S)
+                failure = ""
+            except RkserveError as exc:
+                # Serve says the same every half a second while it restarts the Coordinator.
+                if exc.message != failure:
+                    failure = exc.message
+                    log.warning("keeping the keys that are known: %s", failure)
+                await asyncio.sleep(TRY_AGAIN_S)
+            except Exception:
+                # A Router that stopped following would take revoked keys forever, unnoticed.
+                log.exception("the Coordinator could not be asked for the keys; trying again")
+                await asyncio.sleep(TRY_AGAIN_S)
+
+    async def find_keys(self, keys: KeyRing, timeout_s: float) -> None:
+        """Receive the cluster's keys before the first request; give up after ``timeout_s``."""
+        deadline_s = time.monotonic() + timeout_s
+        while keys.revision < 0:
+            try:
+                await asyncio.wait_for(self.refresh_keys(keys), max(0.1, timeout_s))
+            except (RkserveError, TimeoutError, asyncio.TimeoutError) as exc:
+                if time.monotonic() >= deadline_s:
+                    log.warning("serving without the cluster's keys: %s", exc)
+                    return
+                await asyncio.sleep(min(TRY_AGAIN_S, timeout_s / 10))
+
+    async def refresh_keys(self, keys: KeyRing, wait_s: float = 0.0) -> None:
+        """Get the cluster's keys, at a change or after ``wait_s``. Raises ``RkserveError``."""
+        used = keys.take_used()
+        asked = self._router, keys.revision, wait_s, used
+        try:
+            found: KeyTable = await self._link.call("api_keys", *asked, timeout_s=wait_s + GRACE_S)
+        except BaseException:
+            keys.put_back(used)
+            raise
+        if found.revision > keys.revision:  # the answer to an older request may arrive late
+            keys.take(found)
+
+    async def change_key(self, call: KeyRequest, keys: KeyRing) -> KeyOutcome:
+        """Have the Coordinator create, rotate or revoke a key. Raises ``RkserveError``."""
+        asked = asyncio.ensure_future(self._look("change_key", call))
+        asked.add_done_callback(_look_at_error)
+        outcome: KeyOutcome = await asyncio.shield(asked)
+        if keys.revision < outcome.revision:
+            await self.refresh_keys(keys)
+        return outcome
+
+    async def listed_keys(self) -> list[tuple[ApiKey, float | None]]:
+        """Return the cluster's keys with the times of their last use."""
+        found: list[tuple[ApiKey, float | None]] = await self._look("listed_keys")
         return found
 
     # -- prompt caches ------------------------------------------------------------------------

@@ -93,7 +93,7 @@ class GrammarChecker:
         With several ``keys``, one key gets all processes but one at most.
         """
         self._processes, self._waiting_per_key = processes, waiting_per_key
-        self._per_key = max(1, processes - 1) if keys else processes
+        self.share(among_keys=keys)
         self._known: OrderedDict[Guide, tuple[str, str | None]] = OrderedDict()  # by which key
         self._trials: dict[tuple[str, Guide], _Trial] = {}
         self._queues: dict[str, deque[_Trial]] = {}  # by key
@@ -102,6 +102,10 @@ class GrammarChecker:
         self._running: Counter[str] = Counter()
         self._idle: list[TrialProcess] = []
         self._tasks: set[asyncio.Task[None]] = set()
+
+    def share(self, *, among_keys: bool) -> None:
+        """Leave a process to others than one key, or give all to the only one."""
+        self._per_key = max(1, self._processes - 1) if among_keys else self._processes
 
     async def check(self, guide: Guide, param: str, flow: str = ANONYMOUS) -> None:
         """Check a grammar of a key's owner.

@@ -17,7 +17,7 @@ from rkserve.api.common.calls import ChatCall
 from rkserve.api.common.plan import prompt_texts
 from rkserve.api.common.version_policy import ResolvedModel
 from rkserve.core.logs import ACCESS, log_for, safe_id
-from rkserve.core.request_record import RequestRecord, Tracing, code_of
+from rkserve.core.request_record import RequestRecord, Tracing, code_of, record_of_request
 
 log = logging.getLogger("rkserve.access")
 
@@ -57,7 +57,9 @@ class RequestLog:
     @contextmanager
     def part(self, method: str, route: str) -> Iterator[RequestRecord]:
         """Treat a part of a connection as a request, such as one call of several."""
+        models = record_of_request().models
         record = self.begin(method, route)
+        record.models = models
         record.route = route
         try:
             yield record

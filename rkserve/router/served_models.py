@@ -28,10 +28,12 @@ from rkserve.core.desired_state import Desired
 from rkserve.core.errors import (
     ConfigError,
     CoordinatorAway,
+    ModelNotAllowed,
     ModelNotFound,
     RequestError,
     VersionUnavailable,
 )
+from rkserve.core.request_record import record_of_request
 from rkserve.core.run_params import Sampling
 from rkserve.fleet.fleet import Fleet
 from rkserve.models.adapters import Adapter, AdapterChoice, adapters, resolve
@@ -204,7 +206,7 @@ class ServedModels:
         return adapter_entry(meant.model, *self._ages(meant.model), versions, named)
 
     async def listed(self) -> JsonObject:
-        """Return the list of models, each followed by its adapters."""
+        """Return the list of models, each followed by its adapters: those of the request's key."""
         entries = []
         for model_id in self.by_name:
             ages = self._ages(model_id)
@@ -226,15 +228,30 @@ class ServedModels:
                 for name, versions in in_folder.items()
                 if all(name != line.name for line in served)
             ]
+        models = record_of_request().models
+        if models:
+            entries = [one for one in entries if models & {one["id"], one.get("parent")}]
         return models_list(entries)
 
     async def resolve(self, asked: str, policy: VersionPolicy = ANY) -> ResolvedModel:
         """Return the model and adapter that a model name refers to.
 
         Raises:
+            ModelNotAllowed: the key of the current request is for other models.
             CoordinatorAway: the name is unknown, and so is the desired state.
             RkserveError: as ``ModelNames.resolve``.
         """
+        meant = await self._resolve(asked, policy)
+        self.permit(meant)
+        return meant
+
+    def permit(self, meant: ResolvedModel) -> None:
+        """Raise ``ModelNotAllowed`` if the key of the current request is for other models."""
+        record = record_of_request()
+        if record.models and not record.models & {meant.model, meant.adapter_name}:
+            raise ModelNotAllowed(record.key, meant.adapter_name or meant.model)
+
+    async def _resolve(self, asked: str, policy: VersionPolicy) -> ResolvedModel:
         try:
             return await self.names.resolve(asked, policy)
         except ModelNotFound:

@@ -47,7 +47,8 @@ from rkserve.core.metrics import RouterMetrics
 from rkserve.core.request_record import RequestRecord, Tracing, record_of_request
 from rkserve.core.run_params import Picture
 from rkserve.router.answer_meter import AnswerMeter, is_fault
-from rkserve.router.auth import Caller, Callers, open_keys, queue_terms
+from rkserve.router.auth.callers import Caller, Callers, queue_terms
+from rkserve.router.auth.key_ring import KeyRing, open_keys
 from rkserve.router.coordinator_client import CoordinatorClient, WakeOnRequest
 from rkserve.router.dispatch.dispatch import Dispatch
 from rkserve.router.idempotency.answers import KeyedAnswers
@@ -120,16 +121,18 @@ class Service:
         *,
         tracing: Tracing | None = None,
         keyed: KeyedAnswers | None = None,
+        keys: KeyRing | None = None,
     ) -> None:
-        """``keyed`` are the answers to requests with an ``Idempotency-Key``.
+        """``keyed`` are the answers to requests with an ``Idempotency-Key``, ``keys`` the keys in
+        force, without them those of the configuration.
 
         Raises ``ConfigError``: a key file cannot be used.
         """
         self.config = config
         self.keyed = keyed
         self.log = RequestLog(tracing)
-        self.keys = open_keys(config)
-        self.callers = Callers(self.keys, metrics, config.metrics.keys)
+        self.keys = keys or KeyRing(open_keys(config))
+        self.callers = Callers(self.keys.configured, metrics, config.metrics.keys)
         self.fleet = fleet = dispatch.fleet
         self.dispatch = dispatch
         self.cluster = cluster
@@ -137,17 +140,22 @@ class Service:
         self.guiding = GrammarChecker(
             config.grammar_processes,
             config.grammars_waiting_per_key,
-            keys=self.keys.clients is not None,
+            keys=not self.keys.anonymous,
         )
         self._sight = ImageInputs(config.images, fetch_of(config.images))
         self.waking = WakeOnRequest(cluster, fleet, config.control_timeout_s)
         self.models = ServedModels(models, cluster, fleet)
+        self.keys.changed.append(self._keys_changed)
         self.unassigned = dispatch.unassigned
         self._named: set[str] = set()  # ids of answers to requests that clients have named
         self.metrics = metrics
         self.registry = metrics.registry
         for name, served in models.items():
             metrics.expect(name, embeds=served.folder.settings.embedding is not None)
+
+    def _keys_changed(self, ids: frozenset[str]) -> None:
+        self.callers.keep(ids)
+        self.guiding.share(among_keys=not self.keys.anonymous)
 
     # -- models -------------------------------------------------------------------------------
 
@@ -205,10 +213,7 @@ class Service:
                 priority=call.priority,
                 timeouts_s=(timeout_s, call.timeout_s),
             )
-            if policy is ANY and call.model in self.models.by_name:
-                meant = ResolvedModel(call.model)
-            else:
-                meant = await self.models.resolve(call.model, policy)
+            meant = await self.models.resolve(call.model, policy)
             served = self.models.by_name[model := meant.model]
             settings, renderer = served.folder.settings, served.renderer
             call = held(call, renderer)
@@ -270,7 +275,7 @@ class Service:
         if call.steps.guide is not None:
             param, guide = call.steps.guide
             with self._counts_rejections(), record.checks_grammar():
-                await self.guiding.check(guide, param, caller.name)
+                await self.guiding.check(guide, param, caller.owner)
 
     def admit(self, caller: Caller) -> RequestRecord:
         """Admit a call of the caller until ``caller.leave``, and return the request's record.

@@ -35,7 +35,7 @@ from rkserve.core.errors import (
     ResponsesFailed,
     UnsupportedParameter,
 )
-from rkserve.router.auth import ClientKey, Keys
+from rkserve.router.auth.key_ring import ClientKey, KeyRing
 from rkserve.router.response_store import ResponseStore, remove_all, too_long
 
 log = logging.getLogger(__name__)
@@ -58,11 +58,11 @@ class ResponsePeers(Protocol):
         """Remove a response from all Routers; False if none had it."""
 
 
-def owner_of(client: ClientKey | None, keys: Keys) -> str:
-    """Return the owner of a caller's responses: its key."""
+def owner_of(client: ClientKey | None, keys: KeyRing) -> str:
+    """Return the owner of a caller's responses: its key, whatever secret it has."""
     if client is not None:
-        return client.digest.hex()
-    return _ANYBODY if keys.clients is None else _OPERATOR
+        return client.id or client.digest.hex()
+    return _ANYBODY if keys.anonymous else _OPERATOR
 
 
 class Responses:

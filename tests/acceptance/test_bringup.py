@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
@@ -24,6 +25,7 @@ import pytest
 import yaml
 
 from rkserve.bench.processes import PROC, ProcessIdentity, is_alive, snapshot
+from rkserve.bringup.first_key import ADMIN_KEY
 from rkserve.bringup.processes import NodeRecord, StateFolder, end_processes
 from rkserve.core.child_process import free_port, free_ports
 from rkserve.deployments.haproxy import available
@@ -59,7 +61,12 @@ class Node:
     @property
     def state(self) -> StateFolder:
         """The folder of its record."""
-        return StateFolder(self.folder / "state", self.kind)
+        return StateFolder(self.state_folder, self.kind)
+
+    @property
+    def state_folder(self) -> Path:
+        """The folder that its commands take by themselves."""
+        return self.folder / ".local" / "state" / "rkserve"
 
     @property
     def record(self) -> NodeRecord:
@@ -71,7 +78,7 @@ class Node:
     def command(self, *words: str) -> list[str]:
         """Return a command of its operator."""
         name, *rest = words
-        state = ["--state", str(self.folder / "state")]
+        state = ["--state", str(self.state_folder)]
         return [sys.executable, "-m", "rkserve", name, *state, *rest]
 
     @property
@@ -119,7 +126,7 @@ class Node:
 
     def logs(self) -> str:
         """Return the ends of its logs."""
-        logs = sorted((self.folder / "state").glob("*.log"))
+        logs = sorted(self.state_folder.glob("*.log"))
         return "\n".join(f"{log.name}:\n{log.read_text(errors='replace')[-2000:]}" for log in logs)
 
     def end(self) -> None:
@@ -137,6 +144,13 @@ class Home:
     board: Node
     url: str
     output: str
+
+    @property
+    def admin(self) -> dict[str, str]:
+        """The header with the key that the head has made, or was started with."""
+        file = self.head.state_folder / ADMIN_KEY
+        secret = file.read_text(encoding="utf-8").strip() if file.exists() else ADMIN
+        return {"authorization": f"Bearer {secret}"}
 
 
 def serve_config(folder: Path, port: int) -> Path:
@@ -182,14 +196,15 @@ def home() -> Iterator[Home]:
 
 def boards_of(home: Home) -> dict[str, str]:
     """Return the boards with their states."""
-    rows = httpx.get(f"{home.url}/v1/boards", timeout=60).json()["data"]
+    rows = httpx.get(f"{home.url}/v1/boards", headers=home.admin, timeout=60).json()["data"]
     return {row["id"]: row["state"] for row in rows}
 
 
 def chat(home: Home) -> str:
     """Return the words of an answer of the head's own board."""
     body = {"model": CHAT, "messages": [{"role": "user", "content": "Repeat after me: here"}]}
-    response = httpx.post(f"{home.url}/v1/chat/completions", json=body, timeout=STEP_S)
+    url = f"{home.url}/v1/chat/completions"
+    response = httpx.post(url, json=body, headers=home.admin, timeout=STEP_S)
     assert response.status_code == 200, response.text
     return str(response.json()["choices"][0]["message"]["content"])
 
@@ -197,7 +212,8 @@ def chat(home: Home) -> str:
 def embedding(home: Home) -> bool:
     """Return whether the board that has joined answers."""
     body = {"model": EMBED, "input": "a word"}
-    response = httpx.post(f"{home.url}/v1/embeddings", json=body, timeout=STEP_S)
+    url = f"{home.url}/v1/embeddings"
+    response = httpx.post(url, json=body, headers=home.admin, timeout=STEP_S)
     assert response.status_code in (200, 503), response.text
     return response.status_code == 200
 
@@ -215,7 +231,7 @@ def alive(processes: list[ProcessIdentity]) -> list[int]:
 def test_a_board_is_approved_serves_and_leaves_and_the_head_ends(home: Home) -> None:
     head, board = home.head, home.board
     assert re.search(r"The Router answers at \S+ after \d+ s\.", home.output)
-    assert f"rkserve down --state {head.folder / 'state'}" in home.output
+    expect_closed(home)
     assert eventually("the head's own board answers", lambda: chat(home)) == "here"
     if available():
         answer = httpx.get(f"{home.url}/-/healthz", timeout=60)
@@ -334,7 +350,7 @@ def test_a_killed_head_comes_back_to_the_state_that_it_had_and_its_board_keeps_i
         home = Home(node, board, head.url, "")
         try:
             head.start()
-            token = new_token(node.folder / "state", 3600.0, time.time())
+            token = new_token(node.state_folder, 3600.0, time.time())
             board.run(*join(home, head.url, token), "--detach")
             eventually("the board answers", lambda: embedding(home))
             response = {"model": CHAT, "input": "Repeat after me: here"}
@@ -368,6 +384,20 @@ def parts_of(node: Node, part: str) -> list[int]:
     """The processes of a part of a node."""
     found = snapshot(PROC, [node.record.supervisor.pid])
     return [one.pid for one, (name, _) in found.items() if name == part]
+
+
+def expect_closed(home: Home) -> None:
+    """The network reaches the head, and nothing was configured: it is closed, with a key."""
+    folder = home.head.state_folder
+    assert f"--state {folder}` ends it" in home.output or "`rkserve down` ends it" in home.output
+    key = folder / ADMIN_KEY
+    assert f"an admin key was made: {key}" in home.output
+    assert stat.S_IMODE(key.stat().st_mode) == 0o600
+    secret = key.read_text(encoding="utf-8").strip()
+    logs = [one.read_text(errors="replace") for one in folder.glob("*.log")]
+    assert not any(secret in text for text in (home.output, *logs))
+    for path in ("/v1/models", "/v1/boards", "/metrics"):
+        assert httpx.get(f"{home.url}{path}", timeout=60).status_code == 401
 
 
 def join(home: Home, url: str, token: str) -> tuple[str, ...]:

@@ -86,13 +86,13 @@ def wrong(given: Any) -> str:
         pytest.param(
             {**args(), "x": 1},
             "x: unknown key 'x'; the keys here are boards, router, coordinator, catalog, "
-            "channel, state_dir.",
+            "security, channel, state_dir.",
             id="an unknown key like none",
         ),
         pytest.param(
             dict([*args().items(), (7, 1)]),
             "7: unknown key '7'; the keys here are boards, router, coordinator, catalog, "
-            "channel, state_dir.",
+            "security, channel, state_dir.",
             id="a number as key",
         ),
         pytest.param(

@@ -55,8 +55,8 @@ from rkserve.deployments.haproxy_config import (
     PROXIES,
     SPARE_CONNECTIONS,
 )
-from rkserve.http.auth import check_operator
-from rkserve.router.auth import Keys
+from rkserve.http.auth import Access, Gate
+from rkserve.router.auth.key_ring import KeyRing, Keys
 
 PATIENCE_S = 30.0
 JSON = b"application/json"
@@ -97,9 +97,10 @@ def request(client: tuple[str, int] | None) -> Request:
 
 
 def test_a_caller_that_is_hidden_is_not_taken_for_a_program_of_this_machine() -> None:
-    check_operator(request(("127.0.0.1", 1)), Keys())
-    with pytest.raises(Forbidden, match="Without an admin key"):
-        check_operator(request(None), Keys())
+    gate = Gate(KeyRing(Keys()))
+    gate.admit(request(("127.0.0.1", 1)), Access.OPERATE)
+    with pytest.raises(Forbidden, match="needs a key"):
+        gate.admit(request(None), Access.OPERATE)
 
 
 # -- the folder and the environment -------------------------------------------------------------
@@ -249,6 +250,7 @@ class Router:
     killed: threading.Event = field(default_factory=threading.Event)
     dies: bool = False  # it closes each connection when it has read a request
     asked: list[str] = field(default_factory=list)
+    headers: list[tuple[str, str]] = field(default_factory=list)  # of the last request
 
     @contextmanager
     def listening(self) -> Iterator[int]:
@@ -261,9 +263,10 @@ class Router:
 
             def requests(self) -> None:
                 while line := self.rfile.readline():
-                    length = 0
+                    length, router.headers = 0, []
                     while (header := self.rfile.readline()).strip():
                         name, _, value = header.decode().partition(":")
+                        router.headers.append((name.lower(), value.strip()))
                         length = int(value) if name.lower() == "content-length" else length
                     self.rfile.read(length)
                     router.asked.append(line.split()[1].decode())
@@ -449,6 +452,44 @@ def test_a_client_that_leaves_is_seen_although_its_request_came_in_two_segments(
         assert router.complete.wait(PATIENCE_S)
         client.close()
         assert router.left.wait(PATIENCE_S)
+
+
+@with_haproxy
+@pytest.mark.parametrize(
+    ("sent", "seen"),
+    [
+        pytest.param([], [], id="nothing"),
+        pytest.param(
+            [("x-rkserve-client", "203.0.113.7"), ("X-RKSERVE-CLIENT", "203.0.113.8")],
+            [],
+            id="a forged address",
+        ),
+        pytest.param(
+            [("x-forwarded-for", "203.0.113.7"), ("X-Forwarded-For", "127.0.0.1")],
+            [("x-rkserve-forwarded", "1")],
+            id="another proxy before it, or one that pretends to be",
+        ),
+        pytest.param([("x-rkserve-forwarded", "0")], [], id="a forged mark"),
+        pytest.param([("x-request-id", "a-b_9")], [("x-request-id", "a-b_9")], id="a request id"),
+        pytest.param([("x-request-id", 'a" forged')], [], id="an odd request id"),
+        pytest.param([("x-request-id", "x" * 65)], [], id="a long request id"),
+        pytest.param([("x-request-id", "a"), ("x-request-id", "b")], [], id="two request ids"),
+    ],
+)
+def test_routers_get_the_address_that_haproxy_sees_whatever_its_client_says(
+    opened_front: Callable[..., Front],
+    sent: list[tuple[str, str]],
+    seen: list[tuple[str, str]],
+) -> None:
+    router = Router()
+    with opened_front(router).running() as one, one.client("127.0.0.2") as client:
+        client.putrequest("GET", "/v1/models", skip_accept_encoding=True)
+        for name, value in sent:
+            client.putheader(name, value)
+        client.endheaders()
+        assert client.getresponse().read() == b"ok"
+    found = [(name, value) for name, value in router.headers if name.startswith("x-")]
+    assert sorted(found) == sorted([("x-rkserve-client", "127.0.0.2"), *seen])
 
 
 @with_haproxy

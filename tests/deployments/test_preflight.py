@@ -17,14 +17,18 @@ import yaml
 from ray.serve.exceptions import RayServeException
 
 from rkserve.app import build
+from rkserve.bringup.first_key import create_in_ledger
 from rkserve.core.child_process import free_port
 from rkserve.core.errors import ConfigError
+from rkserve.deployments import preflight
 from rkserve.deployments.haproxy import BINARY, FLAG, available, check_environ, own_environ
 from rkserve.deployments.preflight import (
     _check_given,
     check_file,
+    check_key,
     check_token,
     end_waiting,
+    lacks_key,
     main,
 )
 from tests.support.paths import PROJECT
@@ -318,3 +322,71 @@ def test_an_end_takes_replicas_that_no_process_was_started_for() -> None:
 
     end_waiting(pending, kill)
     assert ended == ["waits", "waits, too"]
+
+
+# -- a service that the network reaches -----------------------------------------------------------
+
+
+def exposed(tmp_path: Path, host: str = "0.0.0.0", **args: Any) -> Path:
+    """Return the file of a service with its ledger in a folder of the test."""
+    content = configured(coordinator={"data_dir": str(tmp_path / "data")}, **args)
+    content["http_options"]["host"] = host
+    return written(tmp_path, content)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.2"])
+def test_a_service_that_the_network_reaches_needs_a_key(tmp_path: Path, host: str) -> None:
+    file = exposed(tmp_path, host)
+    with pytest.raises(ConfigError) as caught:
+        check_key(file)
+    assert f"rkserve keys create admin --scope admin --config {file}" in str(caught.value)
+    create_in_ledger(file, {"name": "team"})
+    check_key(file)
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        pytest.param({"security": {"open": True}}, id="open on purpose"),
+        pytest.param({"router": {"admin_key": "x"}}, id="an admin key"),
+        pytest.param({"router": {"admin_key_file": "/etc/key"}}, id="a file with an admin key"),
+        pytest.param({"router": {"api_keys_file": "/etc/keys"}}, id="a file of keys"),
+    ],
+)
+def test_a_service_with_a_key_or_open_on_purpose_starts(
+    tmp_path: Path, args: dict[str, Any]
+) -> None:
+    assert not lacks_key(exposed(tmp_path, **args))
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost"])
+def test_a_service_of_this_machine_needs_no_key(tmp_path: Path, host: str) -> None:
+    assert not lacks_key(exposed(tmp_path, host))
+
+
+def test_the_admin_key_of_the_environment_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = exposed(tmp_path)
+    assert lacks_key(file)
+    monkeypatch.setenv("RKSERVE_ADMIN_KEY", "secret")
+    assert not lacks_key(file)
+
+
+def test_serve_run_is_refused_without_a_key_in_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = exposed(tmp_path)
+    monkeypatch.setattr(preflight, "_is_running", lambda _address: False)
+    monkeypatch.setattr(sys, "argv", ["serve", "run", str(file)])
+    with pytest.raises(SystemExit):
+        preflight.main()
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert "there is no key" in said
+
+
+def test_the_example_for_boards_needs_a_key(tmp_path: Path) -> None:
+    content = yaml.safe_load((PROJECT / "cluster/serve_config.rk3588.yaml").read_text())
+    content["applications"][0]["args"]["coordinator"] = {"data_dir": str(tmp_path / "data")}
+    assert lacks_key(written(tmp_path, content))

@@ -16,8 +16,10 @@ from ray.serve.exceptions import DeploymentUnavailableError
 from starlette.types import Message
 
 from rkserve.core.errors import CoordinatorAway, OperationNotFound, RkserveError
+from rkserve.deployments.haproxy_config import CLIENT_HEADER
 from rkserve.deployments.replica import Node
-from rkserve.deployments.router import RayCoordinatorLink, _until_gone, router_name
+from rkserve.deployments.router import ProxyPeers, RayCoordinatorLink, _until_gone, router_name
+from rkserve.http.auth import PEER
 
 pytestmark = pytest.mark.virtual_time
 
@@ -150,3 +152,42 @@ def test_a_router_without_a_state_folder_is_called_by_its_replica(tmp_path: Path
     (tmp_path / "file").touch()
     slot, name = router_name(tmp_path / "file", Node("head", is_head=True), "abcdefghij")
     assert (slot, name) == (None, "abcdefgh")
+
+
+# -- clients behind HAProxy -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("peer", "header", "address"),
+    [
+        pytest.param("127.0.0.1", "203.0.113.7", "203.0.113.7", id="HAProxy of this machine"),
+        pytest.param("10.0.0.2", "203.0.113.7", "203.0.113.7", id="HAProxy of another node"),
+        pytest.param("203.0.113.9", "203.0.113.7", "203.0.113.9", id="a client that pretends"),
+        pytest.param("127.0.0.1", None, "127.0.0.1", id="a program of this machine"),
+        pytest.param(None, None, "unknown", id="no address"),
+    ],
+)
+@pytest.mark.parametrize("local_only", [True, False])
+async def test_only_a_node_may_name_another_address_as_its_client(
+    peer: str | None, header: str | None, address: str, local_only: bool
+) -> None:
+    peers = ProxyPeers(local_only=local_only, nodes=lambda: ["10.0.0.1", "10.0.0.2"])
+    client = None if peer is None else (peer, 1)
+    headers = [] if header is None else [(CLIENT_HEADER.encode(), header.encode())]
+    found = peers.named({"type": "http", "client": client, "headers": headers})
+    assert found[PEER] == address
+    assert found["client"] == (client if local_only else None)
+
+
+async def test_the_nodes_are_looked_up_at_most_once_in_a_while() -> None:
+    looked: list[int] = []
+
+    def nodes() -> list[str]:
+        looked.append(1)
+        return []
+
+    peers = ProxyPeers(local_only=False, nodes=nodes)
+    scope = {"client": ("203.0.113.9", 1), "headers": [(CLIENT_HEADER.encode(), b"x")]}
+    for _ in range(100):
+        peers.named(scope)
+    assert len(looked) == 1

@@ -22,7 +22,8 @@ from rkserve.config.router import RouterConfig
 from rkserve.core.errors import OperationConflict
 from rkserve.core.messages import Delta
 from rkserve.core.run_params import Scored
-from rkserve.http.openapi import JSON, Access, ApiDescription, Endpoint, ErrorShape, document
+from rkserve.http.auth import Access
+from rkserve.http.openapi import JSON, ApiDescription, Endpoint, ErrorShape, document
 from scripts.api_page import HOST, curl
 from tests.support.boards.fake_boards import answer
 from tests.support.boards.own_time import run_loop
@@ -258,7 +259,7 @@ def test_a_body_that_is_no_object_is_refused_as_declared(
 
 @pytest.mark.parametrize("one", ENDPOINTS, ids=ident)
 def test_who_may_call_is_declared(locked: ReferenceHouse, one: Endpoint) -> None:
-    refused = {Access.OPEN: None, Access.CLIENT: 401, Access.OPERATOR: 403}[one.access]
+    refused = {Access.OPEN: None, Access.OPERATE: 403, Access.ADMIN: 403}.get(one.access, 401)
     status = call(locked, one).status_code
     if refused is None:
         assert status == 200

@@ -1,5 +1,5 @@
-"""The Coordinator's durable records on the head's disk: desired state, operations with their
-idempotency keys, and the audit log.
+"""The Coordinator's durable records on the head's disk: desired state, API keys, operations with
+their idempotency keys, and the audit log.
 
 One SQLite file with one writer. Every call returns after the data is on the disk: nothing may be
 sent to a board that a power cut could undo. Calls block for one synchronous write; the Coordinator
@@ -65,6 +65,14 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
     (
         "CREATE TABLE caches (model TEXT NOT NULL, name TEXT NOT NULL, value TEXT NOT NULL, "
         "PRIMARY KEY (model, name))",
+    ),
+    (
+        "CREATE TABLE api_keys (number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, "
+        "value TEXT NOT NULL, used_s REAL)",
+        "CREATE TABLE api_key_table (id INTEGER PRIMARY KEY CHECK (id = 1), "
+        "revision INTEGER NOT NULL)",
+        "CREATE TABLE api_key_calls (number INTEGER PRIMARY KEY AUTOINCREMENT, "
+        "key TEXT NOT NULL UNIQUE, fingerprint TEXT NOT NULL, value TEXT NOT NULL)",
     ),
 )
 
@@ -166,7 +174,7 @@ class Ledger:
 
     def desired(self) -> Desired:
         """Return the desired state; in a new ledger it is empty at epoch 0."""
-        rows = self._rows("SELECT value FROM desired")
+        rows = self.rows("SELECT value FROM desired")
         return read_desired(rows[0][0]) if rows else Desired()
 
     def write(
@@ -181,7 +189,7 @@ class Ledger:
         Raises:
             LedgerFailed: the disk is full, for example; nothing was written.
         """
-        with self._transaction() as database:
+        with self.transaction() as database:
             if desired is not None:
                 database.execute(
                     "INSERT INTO desired VALUES (1, ?) "
@@ -195,8 +203,12 @@ class Ledger:
                     (one.id, one.state.value, one.key, write_operation(one)),
                 )
             for line in audit:
-                database.execute("INSERT INTO audit (value) VALUES (?)", (_write_line(line),))
-                self._forget(database)
+                self.append(database, line)
+
+    def append(self, database: sqlite3.Connection, line: AuditEntry) -> None:
+        """Add an entry to the audit log in a transaction."""
+        database.execute("INSERT INTO audit (value) VALUES (?)", (_write_line(line),))
+        self._forget(database)
 
     def _forget(self, database: sqlite3.Connection) -> None:
         """Delete the oldest audit entries, and the oldest ended operations with their keys."""
@@ -211,14 +223,14 @@ class Ledger:
 
     def caches(self) -> list[DesiredCache]:
         """Return the desired named prompt caches, and the deleted ones."""
-        rows = self._rows("SELECT value FROM caches ORDER BY model, name")
+        rows = self.rows("SELECT value FROM caches ORDER BY model, name")
         return [read_cache(value) for (value,) in rows]
 
     def write_caches(
         self, kept: Iterable[DesiredCache], forgotten: Iterable[DesiredCache] = ()
     ) -> None:
         """Store named prompt caches, and delete others. Raises ``LedgerFailed``."""
-        with self._transaction() as database:
+        with self.transaction() as database:
             for one in kept:
                 database.execute(
                     "INSERT INTO caches VALUES (?, ?, ?) "
@@ -268,7 +280,7 @@ class Ledger:
         return [_read_line(value) for (value,) in rows]
 
     def _operations(self, which: str, *values: Any) -> list[ControlOperation]:
-        rows = self._rows(f"SELECT value FROM operations {which}", *values)  # noqa: S608 - constants
+        rows = self.rows(f"SELECT value FROM operations {which}", *values)  # noqa: S608 - constants
         return [read_operation(value) for (value,) in rows]
 
     def _many(self, which: str, *values: Any) -> list[ControlOperation]:
@@ -281,7 +293,8 @@ class Ledger:
         with self._one_reads:
             return self._fetch(self._reading, query, values)
 
-    def _rows(self, query: str, *values: Any) -> list[tuple[Any, ...]]:
+    def rows(self, query: str, *values: Any) -> list[tuple[Any, ...]]:
+        """Return the rows of a query. Raises ``LedgerFailed``."""
         return self._fetch(self._database, query, values)
 
     def _fetch(
@@ -293,7 +306,8 @@ class Ledger:
             raise LedgerFailed(f"The ledger {self.file} cannot be read: {exc}.") from exc
 
     @contextmanager
-    def _transaction(self) -> Iterator[sqlite3.Connection]:
+    def transaction(self) -> Iterator[sqlite3.Connection]:
+        """Have everything in a block written, or nothing. Raises ``LedgerFailed``."""
         try:
             with atomic(self._database):
                 yield self._database

@@ -31,7 +31,10 @@
     |   +-- StateConflict            409  state_conflict
     |   +-- Forbidden                403  forbidden
     |   |   +-- OriginNotAllowed     403  origin_not_allowed
+    |   |   +-- ModelNotAllowed      403  model_not_allowed
     |   +-- InvalidApiKey            401  invalid_api_key
+    |   +-- KeyNotFound              404  key_not_found
+    |   +-- KeyExists                409  key_exists
     |   +-- OperationNotFound        404  operation_not_found
     |   +-- OperationConflict        409  operation_conflict
     |   +-- JoinRefused              409  join_refused
@@ -50,6 +53,8 @@
     +-- QueueTimeout                 503  queue_timeout
     +-- RateLimited                  429  rate_limit_exceeded
     +-- TooManyViewers               429  too_many_viewers
+    +-- TooManyWrongKeys             429  too_many_wrong_keys
+    +-- KeysUnknown                  503  keys_unknown
     +-- DeadlineUnreachable          503  deadline_unreachable
     +-- DeadlineExceeded             504  deadline_exceeded
     +-- BoardTimeExceeded            504  board_time_exceeded
@@ -98,5 +103,6 @@ positionally, to ``super().__init__``.
 
 from __future__ import annotations
 
+from rkserve.core.errors.access import *  # noqa: F403 - as below
 from rkserve.core.errors.boards import *  # noqa: F403 - the tree above names every class
 from rkserve.core.errors.requests import *  # noqa: F403 - as above

@@ -453,13 +453,6 @@ class StaleWeights(RequestError):
     code = "stale_weights"
 
 
-class InvalidApiKey(RequestError):
-    """The call needs a key, and the given one is unknown."""
-
-    http_status = 401
-    code = "invalid_api_key"
-
-
 class EnginePaused(RkserveError):
     """The requested part is paused in a mode that accepts no new requests."""
 

@@ -379,32 +379,6 @@ class StateConflict(RequestError):
         return f"{sentence} {self.hint}" if self.hint else sentence
 
 
-class Forbidden(RequestError):
-    """The call needs the admin key, or must come from this machine."""
-
-    http_status = 403
-    code = "forbidden"
-
-
-class OriginNotAllowed(Forbidden):
-    """A web page of another origin made the request."""
-
-    code = "origin_not_allowed"
-
-    def __init__(self, origin: str | None) -> None:
-        RkserveError.__init__(self, origin)
-        self.origin = origin
-
-    @property
-    def message(self) -> str:
-        """The sentence for the user."""
-        page = "another site" if self.origin is None else f"'{self.origin[:80]}'"
-        return (
-            f"Requests by web pages of {page} are refused. To allow them, add the page's origin to "
-            "router.allowed_origins in serve_config.yaml."
-        )
-
-
 class TooManyViewers(RkserveError):
     """As many clients as are allowed watch the cluster already."""
 

@@ -320,7 +320,7 @@ class ClusterView:
                 location.progress.asked.model,
                 boards.get(location.replica or "", ""),
                 location.progress.times,
-                terms.flow,
+                self._service.callers.name_of(terms.flow),
             )
 
 

@@ -55,7 +55,7 @@ from rkserve.core.messages import (
 from rkserve.core.request_record import RequestRecord, record_of_request
 from rkserve.core.run_params import Pooling
 from rkserve.models.settings import EmbeddingSettings
-from rkserve.router.auth import Caller, queue_terms
+from rkserve.router.auth.callers import Caller, queue_terms
 from rkserve.router.off_loop import off_loop
 from rkserve.router.queue.admission import QueueTerms
 from rkserve.router.service import Service

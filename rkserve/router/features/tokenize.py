@@ -24,7 +24,7 @@ from rkserve.api.openai.tokenize import (
     tokenizer_info,
 )
 from rkserve.core.errors import UnsupportedParameter
-from rkserve.router.auth import Caller
+from rkserve.router.auth.callers import Caller
 from rkserve.router.off_loop import off_loop
 from rkserve.router.served_models import ServedModel
 from rkserve.router.service import Service, read_call
@@ -143,7 +143,7 @@ class Tokenization:
         it.
         """
         models = self._service.models
-        return models.only if asked is None else (await models.resolve(asked)).model
+        return (await models.resolve(models.only if asked is None else asked)).model
 
 
 def _tokenize(served: ServedModel, call: TokenizeCall) -> TokensAnswer:

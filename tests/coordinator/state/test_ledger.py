@@ -217,11 +217,11 @@ def test_a_ledger_is_copied_before_its_values_are_converted(tmp_path: Path) -> N
         ledger._database.execute(
             "UPDATE desired SET value = replace(value, ?, ?)", (f'"schema":{SCHEMA}', '"schema":1')
         )
-        before = ledger._rows("SELECT value FROM desired")
+        before = ledger.rows("SELECT value FROM desired")
     for _ in range(2):
         with closing(Ledger.open(tmp_path)) as ledger:
             assert ledger.desired() == Desired(epoch=4)
-            assert f'"schema":{SCHEMA}' in ledger._rows("SELECT value FROM desired")[0][0]
+            assert f'"schema":{SCHEMA}' in ledger.rows("SELECT value FROM desired")[0][0]
             ledger.write(desired=Desired(epoch=5))
             ledger.write(desired=Desired(epoch=4))
     copy = tmp_path / f"{FILE}.bak-{len(MIGRATIONS)}.1"

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rkserve.control.calls import DeclaredArtifact, OperationKind, OperationRequest
+from rkserve.control.keys import CreateKey, KeyOutcome, KeyRequest, changed
 from rkserve.control.operations import (
     BoardOutcome,
     ControlOperation,
@@ -17,6 +18,7 @@ from rkserve.control.operations import (
     OperationState,
     ResultStatus,
 )
+from rkserve.core.api_keys import ApiKey, KeyScope, KeyTable
 from rkserve.core.desired_state import AdapterVersion, AdapterVersions, Desired, DesiredCache
 from rkserve.core.errors import CoordinatorAway, OperationNotFound
 from rkserve.core.messages import AdapterRef
@@ -47,6 +49,7 @@ class FakeHead:
     """
 
     desired: Desired = field(default_factory=Desired)
+    keys: KeyTable = field(default_factory=KeyTable)
     says: dict[str, Any] = field(default_factory=dict)
     results: Mapping[str, BoardOutcome] = field(
         default_factory=lambda: {"a": BoardOutcome(ResultStatus.OK, 12.5)}
@@ -59,7 +62,7 @@ class FakeHead:
         assert timeout_s > 0
         if self.away:
             raise CoordinatorAway("The Coordinator cannot be reached (test).")
-        if method != "desired":
+        if method not in ("desired", "api_keys"):
             self.asked.append((method, args))
         await asyncio.sleep(0)
         name = f"{method}_model" if self._is_of_model(method, args) else method
@@ -122,6 +125,23 @@ class FakeHead:
 
     def _kept_caches(self, _model: str) -> list[dict[str, object]]:
         return []
+
+    async def _api_keys(
+        self, _router: str, revision: int, wait_s: float, _used: Mapping[str, float]
+    ) -> KeyTable:
+        if self.keys.revision == revision:
+            await asyncio.sleep(min(wait_s, 0.01))
+        return self.keys
+
+    def _change_key(self, call: KeyRequest) -> KeyOutcome:
+        if isinstance(call.change, CreateKey):
+            self.keys, key = changed(self.keys, call, 1.0)
+        else:
+            key = ApiKey(call.change.key_id, "team", "00", "rks-0000...0000", (KeyScope.INFER,))
+        return KeyOutcome(key, self.keys.revision)
+
+    def _listed_keys(self) -> list[tuple[ApiKey, float | None]]:
+        return [(one, 2.0) for one in self.keys.keys]
 
     def _audit(self, limit: int) -> list[dict[str, Any]]:
         return [{"who": "local", "kind": "pause"}][:limit]

@@ -59,7 +59,9 @@ def two_routers(ray_cluster: LocalCluster) -> App:
         ray_cluster.simulated(BRIEF, 1, model=str(model), pause_timeout_s=0.4, simulated=strict),
     ]
     router = {"replicas": 2, "ping_s": 0.2, "admin_key": KEY}
-    ray_cluster.deploy("pause", {"boards": groups, "router": router})
+    # A key that a test makes must not close the application to those of the others.
+    args = {"boards": groups, "router": router, "security": {"open": True}}
+    ray_cluster.deploy("pause", args)
     ray_cluster.shared.append("pause")
     deployed = App(ray_cluster, "pause", "pause", 2)
     deployed.ready()

@@ -274,10 +274,12 @@ class ReferenceHouse:
         await self.service.fleet.refresh()
         await self.cluster.refresh()
 
-    async def __call__(self, method: str, url: str, **rest: Any) -> httpx.Response:
-        """Make one request from this machine."""
+    async def __call__(
+        self, method: str, url: str, *, host: str = "127.0.0.1", **rest: Any
+    ) -> httpx.Response:
+        """Make one request from a machine, by default this one."""
         await self.refresh()
-        transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
+        transport = httpx.ASGITransport(self.app, raise_app_exceptions=False, client=(host, 123))
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             return await client.request(method, url, **rest)
 

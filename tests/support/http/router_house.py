@@ -20,6 +20,7 @@ from rkserve.core.metrics import RouterMetrics
 from rkserve.core.request_record import Tracing
 from rkserve.http.app import make_app
 from rkserve.models.folder import open_model_folder
+from rkserve.router.auth.key_ring import KeyRing
 from rkserve.router.cluster_metrics import ClusterMetrics
 from rkserve.router.coordinator_client import CoordinatorClient
 from rkserve.router.dispatch.dispatch import open_dispatch, open_fleet
@@ -82,6 +83,11 @@ class House:
         self.responses = Responses(config, self.kept or Path(), self.others)
         self.view = ClusterView(self.service, peers=self.viewers, clock=self.clock)
         self.feed = ViewFeed(self.view, self.service)
+        self.use_metrics(ClusterMetrics(self.service))
+
+    def use_keys(self, keys: KeyRing) -> None:
+        """Take these keys in the place of the configured ones."""
+        self.service.keys = keys
         self.use_metrics(ClusterMetrics(self.service))
 
     def use_metrics(self, metrics: ClusterMetrics) -> None:

@@ -1,0 +1,109 @@
+"""Keys that are made before a cluster runs: in its ledger, which no Coordinator has open."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rkserve.api.admin.keys import KeyBody, NewKeyAnswer, new_key_answer
+from rkserve.api.json.schemas import read_model
+from rkserve.bringup.settings import HEAD
+from rkserve.config.serve_config import RkserveConfig
+from rkserve.control.keys import CreateKey, KeyRequest, SecretDigest
+from rkserve.coordinator.state.api_keys import create_offline
+from rkserve.core.api_keys import digest_of, hint_of, new_secret
+from rkserve.core.errors import ConfigError
+from rkserve.core.files import replace_private
+from rkserve.deployments import preflight
+
+ADMIN_KEY = "admin_key"  # the file with the secret of the first key, in the head's state folder
+NAME = "admin"
+WHO = "local"
+
+
+def create_in_ledger(config: Path, body: Mapping[str, Any]) -> NewKeyAnswer:
+    """Make a key of the cluster of a configuration file, which does not run.
+
+    Raises:
+        ConfigError: the configuration is wrong.
+        LedgerFailed: its Coordinator runs, or the ledger cannot be written.
+        RequestError: the key is refused.
+    """
+    return _create(one_of(config), read_model(KeyBody, dict(body)))
+
+
+def first_key(config: Path, state: Path) -> Path | None:
+    """Make an admin key if the configuration needs a key and there is none; return the file of its
+    secret.
+
+    The secret is written before its digest: no start leaves a key whose secret nobody has.
+
+    Raises:
+        ConfigError, LedgerFailed: the file or the ledger cannot be written.
+    """
+    if not preflight.lacks_key(config):
+        return None
+    file = state / ADMIN_KEY
+    secret = new_secret()
+    try:
+        replace_private(file, f"{secret}\n")
+    except OSError as exc:
+        raise ConfigError(f"{file} cannot be written: {exc}.") from exc
+    _create(one_of(config), KeyBody(name=NAME, scopes=["admin"]), secret)
+    return file
+
+
+def one_of(config: Path) -> RkserveConfig:
+    """Return the settings of the one application of a file. Raises ``ConfigError``."""
+    found = preflight.applications(preflight.read(config))
+    if len(found) != 1:
+        raise ConfigError(f"{config} has {len(found)} applications of rkserve; keys need one.")
+    return found[0]
+
+
+def _create(config: RkserveConfig, body: KeyBody, secret: str = "") -> NewKeyAnswer:
+    secret = secret or new_secret()
+    change = CreateKey(
+        body.name, body.key_scopes(), tuple(body.models or ()), body.limits(), body.expires_in_s
+    )
+    digest = SecretDigest(digest_of(secret.encode()).hex(), hint_of(secret))
+    folder = config.coordinator.data_dir.expanduser()
+    outcome = create_offline(folder, KeyRequest(change, digest, who=WHO))
+    return new_key_answer(outcome.key, secret)
+
+
+def own_secret(state: Path, url: str) -> str | None:
+    """Return the secret of the first key if ``url`` is that of the head with this state folder.
+
+    None as well if this account may not read it: the answer to a call says what it lacks.
+    """
+    try:
+        record = json.loads((state / f"{HEAD}.json").read_text(encoding="utf-8"))
+        secret = (state / ADMIN_KEY).read_text(encoding="utf-8").strip()
+        urls = {record["url"], record["join_url"]}
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return secret if url in urls else None
+
+
+def known_key(config: Path, state: Path) -> str | None:
+    """Return a key with which the head may ask its own Router; None if it knows none.
+
+    Raises ``ConfigError``: the configuration is wrong.
+    """
+    found: list[Path] = []
+    for one in preflight.applications(preflight.read(config)):
+        if one.router.admin_key is not None:
+            return one.router.admin_key.get_secret_value().strip()
+        found += [file for file in (one.router.admin_key_file, one.router.api_keys_file) if file]
+    for file in (*found, state / ADMIN_KEY):
+        try:
+            lines = file.expanduser().read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError):
+            continue  # the Router says what is wrong with a file of its own
+        words = [line.split()[0] for line in lines if line.strip() and line.strip()[0] != "#"]
+        if words:
+            return words[0]
+    return None

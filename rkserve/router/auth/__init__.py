@@ -1,0 +1,1 @@
+"""Access control of a Router: its keys, their owners, and the limits of each."""

@@ -1,0 +1,203 @@
+"""Callers, and the limits of each caller.
+
+Each limit per minute is a token bucket that holds one minute's worth. A prompt's tokens are counted
+on admission; generated tokens and board time are counted as they occur, which may take a bucket
+below zero.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+
+from rkserve.api.json.fields import quoted
+from rkserve.config.router import RouterConfig
+from rkserve.core.api_keys import CallerLimits
+from rkserve.core.block_hashes import owned
+from rkserve.core.errors import RateLimited, RequestError
+from rkserve.core.key_usage import KeyUsage
+from rkserve.core.metrics import NO_KEY, OTHER_KEYS, RouterMetrics
+from rkserve.router.auth.key_ring import ClientKey, Keys
+from rkserve.router.queue.admission import ANONYMOUS, QueueTerms
+
+MINUTE_S = 60.0
+
+
+@dataclass(slots=True)
+class _Bucket:
+    per_minute: int
+    level: float
+    seen_s: float
+
+    @classmethod
+    def full(cls, per_minute: int | None, now_s: float) -> _Bucket | None:
+        return None if per_minute is None else cls(per_minute, per_minute, now_s)
+
+    def fill(self, now_s: float) -> None:
+        gained = (now_s - self.seen_s) * self.per_minute / MINUTE_S
+        self.level = min(float(self.per_minute), self.level + max(0.0, gained))
+        self.seen_s = now_s
+
+    def wait_s(self, level: float) -> int:
+        """Return the seconds until the bucket reaches a level."""
+        return max(1, math.ceil((level - self.level) * MINUTE_S / self.per_minute))
+
+
+class Caller:
+    """The owner of a key, with its usage at one Router. All calls without a key have one owner."""
+
+    def __init__(
+        self,
+        owner: str,
+        limits: CallerLimits,
+        clock: Callable[[], float] | None = None,
+        usage: KeyUsage | None = None,
+        name: str | None = None,
+    ) -> None:
+        """``owner`` is the identity of the key, and ``name`` its name, if that differs. ``clock``
+        returns the time in seconds; None is the monotonic clock. ``usage`` are the metrics of its
+        key.
+        """
+        self.owner, self.name, self.limits = owner, owner if name is None else name, limits
+        self._usage = usage
+        self._clock = clock
+        self.running = 0
+        now_s = self._now_s()
+        self._requests = _Bucket.full(limits.requests_per_minute, now_s)
+        self._tokens = _Bucket.full(limits.tokens_per_minute, now_s)
+        self._board = _Bucket.full(limits.board_seconds_per_minute, now_s)
+
+    def enter(self) -> None:
+        """Admit a call until ``leave``. Raises ``RateLimited``; then nothing was counted."""
+        concurrent = self.limits.concurrent
+        if concurrent is not None and self.running >= concurrent:
+            raise RateLimited(f"{concurrent} calls at once", 1)
+        for bucket, unit in ((self._tokens, "tokens"), (self._board, "s of board time")):
+            if bucket is not None:
+                bucket.fill(self._now_s())
+                if bucket.level <= 0:
+                    raise RateLimited(f"{bucket.per_minute} {unit} per minute", bucket.wait_s(1.0))
+        if (bucket := self._requests) is not None:
+            bucket.fill(self._now_s())
+            if bucket.level < 1:
+                raise RateLimited(f"{bucket.per_minute} requests per minute", bucket.wait_s(1.0))
+            bucket.level -= 1
+        self.running += 1
+        if self._usage is not None:
+            self._usage.called()
+
+    def spend(self, prompt: int = 0, completion: int = 0) -> None:
+        """Count tokens read and generated."""
+        if self._tokens is not None:
+            self._tokens.fill(self._now_s())
+            self._tokens.level -= prompt + completion
+        if self._usage is not None:
+            self._usage.spent(prompt=prompt, completion=completion)
+
+    def use_board(self, seconds: float) -> None:
+        """Count board time of a request, including pauses on the board."""
+        if self._board is not None:
+            self._board.fill(self._now_s())
+            self._board.level -= seconds
+        if self._usage is not None:
+            self._usage.used_board(seconds)
+
+    def salt(self, salt: str) -> str:
+        """Return the salt of its calls, of which ``salt`` is the one in the call.
+
+        Keys share no KV cache: the time to the first token would tell one what another has sent.
+        """
+        return salt if self.owner == ANONYMOUS else owned(self.owner, salt)
+
+    def leave(self) -> None:
+        """End an admitted call."""
+        self.running -= 1
+
+    def _now_s(self) -> float:
+        return time.monotonic() if self._clock is None else self._clock()
+
+
+class Callers:
+    """The owners of all keys, with their usage at one Router."""
+
+    def __init__(self, keys: Keys, metrics: RouterMetrics, counted_keys: int) -> None:
+        """The first ``counted_keys`` names of keys have metrics of their own; those of the
+        configured file begin.
+        """
+        self._metrics, self._counted_keys = metrics, counted_keys
+        self._counted: set[str] = set()
+        self.anybody = Caller(ANONYMOUS, CallerLimits(), usage=metrics.key_usage(NO_KEY))
+        self._known: dict[str, Caller] = {}
+        for key in keys.clients or ():
+            self.of(key)
+        self._configured = frozenset(self._known)
+
+    def of(self, key: ClientKey | None) -> Caller:
+        """Return the owner of a key; None is the anonymous one."""
+        if key is None:
+            return self.anybody
+        found = self._known.get(key.owner)
+        if found is None:
+            usage = self._metrics.key_usage(self._counted_name(key.name))
+            found = Caller(key.owner, key.limits, usage=usage, name=key.name)
+            self._known[key.owner] = found
+        return found
+
+    def name_of(self, owner: str) -> str:
+        """Return the name of a key's owner; empty for the anonymous one."""
+        found = self._known.get(owner)
+        return owner if found is None else found.name
+
+    def keep(self, ids: Collection[str]) -> None:
+        """Forget the owners of the cluster's keys that are not among ``ids``."""
+        gone = self._known.keys() - self._configured - set(ids)
+        for owner in gone:
+            del self._known[owner]
+
+    def _counted_name(self, name: str) -> str:
+        if name not in self._counted and len(self._counted) >= self._counted_keys:
+            return OTHER_KEYS
+        self._counted.add(name)
+        return name
+
+
+def queue_terms(
+    caller: Caller,
+    config: RouterConfig,
+    arrived_s: float,
+    *,
+    priority: int | None,
+    timeouts_s: Iterable[float | None],
+) -> QueueTerms:
+    """Return the queue terms of a call's requests.
+
+    The shortest of several timeouts counts, which its headers and its body give. Without a
+    priority, a call gets the usual one, or the most urgent that its key allows.
+
+    Raises:
+        RequestError: the priority is outside of the allowed range.
+    """
+    limits = caller.limits
+    least = config.priority_min
+    if limits.min_priority is not None:
+        least = max(least, limits.min_priority)
+    if priority is None:
+        priority = max(0, least)
+    if not least <= priority <= config.priority_max:
+        raise RequestError(
+            f"Invalid 'priority': expected a value from {least} to {config.priority_max}, "
+            f"but got {quoted(priority)}.",
+            "priority",
+        )
+    limit_s = min((one for one in timeouts_s if one is not None), default=config.request_timeout_s)
+    return QueueTerms(
+        flow=caller.owner,
+        weight=limits.weight,
+        priority=priority,
+        deadline_s=None if limit_s is None else arrived_s + limit_s,
+        timeout_s=limit_s or 0.0,
+        use=lambda _, seconds: caller.use_board(seconds),
+        came_s=arrived_s,
+    )
