@@ -26,6 +26,7 @@ _WHO = {
     Access.CONTROL: "keys with `infer` or `operate`",
     Access.LIST: "keys with `infer` or `read`",
     Access.READ: "keys with `read`",
+    Access.FIGURES: "keys with `read` or `operate`",
     Access.OPERATE: "keys with `operate`",
     Access.ADMIN: "keys with `admin`",
 }

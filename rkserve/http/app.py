@@ -34,11 +34,11 @@ from rkserve.http.key_routes import add_keys
 from rkserve.http.log_routes import add_logs
 from rkserve.http.openai_routes import add_openai
 from rkserve.http.openapi import (
+    FIGURES,
     GENERATION,
     JSON,
     OPEN,
     PLAIN,
-    READ,
     SERVICE,
     DescribedRoute,
     EndpointAnswer,
@@ -71,6 +71,10 @@ NO_TELEMETRY: Any = {
     "operation_spans": False,
     "auto_configure": False,
 }
+
+
+# A model's text is no page, whatever a browser that opens it finds in it.
+NO_SNIFFING = (b"x-content-type-options", b"nosniff")
 
 
 def make_app(
@@ -174,7 +178,7 @@ def _add_health(route: Routes, service: Service, metrics: ClusterMetrics) -> Non
             raise NoBoard(waiting[0], service.fleet.why_not_ready(waiting[0]))
         return JSONResponse(ReadyAnswer(status="ready"))
 
-    @route("GET /metrics", READ, EndpointAnswer(200, "The metrics.", {PLAIN: str}))
+    @route("GET /metrics", FIGURES, EndpointAnswer(200, "The metrics.", {PLAIN: str}))
     async def scrape(_: Request) -> PlainTextResponse:
         """Export the metrics of the whole cluster in Prometheus' text format."""
         return PlainTextResponse(await metrics.text(), media_type=CONTENT_TYPE_LATEST)
@@ -213,9 +217,10 @@ class _Recorded:
                 record.status = message["status"]
                 record.route = getattr(scope.get("route"), "path", "unknown")
                 self._service.metrics.requests.labels(record.route, str(record.status)).inc()
+                more = [] if _has_type_rule(message) else [NO_SNIFFING]
                 if record.trace is not None:
-                    header = (b"traceparent", record.trace.traceparent.encode())
-                    message = {**message, "headers": [*message["headers"], header]}
+                    more.append((b"traceparent", record.trace.traceparent.encode()))
+                message = {**message, "headers": [*message["headers"], *more]}
             await send(message)
 
         try:
@@ -226,6 +231,10 @@ class _Recorded:
         finally:
             record.route = record.route or getattr(scope.get("route"), "path", "unknown")
             log.end(record)
+
+
+def _has_type_rule(message: Message) -> bool:
+    return any(name == NO_SNIFFING[0] for name, _ in message["headers"])
 
 
 def _refusal(request: Request, exc: RkserveError) -> ASGIApp:

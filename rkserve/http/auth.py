@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from rkserve.config.router import RouterConfig
-from rkserve.core.api_keys import KeyScope, granted
+from rkserve.core.api_keys import KeyScope
 from rkserve.core.errors import (
     Forbidden,
     HostNotAllowed,
@@ -212,6 +212,7 @@ class Access(Enum):
     CONTROL = (KeyScope.INFER, KeyScope.OPERATE)
     LIST = (KeyScope.INFER, KeyScope.READ)
     READ = (KeyScope.READ,)
+    FIGURES = (KeyScope.READ, KeyScope.OPERATE)
     OPERATE = (KeyScope.OPERATE,)
     ADMIN = (KeyScope.ADMIN,)
 
@@ -277,8 +278,9 @@ class Gate:
         )
 
 
-# Programs of the Router's own machine control it, and watch what they control.
-_LOCAL = granted([KeyScope.ADMIN]) - {KeyScope.INFER}
+# Programs of the Router's own machine control it as long as no key does. What clients call needs a
+# key of theirs, too, where clients need one.
+_LOCAL = frozenset((KeyScope.OPERATE, KeyScope.ADMIN))
 
 
 def key_of(request: Request) -> ClientKey | None:

@@ -45,7 +45,7 @@ TAGS = (
 )
 
 
-OPEN, INFER, CONTROL, LIST, READ, OPERATE, ADMIN = Access
+OPEN, INFER, CONTROL, LIST, READ, FIGURES, OPERATE, ADMIN = Access
 
 
 class ErrorShape(Enum):

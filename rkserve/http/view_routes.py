@@ -22,7 +22,7 @@ from rkserve.api.admin.view_document import board_history, usage_answer, verdict
 from rkserve.api.json.schemas import Example
 from rkserve.http.auth import may_operate
 from rkserve.http.bodies import StreamedAnswer, query_of
-from rkserve.http.openapi import EVENTS, READ, EndpointAnswer, Routes, returns
+from rkserve.http.openapi import EVENTS, FIGURES, READ, EndpointAnswer, Routes, returns
 from rkserve.router.features.cluster_view import ClusterView
 from rkserve.router.features.view_feed import ViewFeed
 from rkserve.router.service import Service
@@ -81,7 +81,7 @@ def add_view(
 
     @route(
         "GET /v1/usage",
-        READ,
+        FIGURES,
         returns(KeyUsageAnswer, "The usage, the latest day first."),
         errors=(400,),
         query=UsageQuery,

@@ -37,8 +37,8 @@ class RequestLog:
     def begin(self, method: str, path: str, headers: Mapping[str, str] = NOTHING) -> RequestRecord:
         """Begin a request, and make it that of this task's context."""
         foreign = headers.get(REQUEST_ID, "")
-        record = RequestRecord(safe_id(foreign) or uuid.uuid4().hex, method)
-        record.foreign_id = record.id if foreign else ""
+        # Of its own: a client could choose the id of another one's request.
+        record = RequestRecord(uuid.uuid4().hex, method, foreign_id=safe_id(foreign))
         log_for(record)
         if self._tracing is not None and path not in PROBES:
             record.trace = self._tracing.begin(record, headers)
@@ -99,7 +99,7 @@ def access_fields(record: RequestRecord) -> dict[str, Any]:
         "call": f"{record.method} {record.route}",
         "status": record.status,
         "duration_s": round(ended_s - begun_s, 4),
-        "x_request_id": "" if record.foreign_id == record.id else record.foreign_id,
+        "x_request_id": record.foreign_id,
         "key": record.key,
         "model": record.model,
         "adapter": record.adapter,

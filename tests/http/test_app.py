@@ -19,7 +19,7 @@ from tests.support.boards.fake_boards import (
     report,
 )
 from tests.support.boards.own_time import run_loop
-from tests.support.http.router_house import CHAT, House, chat, events, scripted
+from tests.support.http.router_house import CHAT, House, chat, events, scripted, send
 
 pytestmark = pytest.mark.virtual_time
 
@@ -220,3 +220,20 @@ async def test_metrics_hold_the_boards_figures() -> None:
     text = (await house("GET", "/metrics")).text
     assert 'rkserve_board_running{board="a",model="sim-chat"} 1\n' in text
     assert 'rkserve_completion_tokens_total{board="a",model="sim-chat"} 70\n' in text
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body"),
+    [
+        pytest.param("GET", "/", None, id="a page"),
+        pytest.param("GET", "/health", None, id="JSON"),
+        pytest.param("GET", "/metrics", None, id="text"),
+        pytest.param("GET", "/nothing", None, id="no route"),
+        pytest.param("POST", "/rkllm_chat", chat(stream=True), id="a model's text"),
+        pytest.param("POST", CHAT, chat(stream=True), id="a stream"),
+        pytest.param("POST", CHAT, {}, id="a refusal"),
+    ],
+)
+def test_no_browser_takes_an_answer_for_another_type(method: str, path: str, body: Any) -> None:
+    answer = send(House(FakeBoards.answering("a")), method, path, json=body)
+    assert answer.headers.get_list("x-content-type-options") == ["nosniff"]

@@ -29,8 +29,8 @@ CALLERS = (*NOBODY, *(one.value for one in KeyScope), "configured admin")
 # What each scope opens beside its own.
 OPENS = {
     "infer": {Access.INFER, Access.CONTROL, Access.LIST},
-    "read": {Access.READ, Access.LIST},
-    "operate": {Access.OPERATE, Access.READ, Access.LIST, Access.CONTROL},
+    "read": {Access.READ, Access.LIST, Access.FIGURES},
+    "operate": {Access.OPERATE, Access.READ, Access.LIST, Access.CONTROL, Access.FIGURES},
     "admin": set(Access),
     "configured admin": set(Access),
 }
