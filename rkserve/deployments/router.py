@@ -74,6 +74,9 @@ log = logging.getLogger(__name__)
 SWITCH_S = 0.001
 NODES_AGE_S = 30.0
 FIND_BOARDS_S = 3.0  # running boards answer at once; new ones may load for minutes
+# A Router without the keys refuses clients: its predecessor serves on until its successor has them,
+# which an update's new Coordinator may take that long to have.
+FIND_KEYS_S = 30.0
 # Names of Routers of one node: those that run, and as many that still end their answers.
 SLOTS = 256
 SLOT_GROUP = "_router"  # no name of a group, so that files in the state folder differ
@@ -259,7 +262,7 @@ class RouterReplica:
         await asyncio.gather(
             fleet.find_boards(FIND_BOARDS_S),
             cluster.find(FIND_BOARDS_S),
-            cluster.find_keys(keys, FIND_BOARDS_S),
+            cluster.find_keys(keys, FIND_BOARDS_S if config.security.open else FIND_KEYS_S),
         )
         loop = asyncio.get_running_loop()
         self._follows = [

@@ -14,13 +14,23 @@ from rkserve.control.calls import OperationRequest
 from rkserve.control.operations import (
     OperationOutcome,
 )
+from rkserve.core.api_keys import ApiKey, KeyScope, KeyTable, digest_of
 from rkserve.core.board_report import BoardState
 from rkserve.core.desired_state import PauseMode
-from rkserve.core.errors import BoardAsleep, BoardOutOfOrder, EnginePaused, LedgerFailed
+from rkserve.core.errors import (
+    BoardAsleep,
+    BoardOutOfOrder,
+    CoordinatorAway,
+    EnginePaused,
+    LedgerFailed,
+)
 from rkserve.router import coordinator_client as wake_on_request
+from rkserve.router.auth.key_ring import KeyRing, Keys
+from rkserve.router.coordinator_client import CoordinatorClient
 from tests.support.boards import own_time
 from tests.support.boards.fake_boards import answer, eventually, report
 from tests.support.boards.fakes import run_loop
+from tests.support.cluster.fake_head import FakeHead
 from tests.support.http.router_house import CHAT, House, chat, events
 from tests.support.http.sleeping_house import MODEL, K, house, napping, send, slept, woken
 
@@ -291,3 +301,61 @@ def test_a_pause_that_a_frozen_coordinator_does_not_answer_is_an_error_after_its
     (call,) = of.head.calls
     assert call.boot
     assert call.sent_s > 0
+
+
+# -- keys of the cluster --------------------------------------------------------------------------
+
+
+async def test_a_router_follows_the_keys_and_keeps_them_while_the_coordinator_is_away() -> None:
+    head = FakeHead()
+    client, keys = CoordinatorClient(head), KeyRing(Keys(), table=None)
+    await client.find_keys(keys, 1.0)
+    assert keys.revision == 0
+    following = asyncio.create_task(client.follow_keys(keys))
+    one = ApiKey("key_1", "one", digest_of(b"one").hex(), "", (KeyScope.INFER,))
+    head.keys = KeyTable(1, (one,))
+    await eventually(lambda: keys.find(b"one") is not None)
+    head.away = True
+    await asyncio.sleep(0.05)
+    assert keys.find(b"one") is not None
+    head.keys, head.away = KeyTable(2), False
+    await eventually(lambda: keys.find(b"one") is None)
+    following.cancel()
+
+
+async def test_an_older_answer_brings_no_revoked_key_back() -> None:
+    head = FakeHead(keys=KeyTable(2))
+    client, keys = CoordinatorClient(head), KeyRing(Keys(), table=KeyTable(2))
+    one = ApiKey("key_1", "one", digest_of(b"one").hex(), "", (KeyScope.INFER,))
+    head.keys = KeyTable(1, (one,))
+    await client.refresh_keys(keys)
+    assert keys.find(b"one") is None
+
+
+async def test_uses_of_keys_that_could_not_be_sent_are_sent_later() -> None:
+    sent: list[dict[str, float]] = []
+    one = ApiKey("key_1", "one", digest_of(b"one").hex(), "", (KeyScope.INFER,))
+    table = KeyTable(1, (one,))
+
+    def answer(_router: str, _revision: int, _wait_s: float, used: dict[str, float]) -> KeyTable:
+        sent.append(used)
+        return table
+
+    head = FakeHead(says={"api_keys": answer}, away=True)
+    client, keys = CoordinatorClient(head), KeyRing(Keys(), table=table, now_s=lambda: 5.0)
+    keys.find(b"one")
+    with pytest.raises(CoordinatorAway):
+        await client.refresh_keys(keys)
+    head.away = False
+    await client.refresh_keys(keys)
+    await client.refresh_keys(keys)
+    assert sent == [{"key_1": 5.0}, {}]
+
+
+@pytest.mark.virtual_time
+async def test_a_router_that_does_not_hear_of_the_keys_gives_up_waiting() -> None:
+    keys, now_s = KeyRing(Keys(), table=None), asyncio.get_running_loop().time
+    began_s = now_s()
+    await CoordinatorClient(FakeHead(away=True)).find_keys(keys, 30.0)
+    assert keys.revision == -1
+    assert 30.0 <= now_s() - began_s < 60.0
