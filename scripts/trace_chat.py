@@ -84,7 +84,14 @@ def open_board(folder: Path) -> Board:
 
     simulated = {"profile": "rk3588-qwen3-0.6b-w8a8", "time_scale": 0.0}
     group = BoardGroupConfig.model_validate(
-        {"name": "traced", "model": str(ROOT / "models" / "sim-chat"), "simulated": simulated}
+        {
+            "name": "traced",
+            "model": str(ROOT / "models" / "sim-chat"),
+            "simulated": simulated,
+            # Confined, an engine could not write its list.
+            "engine_environ": [OUTPUT],
+            "confine": "off",
+        }
     )
     return assemble(group, BoardLocation("a", "traced", folder), "simulated", governed=False)
 
