@@ -53,6 +53,7 @@ RAYLET_ENDED = (
 GCS_ENDED = "its gcs_server has ended; gcs_server.err in the logs of its session has the reason"
 RAY_STARTED = "Ray runtime started."
 RAY_ATTEMPTS = 3
+FAILED_RAY_S = 5.0  # `ray start` takes no SIGTERM while it waits for a part that has ended
 RECORD_S = 5.0
 DOWN = "rkserve down"
 FAILED = 1
@@ -441,7 +442,7 @@ def start_ray(
             ends = {RAYLET: RAYLET_ENDED, GCS: GCS_ENDED}
             last = next((s for p, s in ends.items() if has_ended_below(PROC, ray.pid, p)), "")
         last = last or ServeLog(path).last_line()
-        node.drop(ray)
+        node.drop(ray, FAILED_RAY_S)
         again = "trying once more" if attempt < attempts else f"giving up; see {path}"
         note(f"rkserve: Ray did not start ({last}); {again}.")
         if store is not None and last != RAYLET_ENDED and store.set_aside():

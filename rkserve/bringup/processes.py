@@ -24,6 +24,7 @@ from rkserve.core.files import private_folder, replace_private
 POLL_S = 0.2
 # The time to end in order, then after SIGTERM: Ray drains its node and ends its workers.
 ORDERLY_S, FORCED_S = 90.0, 10.0
+ENDS_S = 60.0  # the time of a child to end in order
 
 
 @dataclass(frozen=True)
@@ -226,12 +227,12 @@ class NodeSupervisor:
         self.record()
         return child
 
-    def drop(self, child: subprocess.Popen[bytes]) -> None:
-        """End a child that failed to start, with everything below it."""
+    def drop(self, child: subprocess.Popen[bytes], patience_s: float = ENDS_S) -> None:
+        """End a child that failed to start, with everything below it; see ``end_child``."""
         number = next(number for one, number in self._children if one is child)
         self._children = [one for one in self._children if one[0] is not child]
         fallen = {*self._record.processes, *snapshot(PROC, [child.pid])} - {*self._below()}
-        end_child(child, number)
+        end_child(child, number, patience_s)
         end_processes(fallen)
         self.record()
 
@@ -249,13 +250,18 @@ class NodeSupervisor:
         return [*snapshot(PROC, [child.pid for child, _ in self._children])]
 
 
-def end_child(child: subprocess.Popen[bytes], number: int = signal.SIGINT) -> None:
-    """End a child in order by a signal, and by force if that does not end it."""
-    for each, patience_s in ((number, 60), (signal.SIGTERM, 20), (signal.SIGKILL, 5)):
+def end_child(
+    child: subprocess.Popen[bytes], number: int = signal.SIGINT, patience_s: float = ENDS_S
+) -> None:
+    """End a child in order by a signal within ``patience_s``, and by force if that does not end
+    it.
+    """
+    forced_s = min(20.0, patience_s)
+    for each, limit_s in ((number, patience_s), (signal.SIGTERM, forced_s), (signal.SIGKILL, 5)):
         if child.poll() is None:
             child.send_signal(each)
         try:
-            child.wait(patience_s)
+            child.wait(limit_s)
         except subprocess.TimeoutExpired:
             continue
         return

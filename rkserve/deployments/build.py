@@ -78,6 +78,9 @@ def build(args: dict[str, Any]) -> serve.Application:
         name=ROUTER,
         num_replicas=config.router.replicas,
         max_ongoing_requests=config.router.max_concurrent,
+        # As the Coordinator: by default a frozen one is replaced after two minutes.
+        health_check_period_s=2.0,
+        health_check_timeout_s=10.0,
         graceful_shutdown_wait_loop_s=0.5,
         graceful_shutdown_timeout_s=ROUTER_DRAIN_S,
         ray_actor_options={"num_cpus": 0, "resources": router_place(config.router.nodes)},
