@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from rkserve.core.errors import RkserveError
-from rkserve.core.logs import log_for
+from rkserve.core.request_record import log_for
 from rkserve.native.binding.library import detect
 from rkserve.native.sim.build import RELEASES, ensure_built
 from tests.support.boards import fakes, own_time

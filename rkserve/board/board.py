@@ -49,8 +49,8 @@ from rkserve.core.errors import (
     RunFailed,
     SamplingFixed,
 )
-from rkserve.core.logs import log_for
 from rkserve.core.messages import Accepted, EmbedRequest, Event, Finished, GenerateRequest
+from rkserve.core.request_record import log_for
 
 __all__ = ["Board", "BoardSettings"]
 

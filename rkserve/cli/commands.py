@@ -39,8 +39,8 @@ from rkserve.cli.top import top
 from rkserve.cli.update import backup, restore, update
 from rkserve.client import NotFound
 from rkserve.client.answers import PARTIAL, SUCCEEDED
+from rkserve.core.answer_metrics import DAYS_KEPT
 from rkserve.core.errors import ConfigError
-from rkserve.core.key_usage import DAYS_KEPT
 from rkserve.deployments.haproxy import default_folder, prepare
 from rkserve.native.sim import models as sim_models
 

@@ -69,7 +69,7 @@ from rkserve.core.errors import (
     RequestError,
     RkserveError,
 )
-from rkserve.core.logs import log_for
+from rkserve.core.request_record import log_for
 from rkserve.fleet.fleet import Fleet
 
 log = logging.getLogger(__name__)

@@ -1,24 +1,16 @@
-"""Request ids on log lines, and the latest log lines of a process in memory.
-
-A task's context has the request that it works for. Work that outlives a request, such as a
-connection or the start of an engine, is begun ``apart`` from it.
-"""
+"""The latest log lines of a process in memory, with the ids of their requests."""
 
 from __future__ import annotations
 
-import contextvars
 import logging
-import re
 import secrets
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, TypeVar
 
+from rkserve.core.request_record import request_id
 from rkserve.core.skew import crosses_versions
-
-T = TypeVar("T")
 
 KEPT_LINES = 1000
 KEPT_CHARS = 512 * 1024  # of all kept lines together
@@ -26,48 +18,8 @@ KEPT_ENGINE_LINES = 40  # of the engine, however many other lines follow them
 MAX_LINE_CHARS = 4000
 PAGE_LINES = 200
 PAGE_CHARS = 64 * 1024  # a page shares the channel with tokens
-MAX_FOREIGN_CHARS = 64
-_UNSAFE = re.compile(r"[^A-Za-z0-9._:-]")
 # Attributes of records. By the second one Serve knows access lines, which a setting turns off.
 ENGINE, ACCESS = "engine_pid", "serve_access_log"
-
-
-@dataclass(slots=True)
-class LoggedRequest:
-    """The request that a task works for. ``id`` is on its log lines."""
-
-    id: str
-
-
-_current: contextvars.ContextVar[LoggedRequest | None] = contextvars.ContextVar(
-    "rkserve_request", default=None
-)
-
-
-def current_request() -> LoggedRequest | None:
-    """Return the request of this task's context."""
-    return _current.get()
-
-
-def log_for(request: LoggedRequest | str) -> None:
-    """Set the request of this task's context; later changes of its id count."""
-    _current.set(LoggedRequest(request) if isinstance(request, str) else request)
-
-
-def request_id() -> str:
-    """Return the id of the request of this task's context, empty without one."""
-    request = _current.get()
-    return "" if request is None else request.id
-
-
-def apart(begin: Callable[..., T], *args: Any, **options: Any) -> T:
-    """Call a function in a context without a request, such as one that starts a task."""
-    return contextvars.Context().run(begin, *args, **options)
-
-
-def safe_id(foreign: str) -> str:
-    """Return a client's id of a request as it may be logged: few kinds of characters, and short."""
-    return _UNSAFE.sub("_", foreign[:MAX_FOREIGN_CHARS])
 
 
 @crosses_versions

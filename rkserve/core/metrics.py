@@ -22,9 +22,10 @@ from rkserve.core.answer_metrics import (
     REASONS,
     AdapterCalls,
     AnswerFigures,
+    KeyUsage,
     TokenGapCollector,
+    UsageByDay,
 )
-from rkserve.core.key_usage import KeyUsage, UsageByDay
 
 # From a cached prefix on a fast board to a long prompt on a slow one (minutes). Nearly all bounds
 # are vLLM's too, so that what is asked of its dashboards has an exact answer.

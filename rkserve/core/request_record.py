@@ -3,19 +3,66 @@
 It is filled while the request is served, and read once at its end: for the access line and for
 traces. Nothing is written for a token apart from the first. All times are of the monotonic clock,
 and those of boards are the times at which the Router got to know of the events.
+
+A task's context has the request that it works for, whose id is on its log lines. Work that outlives
+a request, such as a connection or the start of an engine, is begun ``apart`` from it.
 """
 
 from __future__ import annotations
 
+import contextvars
+import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from rkserve.core.errors import RkserveError
-from rkserve.core.logs import LoggedRequest, current_request
 from rkserve.core.messages import Accepted, Delta, Embedded, Event, Finished, QueueChange
+
+T = TypeVar("T")
+MAX_FOREIGN_CHARS = 64
+_UNSAFE = re.compile(r"[^A-Za-z0-9._:-]")
+
+
+@dataclass(slots=True)
+class LoggedRequest:
+    """The request that a task works for. ``id`` is on its log lines."""
+
+    id: str
+
+
+_current: contextvars.ContextVar[LoggedRequest | None] = contextvars.ContextVar(
+    "rkserve_request", default=None
+)
+
+
+def current_request() -> LoggedRequest | None:
+    """Return the request of this task's context."""
+    return _current.get()
+
+
+def log_for(request: LoggedRequest | str) -> None:
+    """Set the request of this task's context; later changes of its id count."""
+    _current.set(LoggedRequest(request) if isinstance(request, str) else request)
+
+
+def request_id() -> str:
+    """Return the id of the request of this task's context, empty without one."""
+    request = _current.get()
+    return "" if request is None else request.id
+
+
+def apart(begin: Callable[..., T], *args: Any, **options: Any) -> T:
+    """Call a function in a context without a request, such as one that starts a task."""
+    return contextvars.Context().run(begin, *args, **options)
+
+
+def safe_id(foreign: str) -> str:
+    """Return a client's id of a request as it may be logged: few kinds of characters, and short."""
+    return _UNSAFE.sub("_", foreign[:MAX_FOREIGN_CHARS])
+
 
 MAX_VISITS = 128  # a call for vectors of many texts has many generations
 NS = 1_000_000_000

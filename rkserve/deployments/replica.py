@@ -13,7 +13,8 @@ from typing import Any
 from rkserve.config.board_group import BoardGroupConfig
 from rkserve.config.router import ADMIN_KEY_VARIABLE
 from rkserve.core.errors import RkserveError
-from rkserve.core.logs import ACCESS, LogRing, request_id, safe_id
+from rkserve.core.logs import ACCESS, LogRing
+from rkserve.core.request_record import request_id, safe_id
 
 HEAD = "node:__internal_head__"  # the resource that Ray gives its head node
 ROUTER = "Router"  # the deployment

@@ -32,11 +32,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from rkserve import __version__
 from rkserve.api.responses.stored import StoredResponse
 from rkserve.config.serve_config import RkserveConfig, config_digest
+from rkserve.core.answer_metrics import RouterUsage
 from rkserve.core.board_report import GenerationInfo, RouterGenerations
 from rkserve.core.desired_state import Scope as ClusterScope
 from rkserve.core.errors import CoordinatorAway, RkserveError
 from rkserve.core.exposition import RouterFigures
-from rkserve.core.key_usage import RouterUsage
 from rkserve.core.logs import LogPage, LogQuery
 from rkserve.core.messages import ControlAction
 from rkserve.core.metrics import RouterMetrics, StreamCollector

@@ -18,11 +18,11 @@ from ray.exceptions import RayError, RayTaskError
 from ray.serve.exceptions import RayServeException
 
 from rkserve.api.responses.stored import StoredResponse
+from rkserve.core.answer_metrics import RouterUsage
 from rkserve.core.board_report import GenerationInfo, RouterGenerations
 from rkserve.core.desired_state import Scope as ClusterScope
 from rkserve.core.errors import BoardFailed, RkserveError
 from rkserve.core.exposition import RouterFigures
-from rkserve.core.key_usage import RouterUsage
 from rkserve.core.logs import LogPage
 from rkserve.core.messages import ControlAction
 from rkserve.deployments.board_link import Replicas, wait_for_all

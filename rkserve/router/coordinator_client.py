@@ -23,7 +23,8 @@ from rkserve.core.api_keys import ApiKey, KeyTable
 from rkserve.core.desired_state import Artifact, Desired, DesiredCache
 from rkserve.core.errors import CoordinatorAway, ModelAsleep, OperationTimeout, RkserveError
 from rkserve.core.files import boot_id
-from rkserve.core.logs import LogPage, LogQuery, request_id
+from rkserve.core.logs import LogPage, LogQuery
+from rkserve.core.request_record import request_id
 from rkserve.fleet.fleet import Fleet
 from rkserve.models.incoming import UploadProgress
 from rkserve.models.index import ModelIndex

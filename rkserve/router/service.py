@@ -46,7 +46,6 @@ from rkserve.core.messages import (
 from rkserve.core.metrics import RouterMetrics
 from rkserve.core.request_record import RequestRecord, Tracing, record_of_request
 from rkserve.core.run_params import Picture
-from rkserve.router.answer_meter import AnswerMeter, is_fault
 from rkserve.router.auth.callers import Caller, Callers, queue_terms
 from rkserve.router.auth.key_ring import KeyRing, open_keys
 from rkserve.router.coordinator_client import CoordinatorClient, WakeOnRequest
@@ -55,7 +54,7 @@ from rkserve.router.idempotency.answers import KeyedAnswers
 from rkserve.router.images import ImageInputs, fetch_of
 from rkserve.router.off_loop import INLINE_BODY_BYTES, GrammarChecker, off_loop
 from rkserve.router.queue.admission import QueueTerms
-from rkserve.router.request_log import RequestLog, noted
+from rkserve.router.request_log import AnswerMeter, RequestLog, is_fault, noted
 from rkserve.router.served_models import ServedModel, ServedModels
 from rkserve.router.stored_responses import CallMemory
 from rkserve.router.streams import Choices, OpenStreams

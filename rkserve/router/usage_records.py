@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Protocol
 
-from rkserve.core.key_usage import (
+from rkserve.core.answer_metrics import (
     DAYS_KEPT,
     DayUsage,
     RouterUsage,

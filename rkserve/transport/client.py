@@ -15,8 +15,8 @@ from typing import Any
 
 from rkserve.config.router import ChannelConfig
 from rkserve.core.errors import BoardFailed, BoardSilent, RkserveError
-from rkserve.core.logs import apart
 from rkserve.core.messages import Delta, Event, Finished, GenerateRequest, merged
+from rkserve.core.request_record import apart
 from rkserve.transport import codec
 from rkserve.transport.connection import ChannelConnection, Disconnect, Heartbeat, RouterHandshake
 from rkserve.transport.server import ChannelAddress

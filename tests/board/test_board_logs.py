@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from rkserve.core.errors import EngineDied, RunFailed
-from rkserve.core.logs import LogQuery, LogRing, log_for, request_id
+from rkserve.core.logs import LogQuery, LogRing
 from rkserve.core.messages import GenerateRequest
+from rkserve.core.request_record import log_for, request_id
 from rkserve.native.runtime import RunEnd
 from tests.support.boards.board_bench import SETTINGS, Bench, Listener, collect
 from tests.support.boards.fakes import Script, tokens_of

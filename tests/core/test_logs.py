@@ -15,15 +15,11 @@ from rkserve.core.logs import (
     KEPT_ENGINE_LINES,
     KEPT_LINES,
     PAGE_LINES,
-    LoggedRequest,
     LogPage,
     LogQuery,
     LogRing,
-    apart,
-    log_for,
-    request_id,
-    safe_id,
 )
+from rkserve.core.request_record import LoggedRequest, apart, log_for, request_id, safe_id
 
 
 def record(message: str, **extra: Any) -> logging.LogRecord:

@@ -8,7 +8,6 @@ import time
 import pytest
 
 from rkserve.core.errors import QueueFull, RequestError
-from rkserve.core.logs import log_for
 from rkserve.core.messages import Delta, Embedded, QueueChange
 from rkserve.core.request_record import (
     MAX_VISITS,
@@ -17,6 +16,7 @@ from rkserve.core.request_record import (
     GenerationRecord,
     RequestRecord,
     code_of,
+    log_for,
     record_generation,
     record_of_request,
 )

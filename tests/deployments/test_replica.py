@@ -15,7 +15,8 @@ from ray.serve._private.logging_utils import log_access_log_filter
 
 from rkserve.config.board_group import BoardGroupConfig
 from rkserve.core.errors import StateConflict
-from rkserve.core.logs import ACCESS, LogQuery, LogRing, log_for
+from rkserve.core.logs import ACCESS, LogQuery, LogRing
+from rkserve.core.request_record import log_for
 from rkserve.deployments.replica import (
     HEAD,
     Node,

@@ -13,11 +13,11 @@ from ray.exceptions import ActorDiedError, RayTaskError
 from ray.serve._private.common import DeploymentID
 from ray.serve.exceptions import DeploymentUnavailableError
 
+from rkserve.core.answer_metrics import RouterUsage
 from rkserve.core.board_report import GenerationInfo, GenerationState, RouterGenerations
 from rkserve.core.desired_state import Scope
 from rkserve.core.errors import BoardFailed, OperationNotFound, RkserveError
 from rkserve.core.exposition import RouterFigures
-from rkserve.core.key_usage import RouterUsage
 from rkserve.core.messages import ControlAction
 from rkserve.deployments.router_peers import RayPeers, RayRouters
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from rkserve.core.key_usage import (
+from rkserve.core.answer_metrics import (
     DAY_S,
     DAYS_KEPT,
     DayUsage,
@@ -250,7 +250,7 @@ def test_usage_is_stored_periodically(tmp_path: Path, monkeypatch: pytest.Monkey
 CRASH = """
 import os, sys
 from pathlib import Path
-from rkserve.core.key_usage import DayUsage
+from rkserve.core.answer_metrics import DayUsage
 from rkserve.router.usage_records import UsageFile
 file = UsageFile(Path(sys.argv[1]))
 file.add([DayUsage(1, "alice", 1)])

@@ -18,8 +18,8 @@ from pydantic import Field
 from typing_extensions import NotRequired, TypedDict
 
 from rkserve.api.json.schemas import Count, RequestModel, Seconds, one_of
+from rkserve.core.answer_metrics import DAYS_KEPT
 from rkserve.core.board_report import BoardState
-from rkserve.core.key_usage import DAYS_KEPT
 from rkserve.verdicts.facts import WindowName
 
 VerdictName = Literal["READY", "DEGRADED", "NOT READY"]

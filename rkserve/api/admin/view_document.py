@@ -28,10 +28,10 @@ from rkserve.api.admin.cluster_view import (
 )
 from rkserve.api.json.fields import JsonObject
 from rkserve.control.operations import ControlOperation, ResultStatus
+from rkserve.core.answer_metrics import DAY_S, UsageReport
 from rkserve.core.board_report import BoardState, Hardware
 from rkserve.core.desired_state import ActivePause, AdapterVersions, Desired
 from rkserve.core.errors.requests import without_folders
-from rkserve.core.key_usage import DAY_S, UsageReport
 from rkserve.core.metrics import NO_KEY
 from rkserve.verdicts.facts import (
     FEWEST,

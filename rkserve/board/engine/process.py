@@ -35,7 +35,8 @@ from rkserve.core.errors import (
     NativeError,
     ReleaseRefused,
 )
-from rkserve.core.logs import ENGINE, apart
+from rkserve.core.logs import ENGINE
+from rkserve.core.request_record import apart
 from rkserve.core.run_params import Confine
 from rkserve.native import engine_frames
 from rkserve.native.engine_frames import FrameKind

@@ -26,8 +26,8 @@ from rkserve.core.errors import (
     QueueTimeout,
     RkserveError,
 )
-from rkserve.core.logs import current_request, log_for
 from rkserve.core.messages import AdapterRef
+from rkserve.core.request_record import current_request, log_for
 from rkserve.models.adapters import Adapter, AdapterFolder, open_adapter
 
 T = TypeVar("T")

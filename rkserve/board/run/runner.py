@@ -28,8 +28,8 @@ from rkserve.core.errors import (
     RkserveError,
     RunFailed,
 )
-from rkserve.core.logs import log_for
 from rkserve.core.messages import Finished
+from rkserve.core.request_record import log_for
 from rkserve.native.runtime import Perf, RunEnd
 
 log = logging.getLogger(__name__)

@@ -28,7 +28,7 @@ from rkserve.core.errors import (
     Misuse,
     RkserveError,
 )
-from rkserve.core.logs import apart
+from rkserve.core.request_record import apart
 
 log = logging.getLogger(__name__)
 

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 
 from rkserve.api.json.fields import quoted
 from rkserve.config.router import RouterConfig
+from rkserve.core.answer_metrics import KeyUsage
 from rkserve.core.api_keys import CallerLimits
 from rkserve.core.block_hashes import owned
 from rkserve.core.errors import RateLimited, RequestError
-from rkserve.core.key_usage import KeyUsage
 from rkserve.core.metrics import NO_KEY, OTHER_KEYS, RouterMetrics
 from rkserve.router.auth.key_ring import ClientKey, Keys
 from rkserve.router.queue.admission import ANONYMOUS, QueueTerms

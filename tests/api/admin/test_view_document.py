@@ -30,6 +30,7 @@ from rkserve.api.admin.view_document import (
 )
 from rkserve.control.calls import OperationKind
 from rkserve.control.operations import BoardOutcome, ControlOperation, ResultStatus
+from rkserve.core.answer_metrics import DayUsage, UsageReport
 from rkserve.core.board_report import BoardState, FetchProgress
 from rkserve.core.desired_state import (
     AdapterVersion,
@@ -39,7 +40,6 @@ from rkserve.core.desired_state import (
     EffectivePause,
     PauseMode,
 )
-from rkserve.core.key_usage import DayUsage, UsageReport
 from rkserve.core.merge_patch import merge_patch, patched
 from rkserve.core.messages import AdapterRef
 from rkserve.verdicts.facts import ClusterFacts, RequestPhase, RequestView

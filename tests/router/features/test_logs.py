@@ -13,7 +13,8 @@ import pytest
 
 from rkserve.api.admin.logs import LogEntry, LogsQuery
 from rkserve.core.errors import BoardFailed, BoardNotFound
-from rkserve.core.logs import LogPage, LogQuery, LogRing, log_for
+from rkserve.core.logs import LogPage, LogQuery, LogRing
+from rkserve.core.request_record import log_for
 from rkserve.router.features.logs import Logs, OwnLogs
 from tests.support.boards.fake_boards import FakeBoards, report
 from tests.support.cluster.fake_head import FakeHead
