@@ -23,6 +23,7 @@ from typing import Any
 import httpx
 import pytest
 import yaml
+from prometheus_client.parser import text_string_to_metric_families
 
 from rkserve.bench.processes import PROC, ProcessIdentity, is_alive, snapshot
 from rkserve.bringup.first_key import ADMIN_KEY
@@ -209,6 +210,29 @@ def chat(home: Home) -> str:
     return str(response.json()["choices"][0]["message"]["content"])
 
 
+def check_parts(home: Home) -> None:
+    """Check that a head has HAProxy where that is available, two Routers, and a backup."""
+    if available():
+        answer = httpx.get(f"{home.url}/-/healthz", timeout=60)
+        assert answer.status_code == 200
+        assert any("haproxy" in name_of(one.pid) for one in home.head.record.all_alive())
+    figures = eventually("both Routers and a backup of the ledger", lambda: figures_of(home))
+    assert figures["rkserve_router_up"] == 2
+    (backup, *_) = (home.head.folder / ".local/share/rkserve/backups").glob("ledger-*.sqlite3")
+    assert backup.stat().st_mode & 0o077 == 0
+
+
+def figures_of(home: Home) -> dict[str, float]:
+    """Return the sums of the metrics, once both Routers and a backup are among them."""
+    sums: dict[str, float] = {}
+    text = httpx.get(f"{home.url}/metrics", timeout=60).text
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            sums[sample.name] = sums.get(sample.name, 0.0) + sample.value
+    wanted = sums.get("rkserve_router_up", 0.0) == 2
+    return sums if wanted and sums.get("rkserve_ledger_backup_timestamp_seconds") else {}
+
+
 def embedding(home: Home) -> bool:
     """Return whether the board that has joined answers."""
     body = {"model": EMBED, "input": "a word"}
@@ -233,10 +257,7 @@ def test_a_board_is_approved_serves_and_leaves_and_the_head_ends(home: Home) -> 
     assert re.search(r"The Router answers at \S+ after \d+ s\.", home.output)
     expect_closed(home)
     assert eventually("the head's own board answers", lambda: chat(home)) == "here"
-    if available():
-        answer = httpx.get(f"{home.url}/-/healthz", timeout=60)
-        assert answer.status_code == 200
-        assert any("haproxy" in name_of(one.pid) for one in head.record.all_alive())
+    check_parts(home)
     assert not embedding(home)
 
     refused = board.run(*join(home, home.url, "wrong"), code=1)
