@@ -104,4 +104,11 @@ def test_pods_run_this_version_and_the_application_of_the_example() -> None:
         mounts = {one["name"] for one in container["volumeMounts"]}
         assert mounts == {one["name"] for one in group["template"]["spec"]["volumes"]}
     example = yaml.safe_load((CLUSTER / "serve_config.rk3588.yaml").read_text(encoding="utf-8"))
+    args = example["applications"][0]["args"]
+    # A pod has no folder in which a first key could be found: its key is a secret of the cluster's.
+    args["router"] = {**args.get("router", {}), "admin_key_file": "/etc/rkserve/admin/key"}
     assert yaml.safe_load(SERVICE["spec"]["serveConfigV2"]) == example
+    head = RAY["headGroupSpec"]["template"]["spec"]
+    assert any(one.get("secret") for one in head["volumes"])
+    for group in RAY["workerGroupSpecs"]:
+        assert not any(one.get("secret") for one in group["template"]["spec"]["volumes"])
