@@ -225,7 +225,7 @@ def check_parts(home: Home) -> None:
 def figures_of(home: Home) -> dict[str, float]:
     """Return the sums of the metrics, once both Routers and a backup are among them."""
     sums: dict[str, float] = {}
-    text = httpx.get(f"{home.url}/metrics", timeout=60).text
+    text = httpx.get(f"{home.url}/metrics", headers=home.admin, timeout=60).text
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             sums[sample.name] = sums.get(sample.name, 0.0) + sample.value
