@@ -26,7 +26,7 @@ SOURCES = [*PACKAGE, *(p for name in BESIDE for p in sorted((PROJECT / name).rgl
 CLAUSE = re.compile(r"(What|Whether|Who|Whoever|Whose|How|That|Which|Where|When)\b")
 # Boards and modules do not talk: they report, send, log, emit, record.
 TALK = frozenset({"said", "told", "heard", "say", "tell", "hear"})
-BANNED = re.compile(r"\b(shall|shalt|whoever|whosoever|whatsoever)\b", re.IGNORECASE)
+BANNED = re.compile(r"\b(shall|shalt|whoever|whosoever|whatsoever|nobody)\b", re.IGNORECASE)
 # Most files have none, and are not split into tokens.
 TALK_ANYWHERE = re.compile(rf"(?<![a-z])({'|'.join(sorted(TALK))})(?![a-z])", re.IGNORECASE)
 

@@ -38,7 +38,8 @@ def first_key(config: Path, state: Path) -> Path | None:
     """Make an admin key if the configuration needs a key and there is none; return the file of its
     secret.
 
-    The secret is written before its digest: no start leaves a key whose secret nobody has.
+    The secret is written before its digest, so that an interrupted start leaves no key with a lost
+    secret.
 
     Raises:
         ConfigError, LedgerFailed: the file or the ledger cannot be written.

@@ -3,7 +3,7 @@
 It is turned on by the environment of Ray's start, on every node; the application is the same with
 and without it. Ray writes a configuration and restarts HAProxy with every change of its Routers.
 Ray starts a launcher, which prepares that configuration and becomes HAProxy (``become_haproxy``).
-This module uses names of Ray's settings, and imports nothing of Ray.
+This module uses names of Ray's settings, and does not import Ray.
 """
 
 from __future__ import annotations

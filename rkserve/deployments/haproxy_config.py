@@ -1,6 +1,6 @@
 """The configuration of Ray's HAProxy, with some of Ray's lines replaced by rkserve's.
 
-Ray writes it from a template without a switch for these lines. This module imports nothing of Ray.
+Ray writes it from a template without a switch for these lines. This module does not import Ray.
 """
 
 from __future__ import annotations

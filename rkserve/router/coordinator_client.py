@@ -6,7 +6,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -84,28 +84,54 @@ class CoordinatorClient:
 
     async def follow(self) -> None:
         """Receive every change, forever; retry while the Coordinator is away."""
-        while True:
+
+        async def ask() -> None:
             try:
                 await self._poll(POLL_S, POLL_S + GRACE_S)
-            except CoordinatorAway as exc:
-                if self.reachable:
-                    log.warning("keeping the last desired state: %s", exc)
+            except CoordinatorAway:
                 self.reachable = False
-                await asyncio.sleep(TRY_AGAIN_S)
-            except Exception:
-                # A Router that stopped following would serve old versions forever, unnoticed.
-                log.exception("the Coordinator could not be asked; trying again")
-                await asyncio.sleep(TRY_AGAIN_S)
+                raise
+
+        await self._forever(ask, "the last desired state")
 
     async def find(self, timeout_s: float) -> None:
         """Receive the desired state before the first request; give up after ``timeout_s``."""
-        deadline_s = time.monotonic() + timeout_s
-        while not self.known:
+        await self._until(lambda: self.known, self.refresh, timeout_s, "a desired state")
+
+    async def _forever(self, ask: Callable[[], Awaitable[None]], kept: str) -> None:
+        """Ask the Coordinator again and again; log the reason once while it does not answer."""
+        failure = ""
+        while True:
             try:
-                await self.refresh(max(0.1, deadline_s - time.monotonic()))
+                await ask()
+                failure = ""
+            except RkserveError as exc:
+                # Serve repeats the same error every half a second while it restarts it.
+                if exc.message != failure:
+                    failure = exc.message
+                    log.warning("keeping %s: %s", kept, failure)
+                await asyncio.sleep(TRY_AGAIN_S)
+            except Exception:
+                # A Router that stopped following would serve old versions, and take revoked keys,
+                # forever, unnoticed.
+                log.exception("the Coordinator could not be asked; trying again")
+                await asyncio.sleep(TRY_AGAIN_S)
+
+    async def _until(
+        self,
+        known: Callable[[], bool],
+        ask: Callable[[float], Awaitable[None]],
+        timeout_s: float,
+        what: str,
+    ) -> None:
+        """Ask, each time within the rest of the time, until it is known or the time is over."""
+        deadline_s = time.monotonic() + timeout_s
+        while not known():
+            try:
+                await ask(max(0.1, deadline_s - time.monotonic()))
             except RkserveError as exc:
                 if time.monotonic() >= deadline_s:
-                    log.warning("serving without a desired state: %s", exc)
+                    log.warning("serving without %s: %s", what, exc)
                     return
                 await asyncio.sleep(min(TRY_AGAIN_S, timeout_s / 10))
 
@@ -162,10 +188,7 @@ class CoordinatorClient:
         call = replace(call, request_id=request_id(), boot=boot_id(), sent_s=time.monotonic())
         if not self.reachable:
             await self.refresh()  # Ray would wait without limit for one that is gone
-        asked = asyncio.ensure_future(self._link.call("perform", call, timeout_s=CHANGE_S))
-        self._going_on.add(asked)  # also where nobody waits for it any more
-        asked.add_done_callback(self._going_on.discard)
-        asked.add_done_callback(_look_at_error)
+        asked = self._begun(self._link.call("perform", call, timeout_s=CHANGE_S))
         limit_s = self._limit_of(call)
         try:
             outcome: OperationOutcome = await asyncio.wait_for(asyncio.shield(asked), limit_s)
@@ -177,6 +200,14 @@ class CoordinatorClient:
             ) from None
         await self._hear_of(outcome.operation.epoch)
         return outcome
+
+    def _begun(self, call: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        """Begin a call that goes on when its caller leaves."""
+        task = asyncio.get_running_loop().create_task(call)
+        self._going_on.add(task)
+        task.add_done_callback(self._going_on.discard)
+        task.add_done_callback(_look_at_error)
+        return task
 
     def _limit_of(self, call: OperationRequest) -> float | None:
         """Return the longest wait for the answer to a pause or a sleep; None without a limit."""
@@ -226,42 +257,29 @@ class CoordinatorClient:
     async def follow_keys(self, keys: KeyRing) -> None:
         """Put every change of the cluster's keys into force, forever.
 
-        While the Coordinator is away those that are known stay in force.
+        While the Coordinator is away the last known ones stay in force.
         """
-        failure = ""
-        while True:
-            try:
-                await self.refresh_keys(keys, POLL_S)
-                failure = ""
-            except RkserveError as exc:
-                # Serve says the same every half a second while it restarts the Coordinator.
-                if exc.message != failure:
-                    failure = exc.message
-                    log.warning("keeping the keys that are known: %s", failure)
-                await asyncio.sleep(TRY_AGAIN_S)
-            except Exception:
-                # A Router that stopped following would take revoked keys forever, unnoticed.
-                log.exception("the Coordinator could not be asked for the keys; trying again")
-                await asyncio.sleep(TRY_AGAIN_S)
+        await self._forever(
+            lambda: self.refresh_keys(keys, POLL_S, POLL_S + GRACE_S), "the last keys"
+        )
 
     async def find_keys(self, keys: KeyRing, timeout_s: float) -> None:
         """Receive the cluster's keys before the first request; give up after ``timeout_s``."""
-        deadline_s = time.monotonic() + timeout_s
-        while keys.revision < 0:
-            try:
-                await asyncio.wait_for(self.refresh_keys(keys), max(0.1, timeout_s))
-            except (RkserveError, TimeoutError, asyncio.TimeoutError) as exc:
-                if time.monotonic() >= deadline_s:
-                    log.warning("serving without the cluster's keys: %s", exc)
-                    return
-                await asyncio.sleep(min(TRY_AGAIN_S, timeout_s / 10))
+        await self._until(
+            lambda: keys.revision >= 0,
+            lambda left_s: self.refresh_keys(keys, 0.0, left_s),
+            timeout_s,
+            "the cluster's keys",
+        )
 
-    async def refresh_keys(self, keys: KeyRing, wait_s: float = 0.0) -> None:
+    async def refresh_keys(
+        self, keys: KeyRing, wait_s: float = 0.0, timeout_s: float = GRACE_S
+    ) -> None:
         """Get the cluster's keys, at a change or after ``wait_s``. Raises ``RkserveError``."""
         used = keys.take_used()
         asked = self._router, keys.revision, wait_s, used
         try:
-            found: KeyTable = await self._link.call("api_keys", *asked, timeout_s=wait_s + GRACE_S)
+            found: KeyTable = await self._link.call("api_keys", *asked, timeout_s=timeout_s)
         except BaseException:
             keys.put_back(used)
             raise
@@ -270,8 +288,7 @@ class CoordinatorClient:
 
     async def change_key(self, call: KeyRequest, keys: KeyRing) -> KeyOutcome:
         """Have the Coordinator create, rotate or revoke a key. Raises ``RkserveError``."""
-        asked = asyncio.ensure_future(self._look("change_key", call))
-        asked.add_done_callback(_look_at_error)
+        asked = self._begun(self._look("change_key", call))
         outcome: KeyOutcome = await asyncio.shield(asked)
         if keys.revision < outcome.revision:
             await self.refresh_keys(keys)

@@ -32,24 +32,16 @@ from rkserve.router.membership import (
     read_terms,
     write_terms,
 )
+from tests.support.boards.own_time import SetClock
 
 A, B = "a" * 32, "b" * 32
 TOKEN = b"a join token"
 ASKED = {"host": "rock", "ray": "2.60.0", "python": "3.11"}
 
 
-class Clock:
-    """Seconds that a test moves."""
-
-    now_s = 1000.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
+def clock() -> SetClock:
+    return SetClock(1000.0)
 
 
 @pytest.fixture
@@ -68,7 +60,7 @@ def body(**changes: str) -> JoinBody:
     return read_model(JoinBody, {**ASKED, **changes})
 
 
-def test_a_token_admits_until_it_expires(head: Path, clock: Clock) -> None:
+def test_a_token_admits_until_it_expires(head: Path, clock: SetClock) -> None:
     token = new_token(head, 60, clock.now_s).encode()
     membership = Membership(head, clock)
     answer = membership.admit(membership.check(token, body()), token, body())
@@ -86,20 +78,20 @@ def test_a_token_admits_until_it_expires(head: Path, clock: Clock) -> None:
 
 
 @pytest.mark.parametrize("token", [b"", b"wrong", "é".encode("latin-1"), b"x" * 10_000])
-def test_without_a_token_there_is_no_answer(head: Path, clock: Clock, token: bytes) -> None:
+def test_without_a_token_there_is_no_answer(head: Path, clock: SetClock, token: bytes) -> None:
     new_token(head, 60, clock.now_s)
     with pytest.raises(Forbidden):
         Membership(head, clock).check(token, body())
 
 
-def test_no_file_holds_a_join_token(head: Path, clock: Clock) -> None:
+def test_no_file_holds_a_join_token(head: Path, clock: SetClock) -> None:
     token = new_token(head, 60, clock.now_s)
     for file in head.iterdir():
         assert token not in file.read_text()
         assert file.stat().st_mode & 0o077 == 0 or file.name == "cluster_token"
 
 
-def test_refused_tokens_are_limited_and_valid_ones_wait_too(head: Path, clock: Clock) -> None:
+def test_refused_tokens_are_limited_and_valid_ones_wait_too(head: Path, clock: SetClock) -> None:
     token = new_token(head, 600, clock.now_s).encode()
     membership = Membership(head, clock)
     for _ in range(REFUSALS):
@@ -112,7 +104,7 @@ def test_refused_tokens_are_limited_and_valid_ones_wait_too(head: Path, clock: C
     assert membership.check(token, body()) == head
 
 
-def test_old_tokens_go(head: Path, clock: Clock) -> None:
+def test_old_tokens_go(head: Path, clock: SetClock) -> None:
     tokens = [new_token(head, 60, clock.now_s).encode() for _ in range(MOST_TOKENS + 1)]
     membership = Membership(head, clock)
     assert membership.check(tokens[-1], body()) == head
@@ -136,7 +128,7 @@ def test_old_tokens_go(head: Path, clock: Clock) -> None:
     ],
 )
 def test_other_versions_are_one_sentence(
-    head: Path, clock: Clock, changes: dict[str, str], sentence: str
+    head: Path, clock: SetClock, changes: dict[str, str], sentence: str
 ) -> None:
     with pytest.raises(JoinRefused) as caught:
         Membership(head, clock).admit(head, TOKEN, body(**changes))
@@ -151,13 +143,13 @@ def test_a_head_that_takes_no_boards_says_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("file", ["cluster.json", "boards.json"])
-def test_damaged_files_are_named(head: Path, clock: Clock, file: str) -> None:
+def test_damaged_files_are_named(head: Path, clock: SetClock, file: str) -> None:
     (head / file).write_text("{")
     with pytest.raises(JoinRefused, match=rf"{file} is damaged"):
         Membership(head, clock).admit(head, TOKEN, body())
 
 
-def test_a_board_that_joins_again_replaces_its_entry(head: Path, clock: Clock) -> None:
+def test_a_board_that_joins_again_replaces_its_entry(head: Path, clock: SetClock) -> None:
     membership = Membership(head, clock)
     membership.admit(head, TOKEN, body(machine=A, serial=A))
     clock.now_s += 5
@@ -177,7 +169,7 @@ def careful(head: Path) -> Path:
 
 
 def test_a_board_waits_until_it_is_approved_and_needs_no_second_approval(
-    careful: Path, clock: Clock
+    careful: Path, clock: SetClock
 ) -> None:
     token = new_token(careful, 60, clock.now_s).encode()
     asked = body(machine=A, serial=A)
@@ -211,7 +203,7 @@ def test_a_board_waits_until_it_is_approved_and_needs_no_second_approval(
     assert "ray_address" in ask()
 
 
-def test_a_board_that_waits_for_a_day_is_forgotten(careful: Path, clock: Clock) -> None:
+def test_a_board_that_waits_for_a_day_is_forgotten(careful: Path, clock: SetClock) -> None:
     membership = Membership(careful, clock)
     membership.admit(careful, TOKEN, body())
     clock.now_s += WAITING_S + 1
@@ -220,7 +212,7 @@ def test_a_board_that_waits_for_a_day_is_forgotten(careful: Path, clock: Clock) 
         membership.check(TOKEN, body())
 
 
-def test_a_denied_board_is_refused_until_it_is_approved(head: Path, clock: Clock) -> None:
+def test_a_denied_board_is_refused_until_it_is_approved(head: Path, clock: SetClock) -> None:
     membership = Membership(head, clock)
     membership.admit(head, TOKEN, body(machine=A))
     membership.decide(["rock"], MemberState.DENIED, "local")
@@ -231,7 +223,7 @@ def test_a_denied_board_is_refused_until_it_is_approved(head: Path, clock: Clock
 
 
 def test_a_copied_card_and_a_new_host_name_are_noted_while_a_board_waits(
-    careful: Path, clock: Clock
+    careful: Path, clock: SetClock
 ) -> None:
     membership = Membership(careful, clock)
     membership.admit(careful, TOKEN, body(machine=A, serial=A))
@@ -252,7 +244,7 @@ def test_a_copied_card_and_a_new_host_name_are_noted_while_a_board_waits(
 @pytest.mark.parametrize(
     "text", ["{", "[{}]", '[{"host": "a", "state": "x"}]', '[{"state": "joined"}]']
 )
-def test_a_damaged_list_of_boards_is_named(head: Path, clock: Clock, text: str) -> None:
+def test_a_damaged_list_of_boards_is_named(head: Path, clock: SetClock, text: str) -> None:
     (head / "boards.json").write_text(text)
     membership = Membership(head, clock)
     with pytest.raises(JoinRefused, match=r"boards\.json is damaged"):
@@ -271,7 +263,7 @@ def beat(**changes: object) -> HeartbeatBody:
     return read_model(HeartbeatBody, given)
 
 
-def test_a_heartbeat_brings_news_and_gets_the_order(head: Path, clock: Clock) -> None:
+def test_a_heartbeat_brings_news_and_gets_the_order(head: Path, clock: SetClock) -> None:
     membership = Membership(head, clock)
     order, terms = membership.beat(SECRET, beat(stage="installing", colour="blue"))
     assert (order, [*terms.measures]) == (None, [])
@@ -290,7 +282,7 @@ def test_a_heartbeat_of_another_cluster_is_refused(head: Path, secret: bytes) ->
     assert read_news(head) == []
 
 
-def test_a_board_two_minor_versions_away_is_refused(head: Path, clock: Clock) -> None:
+def test_a_board_two_minor_versions_away_is_refused(head: Path, clock: SetClock) -> None:
     membership = Membership(head, clock)
     with pytest.raises(JoinRefused, match="at most one minor version apart"):
         membership.beat(SECRET, beat(version="0.9.0"))

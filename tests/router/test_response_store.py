@@ -15,29 +15,20 @@ from rkserve.api.responses.stored import StoredResponse
 from rkserve.core.errors import BodyTooLarge, ResponsesFailed
 from rkserve.core.node_database import LOCK
 from rkserve.router.response_store import FILE, ResponseStore, remove_all
+from tests.support.boards.own_time import SetClock
 
 MINE, OTHERS = "mine", "another key's"
 A, B, C = (f"resp_{letter * 32}" for letter in "abc")
 DAY_S = 86400.0
 
 
-class Clock:
-    """A time of day that goes on when it is told to."""
-
-    def __init__(self) -> None:
-        self.now_s = 1.7e9
-
-    def __call__(self) -> float:
-        return self.now_s
+@pytest.fixture
+def clock() -> SetClock:
+    return SetClock()
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-def store(tmp_path: Path, clock: Clock) -> Iterator[ResponseStore]:
+def store(tmp_path: Path, clock: SetClock) -> Iterator[ResponseStore]:
     opened = ResponseStore(tmp_path / "kept", 1 << 20, DAY_S, clock=clock)
     yield opened
     opened.close()
@@ -96,7 +87,7 @@ def test_a_chain_is_not_read_beyond_what_one_request_may_bring(store: ResponseSt
 
 
 def test_what_is_too_old_is_gone_but_not_what_a_conversation_goes_on_from(
-    store: ResponseStore, clock: Clock
+    store: ResponseStore, clock: SetClock
 ) -> None:
     store.write(MINE, kept(A))
     store.write(MINE, kept(C))
@@ -113,7 +104,7 @@ def test_what_is_too_old_is_gone_but_not_what_a_conversation_goes_on_from(
     assert store.chain(MINE, B, 1 << 20) == []
 
 
-def test_the_longest_unused_go_where_there_is_too_much(tmp_path: Path, clock: Clock) -> None:
+def test_the_longest_unused_go_where_there_is_too_much(tmp_path: Path, clock: SetClock) -> None:
     store = ResponseStore(tmp_path, 20_000, DAY_S, clock=clock)
     names = [f"resp_{number:032x}" for number in range(6)]
     for name in names[:4]:

@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 SETTLE_S = 1.0
 # A Router that sends nothing for so long has ended, or cannot be reached.
 SILENT_S = 30.0
-SAVE_USED_S = 60.0  # flash wears out by writes, and nobody looks for seconds
+SAVE_USED_S = 60.0  # flash wears out by writes, and minutes are exact enough
 CALLS_KEPT = 10_000
 
 

@@ -14,7 +14,7 @@ import os
 import sqlite3
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ from rkserve.coordinator.state.ledger_files import (
     BUSY_S,
     FILE,
     backups_of,
+    copy_ledger,
     lock_folder,
     provide_reserve,
     way_back,
@@ -426,7 +427,8 @@ def _check(database: sqlite3.Connection) -> None:
 def _back_up(file: Path, database: sqlite3.Connection, known: int) -> None:
     """Copy a ledger of an earlier release before anything in it is changed.
 
-    The copy is named after its schema: that of the tables, and that of the values.
+    The copy is named after its schema: that of the tables, and that of the values. Raises
+    ``LedgerFailed``.
     """
     (tables,) = database.execute("PRAGMA user_version").fetchone()
     if tables == 0:
@@ -437,24 +439,7 @@ def _back_up(file: Path, database: sqlite3.Connection, known: int) -> None:
         return
     # An earlier copy of that name is replaced: nothing has changed yet.
     copy = file.with_name(f"{file.name}.bak-{tables}.{values}")
-    fresh = copy.with_name(f"{copy.name}.new")
-    try:
-        os.close(open_private(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC))
-        target = sqlite3.connect(fresh)
-        try:
-            database.backup(target)
-        finally:
-            target.close()
-        sync(fresh)
-        fresh.replace(copy)
-        sync(copy.parent)
-    except (OSError, sqlite3.Error) as exc:
-        with suppress(OSError):
-            fresh.unlink()
-        raise LedgerFailed(
-            f"The ledger {file} of an earlier release cannot be copied to {copy.name} before it is "
-            f"changed: {exc}. Free space on the head node's disk."
-        ) from exc
+    copy_ledger(file, copy)
     log.info("the ledger of an earlier release was copied to %s", copy)
 
 

@@ -103,6 +103,6 @@ positionally, to ``super().__init__``.
 
 from __future__ import annotations
 
-from rkserve.core.errors.access import *  # noqa: F403 - as below
-from rkserve.core.errors.boards import *  # noqa: F403 - the tree above names every class
+from rkserve.core.errors.access import *  # noqa: F403 - the tree above names every class
+from rkserve.core.errors.boards import *  # noqa: F403 - as above
 from rkserve.core.errors.requests import *  # noqa: F403 - as above

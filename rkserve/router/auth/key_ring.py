@@ -1,7 +1,7 @@
 """The keys that a Router takes: those of its configuration and of its files, and the cluster's.
 
 Keys are kept as digests, so that no log, error or memory dump of a Router contains one. A secret is
-looked up by its digest: nobody can choose digests, so the time of a lookup tells nothing of others.
+looked up by its digest: digests cannot be chosen, so the time of a lookup reveals no other key.
 """
 
 from __future__ import annotations

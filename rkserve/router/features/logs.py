@@ -1,7 +1,7 @@
 """The latest log lines of boards, Routers and the Coordinator, and those that follow.
 
 Each process keeps its latest lines in memory. A Router asks for those after the last one that it
-has; while nobody reads, no process is asked.
+has, and asks no process without readers.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 RING = 24  # deltas that are kept for readers that fall behind: two minutes
 SPACING_S = 0.25  # between two deltas; boards that change together are in one of them
 # Requests that come and go within seconds would be most of a delta: they may take so much of it on
-# average, and are shown less often where that is not enough. Nobody reads a list of hundreds.
+# average, and are shown less often where that is not enough. A list of hundreds is of no use.
 REQUESTS_BYTES_PER_S, REQUESTS_BURST = 600.0, 9_000.0
 OPERATIONS_S = 2.0
 OPERATIONS = 20

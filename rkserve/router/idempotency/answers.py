@@ -202,7 +202,7 @@ class KeyedAnswers:
                 live.store = partial(self._finish, name, live)
                 await make(live)
         except asyncio.CancelledError:
-            failure = CallAborted("The answer was given up: nobody waited for it.")
+            failure = CallAborted("The answer was given up: no client waited for it.")
             raise
         except Exception as exc:
             if not isinstance(exc, RkserveError):
@@ -246,7 +246,7 @@ class KeyedAnswers:
             await self._call(lambda store: store.release(name))
 
     def _orphaned(self, name: str) -> None:
-        """Give up an answer that nobody waits for, after some time."""
+        """Cancel an answer without clients after ``linger_s``."""
         live, task = self._live[name], self._tasks[name]
         leaves = live.leaves
 

@@ -2,7 +2,7 @@
 
 A row is written before a board gets the request, and completed by the whole answer. The Router that
 makes an answer holds a lock of the kernel's for its key, which ends with the process: a row without
-an answer whose lock is free belongs to nobody, and the next request with the key takes it over.
+an answer whose lock is free has no owner, and the next request with the key takes it over.
 Every call blocks; use it from one thread.
 """
 
@@ -51,7 +51,7 @@ class KeyState(IntEnum):
     RUNNING = 0
     DONE = 1
     TOO_LONG = 2
-    OWN = 3  # nobody makes it: the caller does now
+    OWN = 3  # the caller makes it
     REUSED = 4
 
 
@@ -95,7 +95,7 @@ class AnswerStore:
         os.close(self._locks)
 
     def claim(self, name: str, digest: str) -> KeyClaim:
-        """Take a key whose answer nobody makes, or return its state. Raises ``IdempotencyFailed``.
+        """Take a key without an owner, or return its state. Raises ``IdempotencyFailed``.
 
         An ``OWN`` key is held until ``finish`` or ``release``.
         """
@@ -183,8 +183,9 @@ class AnswerStore:
         return self._clock() - self._config.keep_s
 
     def _forget(self, spared: str = "") -> None:
-        """Remove expired answers, and the oldest ones beyond the limits; rows of answers that are
-        being made stay, and those that nobody makes any more go with their time.
+        """Remove expired answers, and the oldest ones beyond the limits.
+
+        Rows of answers in progress stay until twice the time of expired ones.
         """
         self._database.execute(
             "DELETE FROM answers WHERE changed_s <= ? AND (state != ? OR changed_s <= ?)",

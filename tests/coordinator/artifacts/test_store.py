@@ -25,19 +25,12 @@ from rkserve.core.errors import (
     RkserveError,
 )
 from rkserve.core.messages import AdapterRef
+from tests.support.boards.own_time import SetClock
 
 CONTENT = bytes(range(256)) * 40
 DIGEST = hashlib.sha256(CONTENT).hexdigest()
 V1 = AdapterVersion(AdapterRef("legal", "v1", DIGEST), len(CONTENT))
 MIB = 1 << 20
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 def store_in(
@@ -46,7 +39,7 @@ def store_in(
     made = ArtifactStore(
         folder,
         ArtifactRules(**{"max_bytes": 2 * len(CONTENT), "reserve_bytes": 0} | rules),
-        now_s=clock or Clock(),
+        now_s=clock or SetClock(100.0),
         free=lambda _: free,
     )
     made.open()
@@ -191,7 +184,7 @@ def test_a_part_that_does_not_follow_is_refused_and_the_upload_goes_on(
 
 
 def test_uploads_that_were_abandoned_are_removed_and_busy_ones_are_not(tmp_path: Path) -> None:
-    clock = Clock()
+    clock = SetClock(100.0)
     store = store_in(tmp_path, clock=clock, upload_idle_s=60)
     gone, busy = (
         store.upload_begin(DeclaredArtifact(name, "v1", "qwen")) for name in ("gone", "busy")

@@ -234,7 +234,7 @@ def test_a_ledger_that_cannot_be_copied_is_not_migrated(tmp_path: Path) -> None:
     with closing(Ledger.open(tmp_path)) as ledger:
         ledger.write(desired=PAUSED)
     (tmp_path / f"{FILE}.bak-{len(MIGRATIONS)}.{SCHEMA}.new").mkdir()
-    with pytest.raises(LedgerFailed, match=r"cannot be copied .* Free space"):
+    with pytest.raises(LedgerFailed, match=r"cannot be copied .* Check the space"):
         Ledger.open(tmp_path, migrations=(*MIGRATIONS, ("DELETE FROM desired",)))
     with closing(Ledger.open(tmp_path)) as ledger:
         assert ledger.desired() == PAUSED

@@ -30,7 +30,7 @@ from rkserve.verdicts.facts import (
 from rkserve.verdicts.history import EVERY_S
 from rkserve.verdicts.rules import VerdictOutcome
 from tests.support.boards.fake_boards import FakeBoards, accepted, eventually, report
-from tests.support.boards.own_time import run_loop
+from tests.support.boards.own_time import SetClock, run_loop
 from tests.support.http.router_house import CHAT, House, chat, house, scripted
 from tests.support.values.cluster_facts import HEALTHY, pause, traffic
 
@@ -38,21 +38,11 @@ NOW_S = 1_800_000_000.0
 MODEL = "sim-chat"
 
 
-@dataclass
-class Clock:
-    """A time of day that goes on by hand."""
-
-    now_s: float = NOW_S
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
 class Viewed:
     """A Router's view with a clock of its own."""
 
     def __init__(self, viewers: ViewPeers | None = None) -> None:
-        self.clock = Clock()
+        self.clock = SetClock(NOW_S)
         self.house = House(FakeBoards([]), viewers=viewers, clock=self.clock)
         self.view = self.house.view
         self.news = 0

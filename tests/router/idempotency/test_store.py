@@ -17,40 +17,31 @@ from rkserve.router.idempotency.store import (
     KeyState,
     name_of,
 )
+from tests.support.boards.own_time import SetClock
 
 NAME, DIGEST = name_of("owner", "key"), "d" * 64
 HEADERS = {"content-type": "application/json"}
 HOUR_S = 3600.0
 
 
-class Clock:
-    """A time of day that goes on when it is told to."""
-
-    def __init__(self) -> None:
-        self.now_s = 1.7e9
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
+def clock() -> SetClock:
+    return SetClock()
 
 
-def opened(folder: Path, clock: Clock, **config: float) -> AnswerStore:
+def opened(folder: Path, clock: SetClock, **config: float) -> AnswerStore:
     return AnswerStore(folder / "kept", IdempotencyConfig.model_validate(config), clock=clock)
 
 
 @pytest.fixture
-def store(tmp_path: Path, clock: Clock) -> Iterator[AnswerStore]:
+def store(tmp_path: Path, clock: SetClock) -> Iterator[AnswerStore]:
     one = opened(tmp_path, clock)
     yield one
     one.close()
 
 
 @pytest.fixture
-def other(tmp_path: Path, clock: Clock, store: AnswerStore) -> Iterator[AnswerStore]:
+def other(tmp_path: Path, clock: SetClock, store: AnswerStore) -> Iterator[AnswerStore]:
     """The store of another Router of the node."""
     two = opened(tmp_path, clock)
     yield two
@@ -123,7 +114,7 @@ def test_a_killed_router_leaves_its_answers_and_frees_its_keys(
     assert store.claim(lost, DIGEST).state is KeyState.OWN
 
 
-def test_an_answer_is_forgotten_after_its_time(store: AnswerStore, clock: Clock) -> None:
+def test_an_answer_is_forgotten_after_its_time(store: AnswerStore, clock: SetClock) -> None:
     store.claim(NAME, DIGEST)
     store.finish(NAME, HEADERS, b"x")
     clock.now_s += HOUR_S - 1
@@ -136,7 +127,7 @@ def test_an_answer_is_forgotten_after_its_time(store: AnswerStore, clock: Clock)
 
 
 def test_an_answer_that_is_too_long_is_noted_and_not_made_again(
-    tmp_path: Path, clock: Clock
+    tmp_path: Path, clock: SetClock
 ) -> None:
     store = opened(tmp_path, clock, max_answer_bytes=1024)
     for name, body in ((NAME, b"x" * 1025), (name_of("owner", "cut off"), None)):
@@ -147,7 +138,7 @@ def test_an_answer_that_is_too_long_is_noted_and_not_made_again(
 
 
 def test_the_oldest_answers_go_first_and_those_that_are_made_stay(
-    tmp_path: Path, clock: Clock
+    tmp_path: Path, clock: SetClock
 ) -> None:
     store = opened(tmp_path, clock, max_answers=10)
     running = name_of("owner", "running")
@@ -165,7 +156,7 @@ def test_the_oldest_answers_go_first_and_those_that_are_made_stay(
 
 
 def test_a_request_that_waits_at_another_router_is_known_for_a_while(
-    store: AnswerStore, other: AnswerStore, clock: Clock
+    store: AnswerStore, other: AnswerStore, clock: SetClock
 ) -> None:
     store.claim(NAME, DIGEST)
     assert not store.is_wanted(NAME)
@@ -175,7 +166,7 @@ def test_a_request_that_waits_at_another_router_is_known_for_a_while(
     assert not store.is_wanted(NAME)
 
 
-def test_a_damaged_file_is_an_error_and_no_second_answer(tmp_path: Path, clock: Clock) -> None:
+def test_a_damaged_file_is_an_error_and_no_second_answer(tmp_path: Path, clock: SetClock) -> None:
     folder = tmp_path / "kept"
     folder.mkdir(mode=0o700)
     (folder / FILE).write_bytes(b"no database, but long enough to be looked at" * 20)

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 from unittest.mock import patch
@@ -26,6 +27,16 @@ T = TypeVar("T")
 TURN_S = 1e-5
 EPOCH_S = 1_800_000_000.0  # where the clock of a seeded run begins
 LOOK_S = 0.01  # how long a thread of an executor is waited for before the clock goes on so far
+
+
+@dataclass
+class SetClock:
+    """A clock that tests set; by default a time of day."""
+
+    now_s: float = 1.7e9
+
+    def __call__(self) -> float:
+        return self.now_s
 
 
 class _Selector(selectors.DefaultSelector):
