@@ -99,7 +99,7 @@ def prepare_config(text: str, limits: ProxyLimits, files: int) -> str:
     for edit, count in zip(edits, found, strict=True):
         if edit.count is not None and edit.count != count:
             raise ConfigError(
-                f"Ray's HAProxy configuration is not the one that this rkserve knows: section "
+                f"Unsupported HAProxy configuration of Ray: section "
                 f"'{edit.section}' has {count} lines like '{edit.line.pattern}', and not "
                 f"{edit.count}. {REMEDY}"
             )
@@ -143,7 +143,7 @@ def _refuse_leftovers(lines: list[str]) -> None:
     for line in lines:
         if _LEFTOVER.match(line):
             raise ConfigError(
-                "Ray's HAProxy configuration is not the one that this rkserve knows: it has the "
+                "Unsupported HAProxy configuration of Ray: it has the "
                 f"line '{line.strip()}' in an unknown place. {REMEDY}"
             )
 
@@ -190,7 +190,7 @@ def _edits(limits: ProxyLimits, files: int, *, routed: bool) -> list[TemplateEdi
                 match[0],
                 *_per_address(limits),
                 *_client_headers(),
-                _no_second_try(),
+                *_retries(),
                 _serve_errors(),
             ],
         ),
@@ -235,7 +235,7 @@ def _per_address(limits: ProxyLimits) -> list[str]:
 
 
 def _client_headers() -> list[str]:
-    """Tell Routers the client's address, whatever it says of that; drop odd request ids.
+    """Return the rules that send Routers the client's address, and drop malformed request ids.
 
     A Router's server would take X-Forwarded-For from this machine, so that any client could choose
     its address.
@@ -272,21 +272,32 @@ REPEATED = (
     *("/rerank", "/score", "/tokenize", "/detokenize", "/generate", "/api/chat", "/api/embed"),
     "/rkllm_chat",
 )
+REPEATED_BYTES = 14_000  # of Ray's buffers of 16 kB; HAProxy keeps 1 kB, and headers need some
+BODY_S = 30.0  # to send them; Routers have `body_timeout_s` for longer bodies
 
 
-def _no_second_try() -> str:
-    """Return the rule by which only calls without effects go to another Router after one that ended
-    may have begun them.
+def _retries() -> list[str]:
+    """Return the rules by which calls without effects go to another Router after one that ended
+    may have begun them, and no other calls do.
+
+    HAProxy repeats a request only if all of its body was in its buffer when it sent it first, and
+    most clients send it in a second segment. Longer bodies do not fit into the buffer.
     """
     ends = " ".join(REPEATED)
-    return f"http-request disable-l7-retry unless METH_GET or {{ path_end {ends} }}"
+    return [
+        "acl rkserve_repeatable method GET",
+        f"acl rkserve_repeatable path_end {ends}",
+        "http-request disable-l7-retry unless rkserve_repeatable",
+        f"http-request wait-for-body time {_ms(BODY_S)} if rkserve_repeatable "
+        f"!{{ req.hdr_val(content-length) gt {REPEATED_BYTES} }}",
+    ]
 
 
 def _serve_errors() -> str:
     """Return the rule that replaces errors of Ray Serve by one that clients repeat.
 
-    Serve's own proxy, which stands in while no Router runs, answers 404 until it knows the
-    application, and clients take a 404 for final. Its errors are plain texts, Routers' are not.
+    Serve's own proxy, which stands in while no Router runs, answers 404 until the application is
+    configured, and clients take a 404 for final. Its errors are plain texts, Routers' are not.
     """
     error = _error("No Router is ready; try again soon.", "server_error", "no_router")
     return (

@@ -53,6 +53,7 @@ from rkserve.deployments.haproxy_config import (
     HEADER_TIMEOUT,
     PER_ADDRESS,
     PROXIES,
+    REPEATED_BYTES,
     SPARE_CONNECTIONS,
 )
 from rkserve.http.auth import Access, Gate
@@ -596,16 +597,17 @@ def test_a_router_that_is_gone_costs_new_requests_nothing_where_another_one_runs
 
 @with_haproxy
 @pytest.mark.parametrize(
-    ("method", "path", "repeated"),
+    ("method", "path", "length", "repeated"),
     [
-        pytest.param("POST", "/v1/chat/completions", True, id="a generation"),
-        pytest.param("GET", "/v1/models", True, id="a question"),
-        pytest.param("POST", "/pause", False, id="a change"),
-        pytest.param("DELETE", "/v1/responses/resp_1", False, id="a removal"),
+        pytest.param("POST", "/v1/chat/completions", REPEATED_BYTES, True, id="a generation"),
+        pytest.param("POST", "/v1/chat/completions", 20_000, False, id="a long one"),
+        pytest.param("GET", "/v1/models", 2, True, id="a question"),
+        pytest.param("POST", "/pause", 2, False, id="a change"),
+        pytest.param("DELETE", "/v1/responses/resp_1", 2, False, id="a removal"),
     ],
 )
 def test_what_a_router_took_before_its_end_is_repeated_at_another_if_it_changes_nothing(
-    opened_front: Callable[..., Front], method: str, path: str, repeated: bool
+    opened_front: Callable[..., Front], method: str, path: str, length: int, repeated: bool
 ) -> None:
     made = opened_front(None)
     ends, lives = Router(dies=True), Router()
@@ -614,7 +616,11 @@ def test_what_a_router_took_before_its_end_is_repeated_at_another_if_it_changes_
         with made.running():
             ends.asked.clear()
             for _ in range(20):
-                client.request(method, path, b"{}", {"content-type": "application/json"})
+                client.putrequest(method, path)
+                client.putheader("content-length", str(length))
+                client.endheaders()
+                time.sleep(0.1)  # the body is not in HAProxy's buffer when the headers are
+                client.send(b"." * length)
                 answer = client.getresponse()
                 assert answer.read()
                 assert answer.status == HTTPStatus.OK if repeated else answer.status in (200, 502)
@@ -637,13 +643,16 @@ def test_a_haproxy_whose_manager_was_killed_gives_its_port_to_the_next_one(
         assert len(left) == 1
         second = one.start()
         try:
+            deadline_s = time.monotonic() + PATIENCE_S
             while orphans(one.folder) == left:
                 assert second.poll() is None, "it could not listen"
+                assert time.monotonic() < deadline_s, "it did not take the port over"
                 time.sleep(0.05)
             router.killed.set()
             with suppress(IncompleteRead):
                 assert answer.read().startswith(b"data: 1"), "the first one ends its answers"
             while left[0] in orphans(one.folder):
+                assert time.monotonic() < deadline_s, "the first one did not end"
                 time.sleep(0.05)
             one._wait(second, HTTPStatus.OK)
         finally:
@@ -699,7 +708,7 @@ def test_the_stream_of_a_killed_router_does_not_look_complete(
             lambda made: made.config.write_text(
                 made.config.read_text().replace("option splice-request", "option splice-auto")
             ),
-            "not the one that this rkserve knows",
+            "Unsupported HAProxy configuration",
             id="an unknown template",
         ),
         pytest.param(

@@ -10,10 +10,14 @@ from rkserve.deployments.haproxy_config import (
     MAXCONN,
     PER_ADDRESS,
     PROXIES,
+    REPEATED,
     ProxyLimits,
     check_template,
     prepare_config,
 )
+from rkserve.http.auth import Access
+from rkserve.http.openapi import GENERATION
+from tests.support.http.reference_house import described_api
 
 
 @pytest.mark.parametrize(
@@ -78,7 +82,7 @@ listen stats
 )
 def test_a_configuration_without_a_line_that_is_replaced_is_refused(line: str) -> None:
     prepare_config(KNOWN, ProxyLimits(), 4000)
-    with pytest.raises(ConfigError, match="not the one that this rkserve knows"):
+    with pytest.raises(ConfigError, match="Unsupported HAProxy configuration"):
         prepare_config(KNOWN.replace(line, "    other"), ProxyLimits(), 4000)
 
 
@@ -110,3 +114,17 @@ def test_connections_are_limited_by_files(
     if given is not None:
         monkeypatch.setenv(MAXCONN, given)
     assert f"    maxconn {maxconn}\n" in prepare_config(KNOWN, ProxyLimits(), files)
+
+
+def test_generating_calls_and_no_control_call_go_to_another_router() -> None:
+    generating, control = 0, 0
+    for one in described_api().endpoints:
+        is_repeated = one.method == "POST" and one.path.endswith(REPEATED)
+        if one.method == "POST" and set(GENERATION) <= set(one.errors):
+            generating += 1
+            assert is_repeated, one.path
+        if one.access in (Access.CONTROL, Access.OPERATE, Access.ADMIN):
+            control += 1
+            assert not is_repeated, one.path
+    assert generating > 10
+    assert control > 10
