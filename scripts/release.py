@@ -14,7 +14,6 @@ import re
 import shutil
 import subprocess
 import sys
-import tarfile
 import tempfile
 from collections.abc import Iterator, Mapping
 from importlib import metadata
@@ -26,9 +25,9 @@ NAMESPACE = "rkserve"  # of the signature: it is worth nothing for anything else
 BUILD = "import sys; from setuptools import build_meta; print(build_meta.build_wheel(sys.argv[1]))"
 PINNED = re.compile(r"^([A-Za-z0-9][\w.-]*)==", re.M)
 # Parts of licence expressions and classifiers that may be linked with Apache-2.0 code.
-FREE = re.compile(
-    r"(apache|mit\b|mit-|bsd|isc|psf|python software|zlib|0bsd|cc0|mit license|unlicense)", re.I
-)
+FREE = re.compile(r"\b(apache|mit|bsd|isc|psf|python software|zlib|0bsd|cc0|unlicense)\b", re.I)
+# One of these, beside whatever else, makes a licence one to be reviewed.
+COPYLEFT = re.compile(r"\b[AL]?GPL|General Public|\b(MPL|EPL|SSPL|BUSL|Proprietary)\b", re.I)
 # Of other licences: their names, and why they may be used.
 REVIEWED: Mapping[str, str] = {
     "certifi": "MPL-2.0, by file; unchanged",
@@ -48,7 +47,7 @@ def locked(lock: Path) -> list[str]:
 
 
 def licence_of(package: str) -> str | None:
-    """Return what an installed package says of its licence; None where it is not installed."""
+    """Return the declared licence of an installed package, or None."""
     try:
         found = metadata.metadata(package)
     except metadata.PackageNotFoundError:
@@ -66,7 +65,7 @@ def unreviewed(lock: Path) -> Iterator[str]:
         licence = licence_of(package)
         if licence is None or package in REVIEWED:
             continue
-        if not FREE.search(licence):
+        if COPYLEFT.search(licence) or not FREE.search(licence):
             yield f"{package}: {licence or 'no licence is named'}"
 
 
@@ -77,14 +76,9 @@ def commit_time(project: Path) -> str:
 
 def export(project: Path, target: Path) -> None:
     """Write the files of the commit to a folder, without anything else that lies around."""
-    archive = subprocess.run(
-        ["git", "archive", "--format=tar", "HEAD"], cwd=project, capture_output=True, check=True
-    ).stdout
-    with tempfile.TemporaryFile() as file:
-        file.write(archive)
-        file.seek(0)
-        with tarfile.open(fileobj=file) as content:
-            content.extractall(target, filter="data")
+    with tempfile.NamedTemporaryFile(suffix=".tar") as file:
+        _run(["git", "archive", "--format=tar", f"--output={file.name}", "HEAD"], cwd=project)
+        _run(["tar", "-xf", file.name, "-C", str(target)])
 
 
 def build_wheel(project: Path, target: Path) -> Path:
@@ -143,6 +137,10 @@ def _run(command: list[str], cwd: Path | None = None, env: dict[str, str] | None
 
 def release(target: Path, sbom_tool: Path | None, key: Path | None) -> None:
     """Make a release in an empty folder. Raises ``ReleaseError``."""
+    if changed := _run(["git", "status", "--porcelain"], cwd=PROJECT):
+        raise ReleaseError(
+            f"commit first, since a release is of a commit: {changed.split()[1]} ..."
+        )
     if found := list(unreviewed(PROJECT / LOCK)):
         raise ReleaseError("licences to be reviewed, see scripts/release.py: " + "; ".join(found))
     target.mkdir(parents=True, exist_ok=True)

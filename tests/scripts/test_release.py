@@ -13,17 +13,25 @@ from tests.support.paths import PROJECT
 
 def test_every_package_of_a_node_has_a_licence_that_was_reviewed() -> None:
     assert list(release.unreviewed(PROJECT / release.LOCK)) == []
-    assert set(release.REVIEWED) <= set(release.locked(PROJECT / release.LOCK))
+    packages = release.locked(PROJECT / release.LOCK)
+    assert set(release.REVIEWED) <= set(packages)
+    assert sum(release.licence_of(one) is not None for one in packages) > 50
 
 
 def test_a_licence_that_may_not_be_linked_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lock = tmp_path / "requirements.lock"
-    lock.write_text("one==1\ntwo==2 ; python_version > '3'\n")
-    licences = {"one": "AGPL-3.0-only", "two": "MIT"}
+    licences = {
+        "agpl": "AGPL-3.0-only",
+        "both": "GPL-3.0-only AND BSD-3-Clause",
+        "free": "MIT",
+        "named": "Limited permit, Miscellaneous",
+    }
+    lock.write_text("".join(f"{name}==1 ; python_version > '3'\n" for name in licences))
     monkeypatch.setattr(release, "licence_of", licences.get)
-    assert list(release.unreviewed(lock)) == ["one: AGPL-3.0-only"]
+    found = [one.partition(":")[0] for one in release.unreviewed(lock)]
+    assert found == ["agpl", "both", "named"]
 
 
 def test_every_file_of_a_lock_has_a_hash() -> None:
@@ -39,7 +47,7 @@ def _packages(text: str) -> list[str]:
     return [text[a:b] for a, b in zip(starts, [*starts[1:], len(text)], strict=True)]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_builds_are_the_same_and_their_checksums_are_signed(tmp_path: Path) -> None:
     folder = tmp_path / "dist"
     folder.mkdir()
@@ -67,7 +75,13 @@ def verifies(signers: Path, signature: Path, sums: Path) -> bool:
     return done.returncode == 0
 
 
-def test_a_folder_with_files_is_no_place_for_a_release(tmp_path: Path) -> None:
+def test_a_release_is_made_of_a_commit_into_an_empty_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "old").touch()
+    monkeypatch.setattr(release, "_run", lambda *_, **__: " M requirements.lock")
+    with pytest.raises(release.ReleaseError, match=r"commit first.* requirements\.lock"):
+        release.release(tmp_path, None, None)
+    monkeypatch.setattr(release, "_run", lambda *_, **__: "")
     with pytest.raises(release.ReleaseError, match="not empty"):
         release.release(tmp_path, None, None)
