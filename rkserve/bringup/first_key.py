@@ -12,7 +12,7 @@ from rkserve.api.json.schemas import read_model
 from rkserve.bringup.settings import HEAD
 from rkserve.config.serve_config import RkserveConfig
 from rkserve.control.keys import CreateKey, KeyRequest, SecretDigest
-from rkserve.coordinator.state.api_keys import create_offline
+from rkserve.coordinator.state.api_keys import check_ledger, create_offline
 from rkserve.core.api_keys import digest_of, hint_of, new_secret
 from rkserve.core.errors import ConfigError
 from rkserve.core.files import replace_private
@@ -42,17 +42,21 @@ def first_key(config: Path, state: Path) -> Path | None:
     secret.
 
     Raises:
-        ConfigError, LedgerFailed: the file or the ledger cannot be written.
+        ConfigError: the file has no single application, or the secret cannot be written.
+        LedgerFailed: the ledger cannot be used; the secret of an earlier key stays.
     """
     if not preflight.lacks_key(config):
         return None
+    cluster = one_of(config)
+    # It refuses a ledger that is damaged or gone, before the secret of its key is replaced.
+    check_ledger(cluster.coordinator.data_dir.expanduser())
     file = state / ADMIN_KEY
     secret = new_secret()
     try:
         replace_private(file, f"{secret}\n")
     except OSError as exc:
         raise ConfigError(f"{file} cannot be written: {exc}.") from exc
-    _create(one_of(config), KeyBody(name=NAME, scopes=["admin"]), secret)
+    _create(cluster, KeyBody(name=NAME, scopes=["admin"]), secret)
     return file
 
 
@@ -78,7 +82,7 @@ def _create(config: RkserveConfig, body: KeyBody, secret: str = "") -> NewKeyAns
 def own_secret(state: Path, url: str) -> str | None:
     """Return the secret of the first key if ``url`` is that of the head with this state folder.
 
-    None as well if this account may not read it: the answer to a call says what it lacks.
+    None as well if this account may not read it; a refused call states the missing key.
     """
     try:
         record = json.loads((state / f"{HEAD}.json").read_text(encoding="utf-8"))
@@ -90,7 +94,7 @@ def own_secret(state: Path, url: str) -> str | None:
 
 
 def known_key(config: Path, state: Path) -> str | None:
-    """Return a key with which the head may ask its own Router; None if it knows none.
+    """Return the head's key for its own Router, or None.
 
     Raises ``ConfigError``: the configuration is wrong.
     """
@@ -103,7 +107,7 @@ def known_key(config: Path, state: Path) -> str | None:
         try:
             lines = file.expanduser().read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError):
-            continue  # the Router says what is wrong with a file of its own
+            continue  # the Router reports errors of its own files
         words = [line.split()[0] for line in lines if line.strip() and line.strip()[0] != "#"]
         if words:
             return words[0]

@@ -111,7 +111,7 @@ class StateFolder:
 
 class RayStore:
     """Ray's own tables on the head's disk, in RocksDB: a head that is started again after a crash
-    knows its boards' processes by them, and no board loads its model anew.
+    recovers its boards' processes from them, and no board loads its model anew.
 
     They hold nothing that rkserve needs: its state is the Coordinator's. So they are set aside
     where Ray does not start with them, and removed at an end in order.
@@ -137,8 +137,9 @@ class RayStore:
         return {"RAY_gcs_storage": "rocksdb", "RAY_gcs_storage_path": str(self._place)}
 
     def set_aside(self) -> bool:
-        """Move the tables away, and turn them off the second time. Returns whether those of an
-        earlier run were moved.
+        """Move the tables away, and turn them off the second time or if they cannot be moved.
+
+        Returns whether those of an earlier run were moved.
         """
         aside = self._folder.with_name("gcs.aside")
         if not self.used:
@@ -148,7 +149,11 @@ class RayStore:
             return False
         self._failed = True
         shutil.rmtree(aside, ignore_errors=True)
-        self._folder.replace(aside)
+        try:
+            self._folder.replace(aside)
+        except OSError:
+            self.used = False  # a start without them is better than none
+            return False
         return self._earlier
 
     def remove(self) -> None:

@@ -21,6 +21,7 @@ from rkserve.bringup.first_key import (
 from rkserve.bringup.settings import HEAD
 from rkserve.coordinator.state.api_keys import KeyKeeper
 from rkserve.coordinator.state.ledger import Ledger
+from rkserve.coordinator.state.ledger_files import back_up
 from rkserve.core.api_keys import ApiKey, KeyScope, digest_of
 from rkserve.core.errors import ConfigError, KeyExists, LedgerFailed, RequestError
 from rkserve.core.files import private_folder
@@ -93,6 +94,18 @@ def test_after_a_start_that_ended_between_file_and_ledger_the_next_one_makes_a_k
     first_key(config(tmp_path), state)
     secret = (state / ADMIN_KEY).read_text().strip()
     assert stored(tmp_path)[0].digest == digest_of(secret.encode()).hex()
+
+
+def test_a_ledger_that_is_gone_costs_no_secret(tmp_path: Path, state: Path) -> None:
+    first_key(config(tmp_path), state)
+    before = (state / ADMIN_KEY).read_text()
+    with closing(Ledger.open(tmp_path / "data")) as ledger:
+        back_up(tmp_path / "data", 1.7e9)
+        file = ledger.file
+    file.unlink()
+    with pytest.raises(LedgerFailed, match="rkserve restore"):
+        first_key(config(tmp_path), state)
+    assert (state / ADMIN_KEY).read_text() == before
 
 
 def test_a_key_is_made_in_the_ledger_of_a_configuration(tmp_path: Path) -> None:

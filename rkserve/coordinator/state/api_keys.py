@@ -236,6 +236,14 @@ def create_offline(folder: Path, call: KeyRequest) -> KeyOutcome:
         ledger.close()
 
 
+def check_ledger(folder: Path) -> None:
+    """Open the ledger of a folder, which no Coordinator has open, and close it.
+
+    Raises ``LedgerFailed``: it is damaged or gone, or a Coordinator has it open.
+    """
+    Ledger.open(folder).close()
+
+
 def has_keys(folder: Path) -> bool:
     """Return whether the ledger of a folder has a key, whether or not a Coordinator has it open.
 
