@@ -96,6 +96,8 @@ def _default(field: Any) -> str:
         return "none"
     if isinstance(value, bool):
         return f"`{str(value).lower()}`"
+    if isinstance(value, Enum):
+        value = value.value
     shown = str(value).replace("\n", "\\n")  # a line break would end the table
     return "see below" if isinstance(value, BaseModel) else f"`{shown}`"
 

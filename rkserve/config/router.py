@@ -278,8 +278,8 @@ class RouterConfig(Settings):
         None,
         description="Key for calls that reach into everybody's generations and caches, as "
         f"`Authorization: Bearer`. Better kept out of the file: `{ADMIN_KEY_VARIABLE}` in the "
-        "environment of `serve run` stands in for it. Without a key those calls are taken from "
-        "this machine only.",
+        "environment of `serve run` stands in for it. As long as no key may operate, those calls "
+        "are taken from this machine only.",
     )
     admin_key_file: Path | None = Field(
         None,
@@ -291,8 +291,8 @@ class RouterConfig(Settings):
         None,
         description="File with the keys that inference calls need, one on each line, `#` before "
         "comments; behind a key there may be what its owner may use "
-        "([admission.md](../explanation/admission.md#keys)). Without the file everybody may call. "
-        "It is read when a Router starts, and not again.",
+        "([admission.md](../explanation/admission.md#keys)). Keys of the cluster "
+        "(`rkserve keys`) work beside them. It is read when a Router starts, and not again.",
     )
     queue_limit: int | None = Field(
         None,

@@ -13,6 +13,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from enum import Enum
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -158,8 +159,9 @@ class SecurityConfig(Settings):
         False,
         description="Whether clients without a key may generate and read, from every address that "
         "reaches the endpoint. Without it they may only where `http_options.host` is this machine "
-        "and no key was ever made; where it is another and there is no key, nothing starts. "
-        "Control of the cluster needs a key all the same.",
+        "and no key was ever made; where it is another, every call needs a key (`rkserve up` makes "
+        "the first one, `serve run` refuses to start without). It does not open the control of the "
+        "cluster.",
     )
 
 
@@ -451,8 +453,11 @@ def _allowed(annotation: Any, limits: Sequence[Any]) -> str:
     bare = _without_none(annotation)
     if get_origin(bare) is Annotated:
         return _allowed(get_args(bare)[0], bare.__metadata__)
-    if get_origin(bare) is Literal:
-        return " or ".join(str(choice) for choice in get_args(bare))
+    choices = get_args(bare) if get_origin(bare) is Literal else ()
+    if isinstance(bare, type) and issubclass(bare, Enum):
+        choices = tuple(choice.value for choice in bare)
+    if choices:
+        return " or ".join(map(str, choices))
     if get_origin(bare) is tuple:
         return f"a list{_length(limits)}, each entry {_allowed(get_args(bare)[0], ())}"
     if get_origin(bare) is dict:

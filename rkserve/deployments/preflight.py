@@ -159,7 +159,7 @@ def check_key(file: Path) -> None:
         raise ConfigError(
             f"http_options.host in {file} opens the service to the network, and there is no key. "
             "Make one: rkserve keys create admin --scope admin --config "
-            f"{shlex.quote(str(file))}; or let everybody in by security.open: true in args."
+            f"{shlex.quote(str(file))}; or set security.open: true in args, to do without."
         )
 
 
