@@ -307,8 +307,9 @@ async def respond(
     call_of = partial(opens, caller=caller, timeout_s=timeout_s, memory=memory)
     key = read_key(request.headers.get(KEY.name))
     if key is not None and service.keyed is not None:
-        name = name_of(owner_of(client, service.keys), key)
-        return await _respond_once(service, request, dialect, body, name, call_of)
+        name, make = name_of(owner_of(client, service.keys), key), _maker(service, dialect, call_of)
+        live, follows = service.keyed.join(name, _digest(request, body), make)
+        return await _respond_once(service, dialect, body, live, follows=follows)
     opening = asyncio.get_running_loop().create_task(call_of())
     try:
         await asyncio.wait({opening}, timeout=service.config.headers_after_s)
@@ -327,19 +328,18 @@ async def respond(
     return JSONResponse(answer, headers=opened.headers)
 
 
-async def _respond_once(  # noqa: PLR0917 - the parts of ``respond``
-    service: Service,
-    request: Request,
-    dialect: Dialect,
-    body: bytes,
-    name: str,
-    opens: Callable[[], Awaitable[Opened]],
-) -> Response:
-    """Answer a request with an ``Idempotency-Key``: a repeat gets the answer of the first one."""
-    assert service.keyed is not None
+def _digest(request: Request, body: bytes) -> str:
+    """Return what repeats of a request have in common."""
     path, policy = request.scope["path"], request.headers.get(POLICY, "")
-    digest = hashlib.sha256(f"{path}\n{policy}\n".encode() + body).hexdigest()
-    live, follows = service.keyed.join(name, digest, _maker(service, dialect, opens))
+    return hashlib.sha256(f"{path}\n{policy}\n".encode() + body).hexdigest()
+
+
+async def _respond_once(
+    service: Service, dialect: Dialect, body: bytes, live: LiveAnswer, *, follows: bool
+) -> Response:
+    """Answer a request with an ``Idempotency-Key`` that has joined ``live``, and leave it: a repeat
+    gets the answer of the first one.
+    """
     joined = True
 
     async def leave() -> None:
@@ -412,13 +412,12 @@ async def _late(
             yield dialect.ping(call)
             await asyncio.wait({live.begun}, timeout=service.config.ping_s)
         live.begun.result()
-    except RkserveError as exc:
+        async with aclosing(live.read()) as parts:
+            async for part in parts:
+                yield part
+    except Exception as exc:  # noqa: BLE001 - a defect is logged where the answer is made
         failed(record_of_request(), exc)
         yield dialect.broken(exc)
-        return
-    async with aclosing(live.read()) as parts:
-        async for part in parts:
-            yield part
 
 
 class StreamedAnswer(StreamingResponse):

@@ -72,6 +72,7 @@
     +-- LedgerFailed                 503  ledger_failed
     +-- ResponsesFailed              503  responses_failed
     +-- IdempotencyFailed            503  idempotency_failed
+    +-- AnswerGivenUp                503  answer_given_up
     +-- BoardFailed                  503  board_failed
     |   +-- BoardOutOfOrder          503  board_failed
     |   +-- BoardSilent              503  board_failed

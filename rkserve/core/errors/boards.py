@@ -539,6 +539,21 @@ class IdempotencyFailed(RkserveError):
     code = "idempotency_failed"
 
 
+class AnswerGivenUp(RkserveError):
+    """The answer to a request with an Idempotency-Key was ended before its end: no client waited
+    for it, or its Router ends. A repeat is answered anew.
+    """
+
+    http_status = 503
+    kind = "server_error"
+    code = "answer_given_up"
+    retry_after_s = 1
+    sentence = (
+        "The answer to this request with an Idempotency-Key was given up before its end: all its "
+        "clients had left, or its Router ends. Send the request again to have it answered anew."
+    )
+
+
 class BoardBehind(BoardFailed):
     """The board has not adopted the desired state yet; another one may have.
 

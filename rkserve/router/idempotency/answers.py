@@ -10,17 +10,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from rkserve.config.router import IdempotencyConfig
 from rkserve.core.errors import (
+    AnswerGivenUp,
     AnswerNotKept,
-    CallAborted,
     IdempotencyFailed,
     IdempotencyKeyReused,
     RkserveError,
@@ -42,9 +42,10 @@ class LiveAnswer:
     A request joins it by ``KeyedAnswers.join``, and leaves it by ``leave``.
     """
 
-    def __init__(self, digest: str, most_bytes: int, left: Callable[[], None]) -> None:
+    def __init__(self, digest: str, most_bytes: int, left: Callable[[LiveAnswer], None]) -> None:
         """``left`` is called when the last request has left an answer that is still being made."""
         self.digest = digest
+        self.task: asyncio.Task[None] | None = None  # the one that makes it
         self.headers: Mapping[str, str] = {}
         self.replayed = False  # it was stored, or another Router makes it
         # Its headers are known; or it failed before.
@@ -75,7 +76,7 @@ class LiveAnswer:
         self._notify()
         while self._drops and self._chunks:
             if not self.joined:
-                raise CallAborted("Its client left an answer that is too long to be kept.")
+                raise AnswerGivenUp
             self._news = news = asyncio.Event()
             await news.wait()
 
@@ -96,8 +97,8 @@ class LiveAnswer:
     def end(self, failure: BaseException | None = None) -> None:
         """End it; with a failure before its headers every request gets that."""
         self._ended, self._failure = True, failure
-        if not self.begun.done():
-            self.begun.set_exception(failure or CallAborted("The answer was not made."))
+        if failure is not None and not self.begun.done():
+            self.begun.set_exception(failure)
         self._notify()
 
     def _notify(self) -> None:
@@ -130,7 +131,7 @@ class LiveAnswer:
         self.leaves += 1
         if not self.joined and not self._ended:
             self._notify()
-            self._left()
+            self._left(self)
 
 
 Make = Callable[[LiveAnswer], Awaitable[None]]
@@ -143,8 +144,8 @@ class KeyedAnswers:
         """``folder`` is one of the node."""
         self._config, self._folder = config, folder
         self._live: dict[str, LiveAnswer] = {}
-        self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._ends: set[asyncio.Task[None]] = set()
+        # Those that make answers, also one that was given up, and timers that give them up.
+        self._tasks: set[asyncio.Task[None]] = set()
         self._store: AnswerStore | None = None
         # SQLite blocks, and one connection is used by one thread at a time.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="keyed answers")
@@ -164,8 +165,7 @@ class KeyedAnswers:
         if live is None:
             most_bytes, left = self._config.max_answer_bytes, partial(self._orphaned, name)
             live = self._live[name] = LiveAnswer(digest, most_bytes, left)
-            task = asyncio.get_running_loop().create_task(self._run(name, live, make))
-            self._tasks[name] = task
+            live.task = self._begun(self._run(name, live, make))
         elif live.digest != digest:
             raise IdempotencyKeyReused
         elif live.too_long:
@@ -184,9 +184,10 @@ class KeyedAnswers:
 
     async def close(self) -> None:
         """End what is being made, and close the files."""
-        for task in self._tasks.values():
-            task.cancel()
-        await asyncio.gather(*self._tasks.values(), *self._ends, return_exceptions=True)
+        while self._tasks:  # a client that leaves meanwhile begins a timer
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
 
         def end() -> None:
             if self._store is not None:
@@ -202,25 +203,28 @@ class KeyedAnswers:
                 live.store = partial(self._finish, name, live)
                 await make(live)
         except asyncio.CancelledError:
-            failure = CallAborted("The answer was given up: no client waited for it.")
+            failure = AnswerGivenUp()
             raise
         except Exception as exc:
             if not isinstance(exc, RkserveError):
                 log.exception("an answer failed in a way that it should not")
             failure = exc
         finally:
-            # Also where this task is cancelled: otherwise the key would stay locked.
-            await asyncio.shield(self._release(name))
-            del self._live[name], self._tasks[name]
-            live.end(failure)
+            try:
+                # Also where this task is cancelled: otherwise the key would stay locked.
+                await asyncio.shield(self._release(name, live))
+            finally:
+                self._forget(name, live)
+                live.end(failure)
 
     async def _is_own(self, name: str, live: LiveAnswer) -> bool:
         """Return whether this Router makes the answer; wait for another Router that does, and take
         over its answer or its key.
         """
         while True:
-            claim = await self._call(lambda store: store.claim(name, live.digest))
+            claim = await self._call(lambda store: store.claim(name, live.digest, live))
             if claim.state is KeyState.OWN:
+                live.replayed = False  # the Router that made it has given it up, or has died
                 return True
             if claim.state is KeyState.REUSED:
                 raise IdempotencyKeyReused
@@ -241,30 +245,43 @@ class KeyedAnswers:
         with suppress(IdempotencyFailed):  # it is logged
             await self._call(lambda store: store.finish(name, headers, kept))
 
-    async def _release(self, name: str) -> None:
+    async def _release(self, name: str, live: LiveAnswer) -> None:
         with suppress(IdempotencyFailed):  # it is logged, and the key is free
-            await self._call(lambda store: store.release(name))
+            await self._call(lambda store: store.release(name, live))
 
-    def _orphaned(self, name: str) -> None:
+    def _forget(self, name: str, live: LiveAnswer) -> None:
+        """Let the next request with the key begin an answer of its own."""
+        if self._live.get(name) is live:
+            del self._live[name]
+
+    def _orphaned(self, name: str, live: LiveAnswer) -> None:
         """Cancel an answer without clients after ``linger_s``."""
-        live, task = self._live[name], self._tasks[name]
-        leaves = live.leaves
+        task, leaves = live.task, live.leaves
+        assert task is not None
+
+        def alone() -> bool:
+            return not live.joined and live.leaves == leaves and not task.done()
 
         async def give_up() -> None:
             await asyncio.sleep(self._config.linger_s)
-            while not live.joined and not task.done() and live.leaves == leaves:
+            while alone():
                 try:
                     wanted = await self._call(lambda store: store.is_wanted(name))
                 except IdempotencyFailed:
                     wanted = False
-                if not wanted and not live.joined:
+                if not wanted and alone():  # a client may have come meanwhile
+                    self._forget(name, live)
                     task.cancel()
                     return
                 await asyncio.sleep(WANTED_AGAIN_S)
 
-        end = asyncio.get_running_loop().create_task(give_up())
-        self._ends.add(end)
-        end.add_done_callback(self._ends.discard)
+        self._begun(give_up())
+
+    def _begun(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
 
     async def _call(self, ask: Callable[[AnswerStore], T]) -> T:
         def asked() -> T:

@@ -35,6 +35,7 @@ FILE, LOCKS = "answers.sqlite3", "locks"
 SCHEMA = 1
 ROOM = 0.9  # of a limit is left where it was exceeded, so that the next few remove nothing
 WANTED_S = 3.0  # a request that waits for another Router's answer says so more often
+WANTED_AGAIN_S = 1.0  # but not at each look: each is a write to the disk
 _CREATE = (
     "CREATE TABLE answers (number INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT NOT NULL UNIQUE, "
     "digest TEXT NOT NULL, state INTEGER NOT NULL, changed_s REAL NOT NULL, "
@@ -84,7 +85,7 @@ class AnswerStore:
         Raises ``IdempotencyFailed``.
         """
         self._config, self._clock = config, clock
-        self._held: set[str] = set()
+        self._held: dict[str, object] = {}  # by the name of the key: its holder
         with self._errors():
             self._database = open_shared(folder / FILE, SCHEMA, _CREATE, secure_delete=True)
             self._locks = open_private(folder / LOCKS, os.O_RDWR | os.O_CREAT)
@@ -94,19 +95,22 @@ class AnswerStore:
         self._database.close()
         os.close(self._locks)
 
-    def claim(self, name: str, digest: str) -> KeyClaim:
+    def claim(self, name: str, digest: str, holder: object = None) -> KeyClaim:
         """Take a key without an owner, or return its state. Raises ``IdempotencyFailed``.
 
-        An ``OWN`` key is held until ``finish`` or ``release``.
+        An ``OWN`` key is held until ``finish``, or ``release`` by the same ``holder``.
         """
+        if name in self._held:  # locks of one open file do not exclude each other
+            return KeyClaim(KeyState.RUNNING)
         with self._errors():
             found = self._look(name, digest)
             if found.state is not KeyState.RUNNING and found.state is not KeyState.OWN:
                 return found
             if not self._lock(name):
-                self._database.execute(
-                    "UPDATE answers SET wanted_s = ? WHERE name = ?", (self._clock(), name)
-                )
+                if not self._wanted_within(WANTED_AGAIN_S, name):
+                    self._database.execute(
+                        "UPDATE answers SET wanted_s = ? WHERE name = ?", (self._clock(), name)
+                    )
                 return KeyClaim(KeyState.RUNNING)
             try:
                 # The one that held it may have finished since.
@@ -117,7 +121,7 @@ class AnswerStore:
                         "VALUES (?, ?, ?, ?)",
                         (name, digest, KeyState.RUNNING.value, self._clock()),
                     )
-                    self._held.add(name)
+                    self._held[name] = holder
                     return KeyClaim(KeyState.OWN)
                 return found
             finally:
@@ -140,9 +144,9 @@ class AnswerStore:
             )
             self._forget(spared=name)
 
-    def release(self, name: str) -> None:
-        """Free a key without an answer, if it is held. Raises ``IdempotencyFailed``."""
-        if name not in self._held:
+    def release(self, name: str, holder: object = None) -> None:
+        """Free a key without an answer, if ``holder`` has it. Raises ``IdempotencyFailed``."""
+        if name not in self._held or self._held[name] is not holder:
             return
         with self._freeing(name), self._errors():
             self._database.execute(
@@ -152,15 +156,17 @@ class AnswerStore:
     def is_wanted(self, name: str) -> bool:
         """Return whether a request at another Router waits for the answer."""
         with self._errors():
-            row = self._database.execute(
-                "SELECT wanted_s FROM answers WHERE name = ?", (name,)
-            ).fetchone()
-            return row is not None and abs(self._clock() - row[0]) < WANTED_S
+            return self._wanted_within(WANTED_S, name)
 
     def sweep(self) -> None:
         """Remove expired answers. Raises ``IdempotencyFailed``."""
         with self._errors(), atomic(self._database):
             self._forget()
+
+    def _wanted_within(self, seconds: float, name: str) -> bool:
+        query = "SELECT wanted_s FROM answers WHERE name = ?"
+        row = self._database.execute(query, (name,)).fetchone()
+        return row is not None and abs(self._clock() - row[0]) < seconds
 
     def _look(self, name: str, digest: str) -> KeyClaim:
         """Return the state of a key; ``OWN`` if it is new or expired."""
@@ -240,7 +246,7 @@ class AnswerStore:
         try:
             yield
         finally:
-            self._held.discard(name)
+            self._held.pop(name, None)
             self._unlock(name)
 
     @contextmanager

@@ -85,6 +85,7 @@ SAMPLES: list[RkserveError] = [
     errors.IdempotencyKeyReused(),
     errors.AnswerNotKept(),
     errors.IdempotencyFailed("The disk is full."),
+    errors.AnswerGivenUp(),
     errors.QueueFull(12, 7),
     errors.QueueTimeout(30.5, 5),
     errors.DeadlineUnreachable(20.0, 31.5, 12),

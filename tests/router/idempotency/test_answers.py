@@ -12,6 +12,8 @@ import pytest
 from rkserve.config.router import IdempotencyConfig, RouterConfig
 from rkserve.core.errors import BoardFailed
 from rkserve.core.messages import Delta
+from rkserve.router.idempotency.answers import KeyedAnswers, LiveAnswer
+from rkserve.router.idempotency.store import name_of
 from tests.support.boards.fake_boards import (
     FakeBoards,
     Step,
@@ -316,3 +318,144 @@ def test_a_disk_that_fails_is_an_error_before_a_board_begins(tmp_path: Path) -> 
 
     run_loop(main())
     assert ended(of) == 1
+
+
+def test_a_router_that_ends_waits_for_no_client_to_come_back(tmp_path: Path) -> None:
+    endless: list[Step] = [accepted("a"), Delta("Hel", (1,)), asyncio.Event()]
+    of = house(tmp_path, *endless)
+
+    async def main() -> float:
+        await hang_up(of, STREAM)
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
+        await closed(of)
+        return loop.time() - began_s
+
+    assert run_loop(main()) < of.config.idempotency.linger_s / 2
+    of.expect_nothing_left()
+
+
+class Slow:
+    """Makes answers that have no end the first time, and need a second to be given up."""
+
+    def __init__(self) -> None:
+        self.made = self.running = self.most = 0
+
+    async def __call__(self, live: LiveAnswer) -> None:
+        self.made += 1
+        self.running += 1
+        self.most = max(self.most, self.running)
+        try:
+            live.begin({})
+            await live.add(b"answer")
+            if self.made == 1:
+                await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(1.0)
+            self.running -= 1
+
+
+NAME, DIGEST = name_of("owner", "key"), "d" * 64
+
+
+def test_a_repeat_while_an_answer_is_given_up_is_answered_anew_by_one_maker(tmp_path: Path) -> None:
+    config, make = IdempotencyConfig(linger_s=5.0), Slow()
+
+    async def main() -> None:
+        keyed = KeyedAnswers(config, tmp_path / "once")
+        first, _ = keyed.join(NAME, DIGEST, make)
+        await asyncio.sleep(1.0)
+        first.leave()
+        assert first.task is not None
+        await asyncio.sleep(config.linger_s + 0.5)
+        assert not first.task.done()
+        again, follows = keyed.join(NAME, DIGEST, make)
+        assert (again is first, follows) == (False, False)
+        assert [part async for part in again.read()] == [b"answer"]
+        assert not again.replayed
+        again.leave()
+        await keyed.close()
+
+    run_loop(main())
+    assert (make.made, make.most) == (2, 1)
+
+
+def test_a_client_that_comes_and_goes_during_the_last_look_renews_the_time(tmp_path: Path) -> None:
+    config, make = IdempotencyConfig(linger_s=5.0), Slow()
+
+    async def main() -> None:
+        keyed = KeyedAnswers(config, tmp_path / "once")
+        live, _ = keyed.join(NAME, DIGEST, make)
+        await live.begun
+        call = keyed._call
+
+        async def visited(ask: Any) -> Any:
+            found = await call(ask)
+            keyed.join(NAME, DIGEST, make)[0].leave()
+            keyed._call = call  # type: ignore[method-assign]  # one visit
+            return found
+
+        keyed._call = visited  # type: ignore[method-assign]  # in the midst of the look
+        live.leave()
+        await asyncio.sleep(config.linger_s + 4.0)
+        assert live.task is not None
+        assert make.running == 1
+        await asyncio.sleep(config.linger_s)
+        assert live.task.done()
+        await keyed.close()
+
+    run_loop(main())
+
+
+def test_a_router_that_takes_a_key_over_makes_the_answer_and_says_so(tmp_path: Path) -> None:
+    endless: list[Step] = [accepted("a"), Delta("Hel", (1,)), asyncio.Event()]
+    one, two = house(tmp_path, *endless), house(tmp_path)
+
+    async def main() -> None:
+        first = asyncio.create_task(one("POST", CHAT, json=WHOLE, headers=KEY))
+        await eventually(lambda: one.boards.running == 1)
+        there = asyncio.create_task(two("POST", CHAT, json=WHOLE, headers=KEY))
+        await asyncio.sleep(1.0)
+        await closed(one)
+        ended_first, made = await first, await there
+        assert (ended_first.status_code, ended_first.headers["retry-after"]) == (503, "1")
+        assert ended_first.json()["error"]["code"] == "answer_given_up"
+        assert (made.status_code, REPLAYED in made.headers) == (200, False)
+        await closed(two)
+
+    run_loop(main())
+    assert (ended(one), ended(two)) == (1, 1)
+
+
+def test_an_error_after_early_headers_is_an_event_of_the_stream(tmp_path: Path) -> None:
+    """Also one that no client has caused, and one in the midst of the answer."""
+    of = house(tmp_path, accepted("a"), Delta("Hel", (1,)), asyncio.Event())
+    late = of.config.headers_after_s + 1.0
+
+    async def broken(*_: Any, **__: Any) -> Any:
+        await asyncio.sleep(late)
+        raise RuntimeError("a defect")
+
+    async def main() -> None:
+        opens = of.service.open
+        of.service.open = broken  # type: ignore[method-assign]  # a defect of this server
+        found = await of("POST", CHAT, json=STREAM, headers=KEY)
+        assert found.status_code == 200
+        assert '"error"' in found.text
+        assert "a defect" not in found.text
+
+        async def slow(*args: Any, **rest: Any) -> Any:
+            await asyncio.sleep(late)
+            return await opens(*args, **rest)
+
+        of.service.open = slow  # type: ignore[method-assign]  # as where boards are busy
+        cut = asyncio.create_task(of("POST", CHAT, json=STREAM, headers=KEY))
+        await asyncio.sleep(late)
+        await eventually(lambda: of.boards.running == 1)
+        await asyncio.sleep(1.0)
+        await closed(of)
+        text = (await cut).text
+        assert "Hel" in text
+        assert "answer_given_up" in text
+
+    run_loop(main())

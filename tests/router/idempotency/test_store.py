@@ -166,6 +166,28 @@ def test_a_request_that_waits_at_another_router_is_known_for_a_while(
     assert not store.is_wanted(NAME)
 
 
+def test_looks_of_a_request_that_waits_write_at_most_once_a_second(
+    store: AnswerStore, other: AnswerStore, clock: SetClock
+) -> None:
+    store.claim(NAME, DIGEST)
+    before = other._database.total_changes
+    for _ in range(20):  # as often as Routers look, for five seconds
+        assert other.claim(NAME, DIGEST).state is KeyState.RUNNING
+        assert store.is_wanted(NAME)
+        clock.now_s += 0.25
+    assert 3 <= other._database.total_changes - before <= 6
+
+
+def test_a_key_that_one_process_holds_has_no_second_owner_in_it(store: AnswerStore) -> None:
+    first, second = object(), object()
+    assert store.claim(NAME, DIGEST, first).state is KeyState.OWN
+    assert store.claim(NAME, DIGEST, second).state is KeyState.RUNNING
+    store.release(NAME, second)  # it is not that one's
+    assert store.claim(NAME, DIGEST, second).state is KeyState.RUNNING
+    store.release(NAME, first)
+    assert store.claim(NAME, DIGEST, second).state is KeyState.OWN
+
+
 def test_a_damaged_file_is_an_error_and_no_second_answer(tmp_path: Path, clock: SetClock) -> None:
     folder = tmp_path / "kept"
     folder.mkdir(mode=0o700)
