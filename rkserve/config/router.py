@@ -140,8 +140,9 @@ class MetricsConfig(Settings):
         100,
         ge=0,
         le=1000,
-        description="API keys whose usage is counted by name: the first ones of `api_keys_file`. "
-        "Those after them are counted together as `(other)`.",
+        description="API keys with series of their own in `rkserve_key_*`: the first ones of "
+        "`api_keys_file`, then those of the cluster in the order of their first call, until they "
+        "are revoked. The others are together `(other)` there; `GET /v1/usage` has all by name.",
     )
 
 

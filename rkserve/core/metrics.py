@@ -296,15 +296,21 @@ class RouterMetrics:
         for reason in TURNED_AWAY:
             self.turned_away.labels(model, reason)
 
-    def key_usage(self, name: str) -> KeyUsage:
-        """Return the counters of an API key's name."""
+    def key_usage(self, name: str, label: str | None = None) -> KeyUsage:
+        """Return the counters of an API key's name; metrics have ``label`` in its place."""
+        shown = name if label is None else label
         return KeyUsage(
-            self.key_requests.labels(name),
-            self.key_prompt_tokens.labels(name),
-            self.key_completion_tokens.labels(name),
+            self.key_requests.labels(shown),
+            self.key_prompt_tokens.labels(shown),
+            self.key_completion_tokens.labels(shown),
             name,
             self.usage,
         )
+
+    def forget_key(self, label: str) -> None:
+        """Remove the series of a key that is gone."""
+        for counted in (self.key_requests, self.key_prompt_tokens, self.key_completion_tokens):
+            counted.remove(label)
 
     def continued(self, word: str) -> None:
         """Count a failover of a generation; ``word`` is the kind of loss."""

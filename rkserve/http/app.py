@@ -172,7 +172,8 @@ def _add_health(route: Routes, service: Service, metrics: ClusterMetrics) -> Non
     @route("GET,HEAD /ready", OPEN, returns(ReadyAnswer, "All models are served."), errors=(503,))
     async def ready(_: Request) -> JSONResponse:
         """Say whether every model has a board that serves."""
-        service.keys.require_known()
+        if not service.keys.anonymous:
+            service.keys.require_known()
         waiting = [m for m in service.fleet.models if not service.fleet.is_ready(m)]
         if waiting:
             raise NoBoard(waiting[0], service.fleet.why_not_ready(waiting[0]))

@@ -8,8 +8,10 @@ import logging
 import re
 import socket
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable
+from contextlib import aclosing
 from enum import Enum
+from typing import TypeVar
 
 from starlette.datastructures import Headers
 from starlette.requests import Request
@@ -46,6 +48,7 @@ _LINKED_BELOW = "/page/"
 
 Names = Callable[[], Iterable[str]]
 Refuse = Callable[[Request, RkserveError], ASGIApp]
+T = TypeVar("T")
 
 
 def machine_names() -> list[str]:
@@ -246,9 +249,16 @@ class Gate:
         request.scope[_ADMITTED] = grant
         if grant.key is not None:
             record = record_of_request()
-            record.key, record.models = grant.key.name, frozenset(grant.key.models)
+            record.key, record.models = grant.key.name, grant.key.models
         if grant.scopes.isdisjoint(access.value):
             self._refuse(request, access, grant, secret)
+
+    def still_admits(self, request: Request) -> bool:
+        """Return whether the caller of an admitted call has the same permissions now: its key may
+        have been revoked or have expired since.
+        """
+        grant = self._keys.find(secret_of(request)) or self._without_key(request)
+        return _admitted(request).scopes <= grant.scopes
 
     def _without_key(self, request: Request) -> Grant:
         grant = _ANYBODY if self._keys.anonymous else _NOBODY
@@ -296,6 +306,18 @@ def who_of(request: Request) -> str:
 def may_operate(request: Request) -> bool:
     """Return whether the caller of an admitted call may control the cluster."""
     return KeyScope.OPERATE in _admitted(request).scopes
+
+
+async def while_admitted(
+    request: Request, parts: AsyncGenerator[T, None]
+) -> AsyncGenerator[T, None]:
+    """Yield the parts of a stream without an end, as long as its caller may have them."""
+    gate: Gate = request.app.state.gate
+    async with aclosing(parts):
+        async for part in parts:
+            if not gate.still_admits(request):
+                return
+            yield part
 
 
 def _admitted(request: Request) -> Grant:

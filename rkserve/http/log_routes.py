@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
@@ -11,6 +12,7 @@ from fastapi.responses import Response
 from rkserve.api.admin.logs import LogEntry, LogsQuery
 from rkserve.api.admin.query import ControlRequest
 from rkserve.api.json.schemas import Example
+from rkserve.http.auth import while_admitted
 from rkserve.http.bodies import StreamedAnswer, query_of
 from rkserve.http.openapi import LINES, OPERATE, EndpointAnswer, Routes
 from rkserve.router.features.logs import Logs, RouterLogs
@@ -43,7 +45,7 @@ def add_logs(app: FastAPI, service: Service, routers: RouterLogs | None) -> None
     )
     async def board(request: Request, board_id: str) -> Response:
         """Show the log of one board."""
-        return _streamed(await logs.of_board(board_id, _asked(request)))
+        return _streamed(request, await logs.of_board(board_id, _asked(request)))
 
     @Routes(app, "Cluster")(
         "GET /v1/logs",
@@ -56,21 +58,19 @@ def add_logs(app: FastAPI, service: Service, routers: RouterLogs | None) -> None
     )
     async def everything(request: Request) -> Response:
         """Show the logs of all boards, of all Routers and of the Coordinator."""
-        return _streamed(await logs.of_all(_asked(request)))
+        return _streamed(request, await logs.of_all(_asked(request)))
 
 
 def _asked(request: Request) -> LogsQuery:
     return ControlRequest(query_of(request)).read(LogsQuery)
 
 
-def _streamed(batches: AsyncGenerator[list[LogEntry], None]) -> Response:
+def _streamed(request: Request, batches: AsyncGenerator[list[LogEntry], None]) -> Response:
     async def lines() -> AsyncGenerator[bytes, None]:
-        try:
-            async for batch in batches:
+        async with aclosing(while_admitted(request, batches)) as admitted:
+            async for batch in admitted:
                 # In ASCII: clients split lines at characters that JSON does not escape, too.
                 text = "".join(f"{json.dumps(entry, separators=(',', ':'))}\n" for entry in batch)
                 yield text.encode("ascii") or b"\n"
-        finally:
-            await batches.aclose()
 
     return StreamedAnswer(lines(), batches.aclose, _HEADERS)

@@ -20,7 +20,7 @@ from rkserve.api.admin.cluster_view import (
 from rkserve.api.admin.query import ControlRequest
 from rkserve.api.admin.view_document import board_history, usage_answer, verdict_answer
 from rkserve.api.json.schemas import Example
-from rkserve.http.auth import may_operate
+from rkserve.http.auth import may_operate, while_admitted
 from rkserve.http.bodies import StreamedAnswer, query_of
 from rkserve.http.openapi import EVENTS, FIGURES, READ, EndpointAnswer, Routes, returns
 from rkserve.router.features.cluster_view import ClusterView
@@ -77,7 +77,8 @@ def add_view(
             reader.close()
 
         stream = reader.events(MAX_SECONDS if asked is None else asked)
-        return StreamedAnswer(stream, close, _HEADERS, send_limit_s=STUCK_S)
+        admitted = while_admitted(request, stream)
+        return StreamedAnswer(admitted, close, _HEADERS, send_limit_s=STUCK_S)
 
     @route(
         "GET /v1/usage",

@@ -20,6 +20,7 @@ from rkserve.core.answer_metrics import (
     UsageReport,
     together,
 )
+from rkserve.core.files import boot_id
 from rkserve.core.node_database import NewerFile, atomic, open_shared
 
 log = logging.getLogger(__name__)
@@ -34,7 +35,6 @@ _CREATE = (
     "prompt_tokens INTEGER NOT NULL, completion_tokens INTEGER NOT NULL, board_s REAL NOT NULL, "
     "PRIMARY KEY (day, key)) WITHOUT ROWID",
 )
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class UsagePeers(Protocol):
@@ -59,7 +59,11 @@ class UsageFile:
         found = file.stat()
         # Not the path: boards of one image have the same one, and two Routers of a machine may
         # have mounted the folder at different ones.
-        self.name = f"{_BOOT_ID.read_text().strip()}/{found.st_dev}/{found.st_ino}"
+        boot = boot_id()
+        if not boot:
+            self.close()
+            raise OSError("this machine has no boot id, which names the file")
+        self.name = f"{boot}/{found.st_dev}/{found.st_ino}"
 
     def add(self, rows: Iterable[DayUsage]) -> None:
         """Add usage to the stored one, and remove the oldest days beyond ``DAYS_KEPT``."""

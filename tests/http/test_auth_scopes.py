@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -12,11 +14,13 @@ from pydantic import SecretStr
 
 from rkserve.config.router import RouterConfig
 from rkserve.core.api_keys import ApiKey, KeyScope, KeyTable, digest_of
+from rkserve.core.logs import LogRing
 from rkserve.http.auth import PEER, Access, Gate
 from rkserve.http.openapi import DescribedRoute, Endpoint
 from rkserve.router.auth.key_ring import WRONG_KEYS, KeyRing, open_keys
 from tests.support.boards.fake_boards import FakeBoards
 from tests.support.boards.own_time import run_loop
+from tests.support.cluster.fake_head import FakeHead
 from tests.support.http.reference_house import ReferenceHouse, described_api
 from tests.support.http.router_house import CHAT, House, chat, send
 
@@ -281,6 +285,14 @@ def test_an_open_service_takes_callers_without_a_key_and_with_a_wrong_one() -> N
     assert send(of, "POST", "/pause", host=NETWORK).status_code == 403
 
 
+def test_an_open_service_is_ready_before_the_keys_are_known() -> None:
+    of = House(FakeBoards.answering("a"))
+    of.use_keys(KeyRing(open_keys(of.config), table=None, open_to_all=True))
+    assert send(of, "GET", "/ready").status_code == 200
+    assert send(of, "POST", CHAT, json=chat()).status_code == 200
+    assert send(of, "POST", "/pause", host=NETWORK).json()["error"]["code"] == "keys_unknown"
+
+
 def test_before_the_keys_are_known_a_router_is_not_ready_and_refuses_for_a_moment() -> None:
     of = House(FakeBoards.answering("a"))
     of.use_keys(KeyRing(open_keys(of.config), table=None))
@@ -293,3 +305,41 @@ def test_before_the_keys_are_known_a_router_is_not_ready_and_refuses_for_a_momen
     of.service.keys.take(KeyTable())
     assert send(of, "GET", "/ready").status_code == 200
     assert send(of, "POST", CHAT, json=chat()).status_code == 200
+
+
+# -- streams without an end -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/logs?follow=true", "/v1/boards/a/logs?follow=true", "/v1/cluster/events"]
+)
+@pytest.mark.parametrize("end", ["revoked", "expired", "rotated", "this machine's"])
+def test_a_stream_ends_with_its_key(path: str, end: str) -> None:
+    now_s = [1000.0]
+    digest, other = (digest_of(one).hex() for one in (b"secret", b"other"))
+    expires_s = 1060.0 if end == "expired" else None
+    key = ApiKey("key_1", "ops", digest, "", (KeyScope.OPERATE,), expires_s=expires_s)
+    local = end == "this machine's"
+    boards = FakeBoards.answering("a")
+    boards.says["replica of a", "logs"] = LogRing().page
+    of = House(boards, RouterConfig(ping_s=5.0), head=FakeHead(says={"logs": LogRing().page}))
+    known = KeyTable() if local else KeyTable(1, (key,))
+    of.use_keys(KeyRing(open_keys(of.config), table=known, now_s=lambda: now_s[0]))
+
+    async def main() -> None:
+        headers = {} if local else {"authorization": "Bearer secret"}
+        stream = asyncio.create_task(of("GET", path, headers=headers))
+        await asyncio.sleep(60.0)
+        assert not stream.done()
+        now_s[0] += 60.0
+        if local:
+            of.service.keys.take(KeyTable(1, (key,)))
+        elif end != "expired":
+            left = () if end == "revoked" else (replace(key, digest=other),)
+            of.service.keys.take(KeyTable(2, left))
+        await asyncio.sleep(of.config.ping_s + 2.0)
+        assert stream.done()
+        assert (await stream).status_code == 200
+        assert of.feed.readers == 0
+
+    run_loop(main())

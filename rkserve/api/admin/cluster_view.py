@@ -313,9 +313,7 @@ class UsageQuery(RequestModel):
 
 
 class KeyUsageEntry(TypedDict):
-    """The usage of one API key on one day (UTC). `anonymous` has the calls without an API key, and
-    `(other)` those of keys beyond `router.metrics.keys`.
-    """
+    """The usage of one API key on one day (UTC). `anonymous` has the calls without an API key."""
 
     day: str
     key: str

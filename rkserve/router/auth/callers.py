@@ -7,10 +7,8 @@ below zero.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
 
 from rkserve.api.json.fields import quoted
 from rkserve.config.router import RouterConfig
@@ -19,30 +17,8 @@ from rkserve.core.api_keys import CallerLimits
 from rkserve.core.block_hashes import owned
 from rkserve.core.errors import RateLimited, RequestError
 from rkserve.core.metrics import NO_KEY, OTHER_KEYS, RouterMetrics
-from rkserve.router.auth.key_ring import ClientKey, Keys
+from rkserve.router.auth.key_ring import ClientKey, Keys, TokenBucket
 from rkserve.router.queue.admission import ANONYMOUS, QueueTerms
-
-MINUTE_S = 60.0
-
-
-@dataclass(slots=True)
-class _Bucket:
-    per_minute: int
-    level: float
-    seen_s: float
-
-    @classmethod
-    def full(cls, per_minute: int | None, now_s: float) -> _Bucket | None:
-        return None if per_minute is None else cls(per_minute, per_minute, now_s)
-
-    def fill(self, now_s: float) -> None:
-        gained = (now_s - self.seen_s) * self.per_minute / MINUTE_S
-        self.level = min(float(self.per_minute), self.level + max(0.0, gained))
-        self.seen_s = now_s
-
-    def wait_s(self, level: float) -> int:
-        """Return the seconds until the bucket reaches a level."""
-        return max(1, math.ceil((level - self.level) * MINUTE_S / self.per_minute))
 
 
 class Caller:
@@ -64,10 +40,9 @@ class Caller:
         self._usage = usage
         self._clock = clock
         self.running = 0
-        now_s = self._now_s()
-        self._requests = _Bucket.full(limits.requests_per_minute, now_s)
-        self._tokens = _Bucket.full(limits.tokens_per_minute, now_s)
-        self._board = _Bucket.full(limits.board_seconds_per_minute, now_s)
+        self._requests = self._bucket(limits.requests_per_minute)
+        self._tokens = self._bucket(limits.tokens_per_minute)
+        self._board = self._bucket(limits.board_seconds_per_minute)
 
     def enter(self) -> None:
         """Admit a call until ``leave``. Raises ``RateLimited``; then nothing was counted."""
@@ -115,6 +90,9 @@ class Caller:
         """End an admitted call."""
         self.running -= 1
 
+    def _bucket(self, per_minute: int | None) -> TokenBucket | None:
+        return None if per_minute is None else TokenBucket.full(per_minute, self._now_s())
+
     def _now_s(self) -> float:
         return time.monotonic() if self._clock is None else self._clock()
 
@@ -124,10 +102,10 @@ class Callers:
 
     def __init__(self, keys: Keys, metrics: RouterMetrics, counted_keys: int) -> None:
         """The first ``counted_keys`` names of keys have metrics of their own; those of the
-        configured file begin.
+        configured file begin. Usage is counted by the name of each key.
         """
         self._metrics, self._counted_keys = metrics, counted_keys
-        self._counted: set[str] = set()
+        self._labels: set[str] = set()
         self.anybody = Caller(ANONYMOUS, CallerLimits(), usage=metrics.key_usage(NO_KEY))
         self._known: dict[str, Caller] = {}
         for key in keys.clients or ():
@@ -140,7 +118,7 @@ class Callers:
             return self.anybody
         found = self._known.get(key.owner)
         if found is None:
-            usage = self._metrics.key_usage(self._counted_name(key.name))
+            usage = self._metrics.key_usage(key.name, self._label(key.name))
             found = Caller(key.owner, key.limits, usage=usage, name=key.name)
             self._known[key.owner] = found
         return found
@@ -155,11 +133,14 @@ class Callers:
         gone = self._known.keys() - self._configured - set(ids)
         for owner in gone:
             del self._known[owner]
+        for label in self._labels - {one.name for one in self._known.values()}:
+            self._labels.remove(label)
+            self._metrics.forget_key(label)
 
-    def _counted_name(self, name: str) -> str:
-        if name not in self._counted and len(self._counted) >= self._counted_keys:
+    def _label(self, name: str) -> str:
+        if name not in self._labels and len(self._labels) >= self._counted_keys:
             return OTHER_KEYS
-        self._counted.add(name)
+        self._labels.add(name)
         return name
 
 

@@ -46,7 +46,7 @@ class ClientKey:
     limits: CallerLimits
     scopes: frozenset[KeyScope] = FILE_SCOPES
     id: str = ""
-    models: tuple[str, ...] = ()
+    models: frozenset[str] = frozenset()
 
     @property
     def owner(self) -> str:
@@ -119,11 +119,15 @@ class KeyRing:
         if self.configured.admin is not None:
             grants[self.configured.admin] = Grant(granted([KeyScope.ADMIN]), "admin")
         self._grants = grants
-        self._known = table is not None
         self.revision = -1 if table is None else table.revision
         self._operated = any(KeyScope.OPERATE in grant.scopes for grant in self._grants.values())
         for listener in self.changed:
             listener(frozenset(one.id for one in ([] if table is None else table.keys)))
+
+    @property
+    def known(self) -> bool:
+        """True once the cluster's keys are known."""
+        return self.revision >= 0
 
     @property
     def anonymous(self) -> bool:
@@ -136,7 +140,7 @@ class KeyRing:
     @property
     def trusts_this_machine(self) -> bool:
         """True if programs of the Router's own machine may control it without a key."""
-        return self._known and not self._operated
+        return self.known and not self._operated
 
     def find(self, secret: bytes) -> Grant | None:
         """Return the permissions of a secret; None if it is unknown, revoked or expired.
@@ -148,7 +152,7 @@ class KeyRing:
             return None
         grant = self._grants.get(digest_of(secret))
         if grant is None:
-            if not self._known and not self._open_to_all:
+            if not self.known and not self._open_to_all:
                 raise KeysUnknown
             return None
         now_s = self._now_s()
@@ -160,7 +164,7 @@ class KeyRing:
 
     def require_known(self) -> None:
         """Raise ``KeysUnknown`` before the cluster's keys are known."""
-        if not self._known:
+        if not self.known:
             raise KeysUnknown
 
     def take_used(self) -> dict[str, float]:
@@ -178,12 +182,36 @@ def _client_key(one: ApiKey, usual: int | None) -> ClientKey:
     if limits.board_seconds_per_minute is None:
         limits = replace(limits, board_seconds_per_minute=usual)
     digest = bytes.fromhex(one.digest)
-    return ClientKey(digest, one.name, limits, granted(one.scopes), one.id, one.models)
+    return ClientKey(digest, one.name, limits, granted(one.scopes), one.id, frozenset(one.models))
 
 
 WRONG_KEYS = 20  # of one address within a minute
 MOST_ADDRESSES = 4096
 MINUTE_S = 60.0
+
+
+@dataclass(slots=True)
+class TokenBucket:
+    """A limit per minute: a bucket of one minute's worth, which a minute fills."""
+
+    per_minute: int
+    level: float
+    seen_s: float
+
+    @classmethod
+    def full(cls, per_minute: int, now_s: float) -> TokenBucket:
+        """Return a full bucket."""
+        return cls(per_minute, per_minute, now_s)
+
+    def fill(self, now_s: float) -> None:
+        """Add the gain since the last time."""
+        gained = (now_s - self.seen_s) * self.per_minute / MINUTE_S
+        self.level = min(float(self.per_minute), self.level + max(0.0, gained))
+        self.seen_s = now_s
+
+    def wait_s(self, level: float) -> int:
+        """Return the seconds until the bucket reaches a level."""
+        return max(1, math.ceil((level - self.level) * MINUTE_S / self.per_minute))
 
 
 class WrongKeys:
@@ -197,20 +225,19 @@ class WrongKeys:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         """``clock`` returns the time in seconds."""
         self._clock = clock
-        self._levels: OrderedDict[str, tuple[float, float]] = OrderedDict()
+        self._buckets: OrderedDict[str, TokenBucket] = OrderedDict()
 
     def count(self, address: str) -> None:
         """Count a wrong key. Raises ``TooManyWrongKeys``."""
         now_s = self._clock()
-        level, seen_s = self._levels.pop(address, (float(WRONG_KEYS), now_s))
-        level = min(float(WRONG_KEYS), level + (now_s - seen_s) * WRONG_KEYS / MINUTE_S)
-        refused = level < 1
-        self._levels[address] = (level if refused else level - 1), now_s
-        if len(self._levels) > MOST_ADDRESSES:
-            self._levels.popitem(last=False)
-        if refused:
-            wait_s = math.ceil((1 - level) * MINUTE_S / WRONG_KEYS)
-            raise TooManyWrongKeys(WRONG_KEYS, max(1, wait_s))
+        bucket = self._buckets.pop(address, None) or TokenBucket.full(WRONG_KEYS, now_s)
+        self._buckets[address] = bucket  # the latest one
+        if len(self._buckets) > MOST_ADDRESSES:
+            self._buckets.popitem(last=False)
+        bucket.fill(now_s)
+        if bucket.level < 1:
+            raise TooManyWrongKeys(WRONG_KEYS, bucket.wait_s(1.0))
+        bucket.level -= 1
 
 
 def open_keys(config: RouterConfig) -> Keys:

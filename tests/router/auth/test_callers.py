@@ -109,7 +109,8 @@ def test_the_first_keys_are_counted_by_name_and_the_others_together(tmp_path: Pa
     assert found["prompt_tokens_total", "key-2"] == 10
     assert found["prompt_tokens_total", "(other)"] == 20
     assert found["completion_tokens_total", "(other)"] == 6
-    assert {one.key for one in metrics.usage.rows()} == names
+    stored = {one.key: one.requests for one in metrics.usage.rows()}
+    assert stored == dict.fromkeys(("team-a", "key-2", "team-c", "team-d", "(none)"), 1)
     text = generate_latest(metrics.registry).decode()
     assert not any(secret in text for secret in ("tiger", "lion", "puma", "lynx"))
 
@@ -147,3 +148,21 @@ def test_the_owner_of_a_cluster_s_key_is_its_id_and_a_revoked_one_is_forgotten()
     assert callers.of(keys[1]) is two
     again = ClientKey(b"", "one", UNLIMITED, id="key_other")
     assert callers.of(again).salt("") != one.salt(""), "another key of its name has other caches"
+
+
+def test_the_label_of_a_key_that_is_gone_is_that_of_the_next_one() -> None:
+    metrics = RouterMetrics(CollectorRegistry())
+    callers = Callers(Keys(), metrics, counted_keys=1)
+    one, two = (ClientKey(b"", name, UNLIMITED, id=f"key_{name}") for name in ("one", "two"))
+
+    def requests(label: str) -> float | None:
+        return metrics.registry.get_sample_value("rkserve_key_requests_total", {"key": label})
+
+    revoked = callers.of(one)
+    revoked.enter()
+    callers.keep({"key_two"})
+    revoked.spend(completion=5)  # of a call that goes on to its end
+    callers.of(two).enter()
+    assert [requests(label) for label in ("one", "two", "(other)")] == [None, 1, None]
+    stored = {row.key: row.completion_tokens for row in metrics.usage.rows()}
+    assert stored == {"one": 5, "two": 0}

@@ -299,5 +299,5 @@ def test_the_memory_of_wrong_keys_is_constant_and_the_longest_idle_address_is_fo
         wrong.count(str(number))
         with pytest.raises(TooManyWrongKeys):
             wrong.count("busy")
-    assert len(wrong._levels) == MOST_ADDRESSES
+    assert len(wrong._buckets) == MOST_ADDRESSES
     wrong.count("idle")
