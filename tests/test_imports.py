@@ -48,7 +48,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "api.responses": BASE | API,
     "api.anthropic": BASE | API,
     "api.ollama": BASE | API | {"api.openai"},
-    "api.admin": BASE | API | {"control.calls", "control.operations", "verdicts"},
+    "api.admin": BASE | API | {"control.calls", "control.keys", "control.operations", "verdicts"},
     "fleet": BASE,
     "control": BASE,
     "router.policies": BASE | {"fleet"},

@@ -76,7 +76,7 @@ def _create(config: RkserveConfig, body: KeyBody, secret: str = "") -> NewKeyAns
     digest = SecretDigest(digest_of(secret.encode()).hex(), hint_of(secret))
     folder = config.coordinator.data_dir.expanduser()
     outcome = create_offline(folder, KeyRequest(change, digest, who=WHO))
-    return new_key_answer(outcome.key, secret)
+    return new_key_answer(outcome, secret)
 
 
 def own_secret(state: Path, url: str) -> str | None:

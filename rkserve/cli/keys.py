@@ -20,6 +20,10 @@ keys = typer.Typer(
     help=f"Create, list, rotate and revoke API keys. {EXIT_CODES}", no_args_is_help=True
 )
 UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+BEHIND = (
+    "The change is stored, but {count} of the Routers did not confirm it within a second: as long "
+    "as they cannot be reached they go by the keys before it. End those that hang."
+)
 LOST = "Its secret was in an answer that was lost: rkserve keys rotate {id} makes another one."
 
 KeyId = Annotated[str, typer.Argument(metavar="ID", help="The id, or the name of the key.")]
@@ -114,14 +118,18 @@ def rotate(
     ] = None,
 ) -> None:
     """Give a key another secret and print it; the one before it is good for nothing."""
-    _show_secret(context, context.client.rotate_key(_id_of(context, key), grace))
+    made = context.client.rotate_key(_id_of(context, key), grace)
+    _show_secret(context, made)
+    _require_all(made)
 
 
 @keys.command(cls=ClusterCommand)
 def revoke(context: CommandContext, key: KeyId) -> None:
-    """Revoke a key; when this returns, no Router takes it any more."""
+    """Revoke a key; with exit code 0 no Router that is known takes it any more."""
     done = context.client.revoke_key(_id_of(context, key))
     context.show(done, lambda: f"revoked {key}")
+    _warn_of_routers(context, done)
+    _require_all(done)
 
 
 def _id_of(context: CommandContext, key: str) -> str:
@@ -132,14 +140,31 @@ def _id_of(context: CommandContext, key: str) -> str:
 
 
 def _show_secret(context: CommandContext, made: Mapping[str, Any]) -> None:
-    if not context.as_json:
+    lost = LOST.format(id=made["id"]) if made["value"] is None else None
+    if lost or not context.as_json:
         scopes = ", ".join(made["scopes"])
-        context.err.print(
-            f"{made['id']}: '{made['name']}' with {scopes}. This secret is shown once:"
-            if made["value"]
-            else LOST.format(id=made["id"]),
-            markup=False,
-            highlight=False,
-            soft_wrap=True,
-        )
-    context.show(made, lambda: str(made["value"] or ""))
+        shown = f"{made['id']}: '{made['name']}' with {scopes}. This secret is shown once:"
+        _note(context, lost or shown)
+    if made["value"] is not None or context.as_json:
+        context.show(made, lambda: str(made["value"]))
+    _warn_of_routers(context, made)
+    if lost:
+        raise typer.Exit(Exit.FAILED)
+
+
+def _warn_of_routers(context: CommandContext, done: Mapping[str, Any]) -> None:
+    if count := _behind(done):
+        _note(context, BEHIND.format(count=count))
+
+
+def _require_all(done: Mapping[str, Any]) -> None:
+    if _behind(done):
+        raise typer.Exit(Exit.PARTLY)
+
+
+def _behind(done: Mapping[str, Any]) -> int:
+    return int(done.get("routers_behind", 0))  # an earlier release does not say
+
+
+def _note(context: CommandContext, sentence: str) -> None:
+    context.err.print(sentence, markup=False, highlight=False, soft_wrap=True)

@@ -93,7 +93,8 @@ class KeyCalls(Calls):
     ) -> Flow[dict[str, Any]]:
         """Give an API key another secret, and return it with that as ``value``.
 
-        The secret before it stays good for ``grace_s`` seconds.
+        The secret before it stays good for ``grace_s`` seconds; ``routers_behind`` Routers have not
+        confirmed the change yet.
 
         Raises:
             NotFound: there is no such key.
@@ -104,7 +105,8 @@ class KeyCalls(Calls):
 
     @call
     def revoke_key(self, key_id: str, *, key: str | None = None) -> Flow[dict[str, Any]]:
-        """Revoke an API key; when it returns, no Router takes it any more.
+        """Revoke an API key. When it returns no Router takes it any more, but for
+        ``routers_behind`` of them that have not confirmed it within a second, such as frozen ones.
 
         Raises:
             NotFound: there is no such key.

@@ -94,13 +94,14 @@ class KeyRequest:
     """A call that changes the keys.
 
     ``secret`` is that of a creation or a rotation. ``who`` names the caller; ``key`` is the call's
-    idempotency key.
+    idempotency key. ``router`` is the Router that makes the call, and gets the keys itself.
     """
 
     change: KeyChange
     secret: SecretDigest | None = None
     who: str = ""
     key: str | None = None
+    router: str = ""
 
     @property
     def fingerprint(self) -> str:
@@ -115,11 +116,13 @@ class KeyOutcome:
     """The key after a change, or as it was before it was revoked; and the table's revision.
 
     Without ``applied`` the call repeats an earlier one, and its secret is not in force.
+    ``routers_behind`` is the number of known Routers that have not confirmed the revision in time.
     """
 
     key: ApiKey
     revision: int
     applied: bool = True
+    routers_behind: int = 0
 
 
 def changed(

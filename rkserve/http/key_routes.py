@@ -34,7 +34,7 @@ def add_keys(app: FastAPI, service: Service) -> None:
         example=Example({"name": "team-a", "scopes": ["infer"], "requests_per_minute": 60}),
     )
     async def create(request: Request) -> Response:
-        """Make a key; when it is answered, all Routers take it."""
+        """Make a key; when it is answered, all Routers but `routers_behind` take it."""
         return JSONResponse(await made.create(await routes.asked(request)), headers=SECRET)
 
     @routes.route(f"GET {KEYS}", ADMIN, returns(keys.KeysAnswer, "All keys."), errors=(503,))
@@ -63,12 +63,12 @@ def add_keys(app: FastAPI, service: Service) -> None:
     @routes.route(
         f"DELETE {ONE}",
         ADMIN,
-        returns(keys.KeyRevoked, "No Router takes it any more."),
+        returns(keys.KeyRevoked, "No Router but `routers_behind` takes it any more."),
         errors=CHANGE,
         paths=ID,
         headers=(KEY,),
         example=Example(path=known, needs=MADE),
-        says="Requests that run go on to their end.",
+        says="Requests that run go on to their end; streams of logs and of the cluster's view end.",
     )
     async def revoke(request: Request, key_id: str) -> Response:
         """Revoke a key."""

@@ -288,7 +288,7 @@ class CoordinatorClient:
 
     async def change_key(self, call: KeyRequest, keys: KeyRing) -> KeyOutcome:
         """Have the Coordinator create, rotate or revoke a key. Raises ``RkserveError``."""
-        asked = self._begun(self._look("change_key", call))
+        asked = self._begun(self._look("change_key", replace(call, router=self._router)))
         outcome: KeyOutcome = await asyncio.shield(asked)
         if keys.revision < outcome.revision:
             await self.refresh_keys(keys)

@@ -59,8 +59,29 @@ def test_a_secret_is_alone_on_stdout(server: FakeControl, rkserve: Terminal) -> 
 def test_a_secret_that_was_lost_on_the_way_is_told(server: FakeControl, rkserve: Terminal) -> None:
     server.on("POST /v1/keys", ok({**ROW, "value": None, "applied": False}))
     code, out, err = rkserve("keys", "create", "team")
-    assert (code, out.strip()) == (Exit.DONE, "")
+    assert (code, out) == (Exit.FAILED, "")
     assert "rkserve keys rotate key_1" in err
+    code, out, err = rkserve("keys", "create", "team", "--json")
+    assert (code, json.loads(out)["value"]) == (Exit.FAILED, None)
+    assert "rkserve keys rotate key_1" in err
+
+
+@pytest.mark.parametrize("form", [(), ("--json",)])
+def test_routers_that_did_not_confirm_the_end_of_a_secret_are_an_exit_code(
+    server: FakeControl, rkserve: Terminal, form: tuple[str, ...]
+) -> None:
+    made = {**ROW, "value": SECRET, "applied": True, "routers_behind": 2}
+    server.on("POST /v1/keys", ok(made))
+    server.on("POST /v1/keys/key_1/rotate", ok(made))
+    server.on("DELETE /v1/keys/key_1", ok({"id": "key_1", "deleted": True, "routers_behind": 2}))
+    for command, exit_code in (("create", Exit.DONE), ("rotate", Exit.PARTLY)):
+        code, out, err = rkserve("keys", command, "key_1", *form)
+        assert code == exit_code
+        assert SECRET in out
+        assert "2 of the Routers did not confirm" in err
+    code, _, err = rkserve("keys", "revoke", "key_1", *form)
+    assert code == Exit.PARTLY
+    assert "2 of the Routers did not confirm" in err
 
 
 def test_keys_are_listed_without_secrets(server: FakeControl, rkserve: Terminal) -> None:

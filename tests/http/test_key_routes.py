@@ -45,7 +45,7 @@ def test_a_key_is_created_listed_rotated_and_revoked(tmp_path: Path) -> None:
         assert (await ask("GET", KEYS)).status_code == 403
         listed = await ask("GET", KEYS, headers=bearer(secret))
         (row,) = listed.json()["data"]
-        assert {**row, "value": secret, "applied": True} == made
+        assert {**row, "value": secret, "applied": True, "routers_behind": 0} == made
         assert secret not in listed.text
 
         rotated = await ask("POST", f"{KEYS}/{made['id']}/rotate", headers=bearer(secret))
@@ -58,6 +58,7 @@ def test_a_key_is_created_listed_rotated_and_revoked(tmp_path: Path) -> None:
             "object": "api_key.deleted",
             "deleted": True,
             "applied": True,
+            "routers_behind": 0,
         }
         # Where no key may operate this machine does so, but it generates nothing without a key.
         assert (await ask("GET", KEYS)).status_code == 200

@@ -6,6 +6,7 @@ A secret is in the answer of its creation or rotation, as ``value``, and nowhere
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import asdict
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -13,11 +14,20 @@ from typing_extensions import NotRequired, TypedDict
 
 from rkserve.api.admin.query import Name
 from rkserve.api.json.schemas import Count, RequestModel, Seconds, one_of
+from rkserve.control.keys import MAX_GRACE_S, KeyOutcome
 from rkserve.core.api_keys import ApiKey, CallerLimits, KeyScope
 
 MAX_KEY_NAME = 64
 MAX_EXPIRY_S = 10 * 365 * 24 * 3600.0
 Limit = Annotated[int, Field(ge=1, le=10**9)]
+RoutersBehind = Annotated[
+    int,
+    Field(
+        ge=0,
+        description="Routers that have not confirmed the change within a second, such as frozen "
+        "ones: they may go by the keys before it until the Coordinator reaches them.",
+    ),
+]
 ScopeName = Literal["infer", "read", "operate", "admin"]
 
 
@@ -85,7 +95,7 @@ class RotateBody(RequestModel):
     grace_s: float | None = Field(
         None,
         ge=0,
-        le=7 * 24 * 3600,
+        le=MAX_GRACE_S,
         description="Seconds for which the secret before it stays good; 0 without it.",
     )
 
@@ -128,6 +138,7 @@ class NewKeyAnswer(KeyEntry):
 
     value: str | None
     applied: bool
+    routers_behind: RoutersBehind
 
 
 class KeysAnswer(TypedDict):
@@ -138,12 +149,13 @@ class KeysAnswer(TypedDict):
 
 
 class KeyRevoked(TypedDict):
-    """A key that is good for nothing any more."""
+    """A key that is good for nothing any more, where `routers_behind` is 0."""
 
     id: str
     object: Literal["api_key.deleted"]
     deleted: Literal[True]
     applied: bool
+    routers_behind: RoutersBehind
 
 
 def key_entry(key: ApiKey, used_s: float | None = None) -> KeyEntry:
@@ -155,14 +167,7 @@ def key_entry(key: ApiKey, used_s: float | None = None) -> KeyEntry:
         "redacted_value": key.hint,
         "scopes": [one.value for one in key.scopes],
         "models": list(key.models),
-        "limits": {
-            "requests_per_minute": key.limits.requests_per_minute,
-            "tokens_per_minute": key.limits.tokens_per_minute,
-            "concurrent": key.limits.concurrent,
-            "weight": key.limits.weight,
-            "min_priority": key.limits.min_priority,
-            "board_seconds_per_minute": key.limits.board_seconds_per_minute,
-        },
+        "limits": LimitsEntry(**asdict(key.limits)),  # type: ignore[typeddict-item]  # same names
         "created_at": int(key.created_s),
         "expires_at": None if key.expires_s is None else int(key.expires_s),
         "last_used_at": None if used_s is None else int(used_s),
@@ -172,9 +177,14 @@ def key_entry(key: ApiKey, used_s: float | None = None) -> KeyEntry:
     return entry
 
 
-def new_key_answer(key: ApiKey, secret: str | None) -> NewKeyAnswer:
-    """Return the answer of a creation or a rotation; ``secret`` is None in that of a repeat."""
-    return {**key_entry(key), "value": secret, "applied": secret is not None}
+def new_key_answer(outcome: KeyOutcome, secret: str) -> NewKeyAnswer:
+    """Return the answer of a creation or a rotation; that of a repeat is without the secret."""
+    return {
+        **key_entry(outcome.key),
+        "value": secret if outcome.applied else None,
+        "applied": outcome.applied,
+        "routers_behind": outcome.routers_behind,
+    }
 
 
 def keys_list(keys: Iterable[tuple[ApiKey, float | None]]) -> KeysAnswer:
@@ -182,6 +192,12 @@ def keys_list(keys: Iterable[tuple[ApiKey, float | None]]) -> KeysAnswer:
     return {"object": "list", "data": [key_entry(key, used_s) for key, used_s in keys]}
 
 
-def key_revoked(key_id: str, *, applied: bool) -> KeyRevoked:
+def key_revoked(key_id: str, outcome: KeyOutcome) -> KeyRevoked:
     """Return the answer of a revocation."""
-    return {"id": key_id, "object": "api_key.deleted", "deleted": True, "applied": applied}
+    return {
+        "id": key_id,
+        "object": "api_key.deleted",
+        "deleted": True,
+        "applied": outcome.applied,
+        "routers_behind": outcome.routers_behind,
+    }

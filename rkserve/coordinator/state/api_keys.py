@@ -1,7 +1,8 @@
 """The cluster's API keys at the Coordinator: on disk first, then at all Routers.
 
 Each Router has a long poll here. A change is answered once every Router that polls has it, or after
-a second: then a revoked key is good for nothing anywhere.
+a second, with the number of those that do not have it yet. A Router that was silent for longer than
+``SILENT_S`` is not known any more, nor is one that has not polled since the Coordinator's start.
 """
 
 from __future__ import annotations
@@ -113,10 +114,11 @@ class KeyKeeper:
     # -- changes -------------------------------------------------------------------------------
 
     async def perform(self, call: KeyRequest) -> KeyOutcome:
-        """Make a change; return once the Routers have it. Raises ``RkserveError``."""
+        """Make a change; return once the Routers have it, or after ``SETTLE_S``. Raises
+        ``RkserveError``.
+        """
         outcome = self.change(call)
-        await self._settle(outcome.revision)
-        return outcome
+        return replace(outcome, routers_behind=await self._settle(outcome.revision, call.router))
 
     def change(self, call: KeyRequest) -> KeyOutcome:
         """Store a change; then it is in force, and Routers get it. Raises ``RkserveError``."""
@@ -161,22 +163,28 @@ class KeyKeeper:
         except LedgerFailed as failed:
             log.warning("a refused call by %s could not be audited: %s", call.who, failed)
 
-    async def _settle(self, revision: int) -> None:
-        """Wait until all Routers that poll have a revision."""
+    async def _settle(self, revision: int, but: str) -> int:
+        """Wait until all Routers that poll, ``but`` one, have a revision; return how many
+        lack it.
+        """
         until_s = time.monotonic() + SETTLE_S
-        while (left_s := until_s - time.monotonic()) > 0 and self._behind(revision):
+        while (left_s := until_s - time.monotonic()) > 0 and self._behind(revision, but):
             try:
                 await asyncio.wait_for(self._polled.wait(), left_s)
             except (TimeoutError, asyncio.TimeoutError):  # two classes before Python 3.11
                 break
-        if behind := self._behind(revision):
-            log.warning("%d Routers have not confirmed the change of the keys yet", len(behind))
+        behind = self._behind(revision, but)
+        if behind:
+            log.warning(
+                "these Routers have not confirmed revision %d of the keys: %s", revision, behind
+            )
+        return len(behind)
 
-    def _behind(self, revision: int) -> list[str]:
+    def _behind(self, revision: int, but: str) -> list[str]:
         now_s = time.monotonic()
         alive = {n: one for n, one in self._routers.items() if now_s - one[1] < SILENT_S}
         self._routers = alive
-        return [name for name, (has, _) in alive.items() if has < revision]
+        return [name for name, (has, _) in alive.items() if has < revision and name != but]
 
     def _publish(self, table: KeyTable) -> None:
         self._table = table

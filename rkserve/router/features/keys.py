@@ -61,7 +61,7 @@ class ApiKeys:
         asked.read(NoParameters)
         call = KeyRequest(RevokeKey(key_id), who=asked.who, key=asked.key)
         outcome = await self._cluster.change_key(call, self._keys)
-        return key_revoked(key_id, applied=outcome.applied)
+        return key_revoked(key_id, outcome)
 
     async def listed(self) -> KeysAnswer:
         """Return the keys of the cluster."""
@@ -72,4 +72,4 @@ class ApiKeys:
         digest = SecretDigest(digest_of(secret.encode()).hex(), hint_of(secret))
         call = KeyRequest(change, digest, asked.who, asked.key)
         outcome = await self._cluster.change_key(call, self._keys)
-        return new_key_answer(outcome.key, secret if outcome.applied else None)
+        return new_key_answer(outcome, secret)

@@ -124,18 +124,23 @@ async def test_a_change_is_answered_when_every_router_has_it(ledger: Ledger) -> 
     tasks = [asyncio.create_task(poll(keeper, str(number), has)) for number, has in enumerate(seen)]
     await asyncio.sleep(1.0)
     began_s = asyncio.get_running_loop().time()
-    await keeper.perform(call(RevokeKey(key.id)))
+    outcome = await keeper.perform(call(RevokeKey(key.id)))
+    assert outcome.routers_behind == 0
     assert [has[-1] for has in seen] == [KeyTable(2)] * 2
     assert asyncio.get_running_loop().time() - began_s < SETTLE_S
     for task in tasks:
         task.cancel()
 
 
-async def test_a_router_that_does_not_answer_delays_a_change_by_a_second(ledger: Ledger) -> None:
+async def test_a_router_that_does_not_answer_delays_a_change_by_a_second_and_is_counted(
+    ledger: Ledger,
+) -> None:
     keeper = KeyKeeper(ledger)
     await keeper.after("gone", -1, 0.0, {})
-    outcome = await keeper.perform(call())
-    assert outcome.applied
+    outcome = await keeper.perform(call(key="once"))
+    assert (outcome.applied, outcome.routers_behind) == (True, 1)
+    await keeper.after("gone", 1, 0.0, {})
+    assert (await keeper.perform(call(key="once"))).routers_behind == 0
     assert keeper.table.key(outcome.key.id) is not None
 
 

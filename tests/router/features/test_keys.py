@@ -24,11 +24,12 @@ class Cluster:
 
     def __init__(self, *, repeated: bool = False) -> None:
         self.calls: list[KeyRequest] = []
+        self.behind = 0
         self._repeated = repeated
 
     async def change_key(self, call: KeyRequest, _keys: object) -> KeyOutcome:
         self.calls.append(call)
-        return KeyOutcome(KEY, 1, applied=not self._repeated)
+        return KeyOutcome(KEY, 1, applied=not self._repeated, routers_behind=self.behind)
 
 
 def features(cluster: Cluster, names: Sequence[str] = ()) -> ApiKeys:
@@ -67,3 +68,13 @@ async def test_a_name_of_the_configuration_s_keys_is_taken() -> None:
     with pytest.raises(KeyExists):
         await features(cluster, ["team"]).create(asked(name="team"))
     assert cluster.calls == []
+
+
+@pytest.mark.virtual_time
+async def test_the_answer_has_the_number_of_routers_that_did_not_confirm_the_change() -> None:
+    cluster = Cluster()
+    cluster.behind = 2
+    of = features(cluster)
+    assert (await of.create(asked(name="team")))["routers_behind"] == 2
+    assert (await of.rotate("key_1", asked()))["routers_behind"] == 2
+    assert (await of.revoke("key_1", ControlRequest(who="admin")))["routers_behind"] == 2
