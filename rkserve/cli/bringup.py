@@ -25,10 +25,13 @@ from rkserve.core.errors import RkserveError
 POLL_S = 0.5
 
 
+SERVICE_STATE = Path("/var/lib/rkserve/node")
+
+
 def default_state() -> Path:
     """Return the default folder of a node's record and logs."""
     if os.geteuid() == 0:
-        return Path("/var/lib/rkserve/node")
+        return SERVICE_STATE
     return Path.home() / ".local" / "state" / "rkserve"
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import os
 import sqlite3
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Generic, Protocol, TypeVar
 
 from rkserve.core.files import open_private, private_folder
 
@@ -15,8 +18,51 @@ LOCK = "lock"
 BUSY_S = 5.0  # other Routers of the node write, too
 
 
+class ClosedStore(Protocol):
+    """A store that can be closed."""
+
+    def close(self) -> None:
+        """Close its files."""
+
+
 class NewerFile(ValueError):
     """A file with the schema of a newer release."""
+
+
+S = TypeVar("S", bound=ClosedStore)
+T = TypeVar("T")
+
+
+class StoreThread(Generic[S]):
+    """A store of a node's file with a thread of its own: SQLite blocks, and one connection is used
+    by one thread at a time.
+    """
+
+    def __init__(self, name: str, opened: Callable[[], S]) -> None:
+        """``opened`` opens the store at the first call, and at later ones as long as it fails."""
+        self._opened = opened
+        self._store: S | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
+
+    async def call(self, ask: Callable[[S], T]) -> T:
+        """Return what ``ask`` returns of the store, or raise its error."""
+
+        def asked() -> T:
+            if self._store is None:
+                self._store = self._opened()
+            return ask(self._store)
+
+        return await asyncio.get_running_loop().run_in_executor(self._thread, asked)
+
+    def close(self) -> None:
+        """Close the store after the calls that have begun, without waiting for that."""
+
+        def end() -> None:
+            if self._store is not None:
+                self._store.close()
+
+        self._thread.submit(end)
+        self._thread.shutdown(wait=False)
 
 
 def open_shared(

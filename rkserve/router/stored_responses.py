@@ -10,10 +10,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from rkserve.api.common.answer import AnyCall, DialectAnswer
 from rkserve.api.json.fields import JsonObject
@@ -35,6 +34,7 @@ from rkserve.core.errors import (
     ResponsesFailed,
     UnsupportedParameter,
 )
+from rkserve.core.node_database import StoreThread
 from rkserve.router.auth.key_ring import ClientKey, KeyRing
 from rkserve.router.response_store import ResponseStore, remove_all, too_long
 
@@ -43,7 +43,6 @@ log = logging.getLogger(__name__)
 FORGET_S = 3600.0
 # The owners of calls without an API key; they cannot equal a digest, which is longer.
 _OPERATOR, _ANYBODY = "operator", "anybody"
-T = TypeVar("T")
 
 
 class ResponsePeers(Protocol):
@@ -74,9 +73,10 @@ class Responses:
         """``peers`` are all Routers, if there are several."""
         self._config, self._most_bytes = config.responses, config.max_body_bytes
         self._folder, self._peers = folder, peers
-        # SQLite blocks, and one connection is used by one thread at a time.
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="responses")
-        self._store: ResponseStore | None = None
+        kept = config.responses
+        self._store = StoreThread(
+            "responses", lambda: ResponseStore(folder, kept.max_bytes, kept.keep_s)
+        )
         self._writing: set[asyncio.Task[None]] = set()
 
     def stores(self, asked: bool | None) -> bool:
@@ -147,17 +147,17 @@ class Responses:
 
     async def write(self, owner: str, kept: StoredResponse) -> None:
         """Store a response on this node. Raises ``ResponsesFailed``."""
-        await self._call(lambda store: store.write(owner, kept))
+        await self._store.call(lambda store: store.write(owner, kept))
 
     async def chain_here(
         self, owner: str, response_id: str, most_bytes: int | None
     ) -> list[StoredResponse]:
         """Return the chain on this node; see ``ResponseStore.chain``."""
-        return await self._call(lambda store: store.chain(owner, response_id, most_bytes))
+        return await self._store.call(lambda store: store.chain(owner, response_id, most_bytes))
 
     async def forget_here(self, owner: str, response_id: str) -> bool:
         """Remove a response from this node; False if it is not there."""
-        return await self._call(lambda store: store.delete(owner, response_id))
+        return await self._store.call(lambda store: store.delete(owner, response_id))
 
     async def forget_old(self) -> None:
         """Remove expired responses periodically; all of them if storage is disabled."""
@@ -166,7 +166,7 @@ class Responses:
             return
         while True:
             try:
-                await self._call(lambda store: store.sweep())
+                await self._store.call(lambda store: store.sweep())
             except ResponsesFailed as exc:
                 log.warning("old responses cannot be removed: %s", exc)
             await asyncio.sleep(FORGET_S)
@@ -179,13 +179,7 @@ class Responses:
 
     def close(self) -> None:
         """Finish pending writes and close the file."""
-
-        def end() -> None:
-            if self._store is not None:
-                self._store.close()
-
-        self._thread.submit(end)
-        self._thread.shutdown(wait=False)
+        self._store.close()
 
     async def _chain(
         self, owner: str, response_id: str, most_bytes: int | None
@@ -200,16 +194,6 @@ class Responses:
     def _check_size(self, size: int) -> None:
         if size > self._most_bytes:
             raise BodyTooLarge(too_long(self._most_bytes))
-
-    async def _call(self, ask: Callable[[ResponseStore], T]) -> T:
-        def asked() -> T:
-            if self._store is None:  # a disk that was broken is tried again
-                self._store = ResponseStore(
-                    self._folder, self._config.max_bytes, self._config.keep_s
-                )
-            return ask(self._store)
-
-        return await asyncio.get_running_loop().run_in_executor(self._thread, asked)
 
 
 class CallMemory:

@@ -19,6 +19,8 @@ from rkserve.bringup.first_key import (
     own_secret,
 )
 from rkserve.bringup.settings import HEAD
+from rkserve.cli import bringup
+from rkserve.cli.context import ClusterOptions
 from rkserve.coordinator.state.api_keys import KeyKeeper
 from rkserve.coordinator.state.ledger import Ledger
 from rkserve.coordinator.state.ledger_files import back_up
@@ -148,6 +150,17 @@ def test_the_command_finds_the_key_of_the_head_for_its_urls_alone(
         assert own_secret(state, url) is None
     (state / f"{HEAD}.json").write_text("[]")
     assert own_secret(state, "http://127.0.0.1:8000") is None
+
+
+def test_the_command_looks_in_the_default_folder_of_a_node(
+    tmp_path: Path, state: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first_key(config(tmp_path), state)
+    record(state)
+    monkeypatch.setattr(bringup, "SERVICE_STATE", tmp_path / "none")
+    monkeypatch.setattr(bringup, "default_state", lambda: state)
+    found = ClusterOptions(url="http://127.0.0.1:8000/v1").key()
+    assert found == (state / ADMIN_KEY).read_text().strip()
 
 
 @pytest.mark.parametrize("of", ["admin_key", "admin_key_file", "api_keys_file", "first key", ""])

@@ -11,11 +11,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from rkserve.config.router import IdempotencyConfig
 from rkserve.core.errors import (
@@ -25,6 +24,7 @@ from rkserve.core.errors import (
     IdempotencyKeyReused,
     RkserveError,
 )
+from rkserve.core.node_database import StoreThread
 from rkserve.router.idempotency.store import AnswerStore, KeyState
 
 log = logging.getLogger(__name__)
@@ -33,7 +33,6 @@ LOOK_S = 0.25  # between looks for the answer of another Router
 WANTED_AGAIN_S = 1.0
 SWEEP_S = 600.0
 REPLAYED = "idempotent-replayed"  # the header of an answer that was not made for this request
-T = TypeVar("T")
 
 
 class LiveAnswer:
@@ -142,13 +141,11 @@ class KeyedAnswers:
 
     def __init__(self, config: IdempotencyConfig, folder: Path) -> None:
         """``folder`` is one of the node."""
-        self._config, self._folder = config, folder
+        self._config = config
         self._live: dict[str, LiveAnswer] = {}
         # Those that make answers, also one that was given up, and timers that give them up.
         self._tasks: set[asyncio.Task[None]] = set()
-        self._store: AnswerStore | None = None
-        # SQLite blocks, and one connection is used by one thread at a time.
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="keyed answers")
+        self._store = StoreThread("keyed answers", lambda: AnswerStore(folder, config))
 
     def join(self, name: str, digest: str, make: Make) -> tuple[LiveAnswer, bool]:
         """Return the answer for a key, which the caller has to leave, and whether it is followed
@@ -177,7 +174,7 @@ class KeyedAnswers:
         """Remove expired answers, forever."""
         while True:
             try:
-                await self._call(lambda store: store.sweep())
+                await self._store.call(lambda store: store.sweep())
             except IdempotencyFailed as exc:
                 log.warning("old answers cannot be removed: %s", exc)
             await asyncio.sleep(SWEEP_S)
@@ -188,13 +185,7 @@ class KeyedAnswers:
             for task in self._tasks:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
-
-        def end() -> None:
-            if self._store is not None:
-                self._store.close()
-
-        self._thread.submit(end)
-        self._thread.shutdown(wait=False)
+        self._store.close()
 
     async def _run(self, name: str, live: LiveAnswer, make: Make) -> None:
         failure: BaseException | None = None
@@ -222,7 +213,7 @@ class KeyedAnswers:
         over its answer or its key.
         """
         while True:
-            claim = await self._call(lambda store: store.claim(name, live.digest, live))
+            claim = await self._store.call(lambda store: store.claim(name, live.digest, live))
             if claim.state is KeyState.OWN:
                 live.replayed = False  # the Router that made it has given it up, or has died
                 return True
@@ -243,11 +234,11 @@ class KeyedAnswers:
         """Store an answer; its client gets it also where that fails, and a repeat is new then."""
         kept = None if live.too_long else body
         with suppress(IdempotencyFailed):  # it is logged
-            await self._call(lambda store: store.finish(name, headers, kept))
+            await self._store.call(lambda store: store.finish(name, headers, kept))
 
     async def _release(self, name: str, live: LiveAnswer) -> None:
         with suppress(IdempotencyFailed):  # it is logged, and the key is free
-            await self._call(lambda store: store.release(name, live))
+            await self._store.call(lambda store: store.release(name, live))
 
     def _forget(self, name: str, live: LiveAnswer) -> None:
         """Let the next request with the key begin an answer of its own."""
@@ -266,7 +257,7 @@ class KeyedAnswers:
             await asyncio.sleep(self._config.linger_s)
             while alone():
                 try:
-                    wanted = await self._call(lambda store: store.is_wanted(name))
+                    wanted = await self._store.call(lambda store: store.is_wanted(name))
                 except IdempotencyFailed:
                     wanted = False
                 if not wanted and alone():  # a client may have come meanwhile
@@ -282,14 +273,6 @@ class KeyedAnswers:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
-
-    async def _call(self, ask: Callable[[AnswerStore], T]) -> T:
-        def asked() -> T:
-            if self._store is None:  # a disk that was broken is tried again
-                self._store = AnswerStore(self._folder, self._config)
-            return ask(self._store)
-
-        return await asyncio.get_running_loop().run_in_executor(self._thread, asked)
 
 
 async def _stored_nowhere(_headers: Mapping[str, str], _body: bytes) -> None:

@@ -387,15 +387,15 @@ def test_a_client_that_comes_and_goes_during_the_last_look_renews_the_time(tmp_p
         keyed = KeyedAnswers(config, tmp_path / "once")
         live, _ = keyed.join(NAME, DIGEST, make)
         await live.begun
-        call = keyed._call
+        call = keyed._store.call
 
         async def visited(ask: Any) -> Any:
             found = await call(ask)
             keyed.join(NAME, DIGEST, make)[0].leave()
-            keyed._call = call  # type: ignore[method-assign]  # one visit
+            keyed._store.call = call  # type: ignore[method-assign]  # one visit
             return found
 
-        keyed._call = visited  # type: ignore[method-assign]  # in the midst of the look
+        keyed._store.call = visited  # type: ignore[method-assign]  # in the midst of the look
         live.leave()
         await asyncio.sleep(config.linger_s + 4.0)
         assert live.task is not None
