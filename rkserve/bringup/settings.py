@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from rkserve.deployments.haproxy import FLAG, METRICS_MS, PATIENCE, PROXY_CHECK
+from rkserve.deployments.haproxy import FLAG, FORCED_STOP, METRICS_MS, PATIENCE, PROXY_CHECK
 
 HEAD, BOARD = "head", "board"
 GCS_PORT, DASHBOARD_PORT = 6379, 8265
@@ -69,6 +69,16 @@ SETTINGS: tuple[RaySetting, ...] = (
             (HEAD,),
         )
         for name, value in PROXY_CHECK.items()
+    ),
+    *(
+        RaySetting(
+            name,
+            value,
+            "Serve gives a replica that answers no health checks its time to end in order, an hour "
+            "for a Router: what waits for a frozen one would hang as long.",
+            (HEAD,),
+        )
+        for name, value in FORCED_STOP.items()
     ),
     *(RaySetting(name, value, SLOW_START) for name, value in PATIENCE.items()),
 )

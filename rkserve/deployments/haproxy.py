@@ -51,6 +51,9 @@ READY_S = 60  # Ray ends a proxy that is not ready after 5 s, and a busy machine
 # Ray replaces a proxy after three failed checks, every 10 s by default: a killed HAProxy would be
 # missed for half a minute.
 PROXY_CHECK = {"RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "0.5"}
+# By default a replica that answers no health checks is stopped in order: a frozen Router would have
+# an hour to end its answers, and what waits for it would hang as long.
+FORCED_STOP = {"RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1"}
 # A Router that answers no check of HAProxy twice gets no requests: 5 s each by default. One that
 # was killed refuses connections, which counts at once.
 ROUTER_CHECK = "2s"
@@ -145,6 +148,7 @@ def prepare(folder: Path) -> dict[str, str]:
         "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": str(METRICS_MS),
         "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": str(READY_S),
         **PROXY_CHECK,
+        **FORCED_STOP,
         "RAY_SERVE_HAPROXY_HEALTH_CHECK_INTER": ROUTER_CHECK,
         "RAY_SERVE_HAPROXY_RETRY_ON": RETRY_ON,
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(folder / "haproxy.cfg"),

@@ -262,6 +262,38 @@ def test_a_killed_router_costs_the_streams_of_the_other_nothing_and_its_own_are_
     talk(crew, main)
 
 
+@pytest.mark.long
+def test_a_frozen_router_is_killed_and_its_requests_are_answered_by_the_other(
+    crew: BenchProcesses, figures: Callable[[str], None]
+) -> None:
+    frozen, *_ = processes(crew, "router")
+
+    async def read(http: httpx.AsyncClient) -> float:
+        began_s = time.monotonic()
+        answer = await http.get("/v1/models", headers={"connection": "close"})
+        assert answer.status_code == 200
+        return time.monotonic() - began_s
+
+    async def main(http: httpx.AsyncClient) -> None:
+        os.kill(frozen, signal.SIGSTOP)
+        began_s = time.monotonic()
+        took_s = await asyncio.gather(*(read(http) for _ in range(20)))
+        assert max(took_s) > 2, "the frozen one had some"
+        while (PROC / str(frozen)).exists():  # noqa: ASYNC110 # of another process
+            took_s.append(await read(http))
+            await asyncio.sleep(0.1)
+        gone_s = time.monotonic() - began_s
+        figures(
+            f"a frozen Router was killed after {gone_s:.0f} s, and all of {len(took_s)} "
+            f"requests were answered; {sum(one > 5 for one in took_s)} took more than 5 s, the "
+            f"slowest {max(took_s):.0f} s"
+        )
+        while len(processes(crew, "router")) < ROUTERS:  # noqa: ASYNC110 # as above
+            await asyncio.sleep(0.2)
+
+    talk(crew, main)
+
+
 def test_a_killed_haproxy_is_replaced_and_valid_requests_get_no_answer_that_is_final(
     crew: BenchProcesses, figures: Callable[[str], None]
 ) -> None:
