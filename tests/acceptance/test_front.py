@@ -279,7 +279,7 @@ def test_a_frozen_router_is_killed_and_its_requests_are_answered_by_the_other(
         began_s = time.monotonic()
         took_s = await asyncio.gather(*(read(http) for _ in range(20)))
         assert max(took_s) > 2, "the frozen one had some"
-        while (PROC / str(frozen)).exists():  # noqa: ASYNC110 # of another process
+        while (PROC / str(frozen)).exists():
             took_s.append(await read(http))
             await asyncio.sleep(0.1)
         gone_s = time.monotonic() - began_s
