@@ -190,6 +190,7 @@ def _edits(limits: ProxyLimits, files: int, *, routed: bool) -> list[TemplateEdi
                 match[0],
                 *_per_address(limits),
                 *_client_headers(),
+                _hide_serve(),
                 *_retries(),
                 _serve_errors(),
             ],
@@ -252,6 +253,17 @@ def _client_headers() -> list[str]:
     ]
 
 
+def _hide_serve() -> str:
+    """Return the rule that closes paths of Ray Serve's own, such as its list of routes, except for
+    its health check.
+    """
+    return (
+        "http-request return status 404 content-type application/json "
+        f"string '{_NOTHING_THERE}' "
+        "if { path,url_dec -m beg /-/ } !{ path /-/healthz }"
+    )
+
+
 def _own_errors() -> list[str]:
     """Return HAProxy's own answers as OpenAI's error object; its 400 and 408 cannot be changed."""
     messages = {
@@ -310,7 +322,7 @@ def _serve_errors() -> str:
 def _unrouted(routed: bool) -> str:
     """Return the answer to a path of no application; before any is known, it may become one."""
     if routed:
-        error = _error("There is nothing at this path.", "invalid_request_error", "not_found")
+        error = _NOTHING_THERE
         return f"http-request return status 404 content-type application/json string '{error}'"
     error = _error("The application is not ready; try again soon.", "server_error", "no_router")
     return (
@@ -340,3 +352,6 @@ def _number(environ: Mapping[str, str], name: str, default: float, least: float)
     if not least <= value < math.inf:  # false for NaN, too
         raise ConfigError(f"{name}: '{given}' is not a number of {least:g} or more.")
     return value
+
+
+_NOTHING_THERE = _error("There is nothing at this path.", "invalid_request_error", "not_found")

@@ -180,6 +180,66 @@ def test_what_is_asked_of_this_machine_alone_is_answered_where_only_it_is_listen
     talk(crew, main)
 
 
+def test_a_second_request_in_the_body_of_a_first_one_does_not_run(crew: BenchProcesses) -> None:
+    head = f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    pause = "POST /pause HTTP/1.1\r\nhost: localhost\r\ncontent-length: 2\r\n\r\n{}"
+
+    async def main(http: httpx.AsyncClient) -> None:
+        for lengths, body in (
+            ("content-length: 4\r\ntransfer-encoding: chunked", "0\r\n\r\n"),
+            ("transfer-encoding: chunked\r\ncontent-length: 4", "0\r\n\r\n"),
+            ("transfer-encoding: chunked", "fffffffffffffffff\r\n{}\r\n0\r\n\r\n"),
+            (f"content-length: {len(pause)}", ""),
+        ):
+            reader, writer = await asyncio.open_connection(*crew.address)
+            writer.write(f"{head}connection: close\r\n{lengths}\r\n\r\n{body}{pause}".encode())
+            assert (await reader.read()).count(b"HTTP/1.1 400 ") == 1, lengths
+            writer.close()
+        assert (await http.get("/is_paused")).json()["is_paused"] is False
+
+    talk(crew, main)
+
+
+def test_prompts_and_keys_are_in_no_log_no_metric_and_no_error(crew: BenchProcesses) -> None:
+    prompt, key = f"prompt{secrets.token_hex(8)}", f"rks-{secrets.token_hex(16)}"
+    body = chat_body(prompt, max_tokens=4)
+
+    async def main(http: httpx.AsyncClient) -> None:
+        for name in ("authorization", "x-api-key"):
+            value = f"Bearer {key}" if name == "authorization" else key
+            for method, path, sent, status in (
+                ("POST", CHAT, body, 200),
+                ("POST", CHAT, {**body, "temperature": 9}, 400),
+                ("POST", CHAT, {**body, "messages": [{"role": prompt, "content": prompt}]}, 400),
+                ("POST", CHAT, {**body, "max_tokens": prompt}, 400),
+                ("POST", CHAT, {**body, "messages": [{"role": "user", "content": [prompt]}]}, 400),
+                ("POST", CHAT, {**body, "model": "unknown"}, 404),
+                ("POST", "/v1/completions", {"model": MODEL, "prompt": prompt * 4000}, 400),
+                ("POST", "/tokenize", {"model": MODEL, "prompt": prompt}, 200),
+                ("POST", "/v1/keys", {"name": "n", "scopes": [prompt]}, 400),
+            ):
+                answer = await http.request(method, path, json=sent, headers={name: value})
+                assert answer.status_code in (status, 401, 403), answer.text
+                assert key not in answer.text
+            broken = await http.post(CHAT, content=f'{{"a": "{prompt}', headers={name: value})
+            assert broken.status_code == 400
+            assert prompt not in broken.text
+        async with streaming(http, f"{ENDLESS} {prompt}") as reply:
+            await reply.read(deltas=3)
+        await reaches(http, "rkserve_board_running", 0)
+        metrics = (await http.get("/metrics")).text
+        assert prompt not in metrics
+        assert key not in metrics
+
+    talk(crew, main)
+    logs = [one for kind in ("log", "out", "err") for one in crew.folder.rglob(f"*.{kind}")]
+    assert sum(one.stat().st_size for one in logs) > 10_000, "Ray's logs are there"
+    texts = {one: one.read_bytes() for one in logs if one.is_file()}
+    assert any(b"access" in text or b"POST" in text for text in texts.values())
+    found = [one for one, text in texts.items() if prompt.encode() in text or key.encode() in text]
+    assert not found
+
+
 # -- what ends ------------------------------------------------------------------------------------
 
 STREAMS = 8

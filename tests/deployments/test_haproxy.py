@@ -582,6 +582,48 @@ def test_serves_own_errors_become_error_objects_and_those_of_a_router_stay(
 
 
 @with_haproxy
+@pytest.mark.parametrize("path", ["/-/routes", "/-/", "/%2d/routes", "/-%2Froutes"])
+def test_serves_own_paths_are_closed_except_for_its_health_check(
+    opened_front: Callable[..., Front], path: str
+) -> None:
+    router = Router()
+    with opened_front(router).running() as one, one.client() as client:
+        status, body = ask(client, path)
+        assert (status, code(body)) == (HTTPStatus.NOT_FOUND, "not_found")
+        assert path not in router.asked
+        assert ask(client, "/-/healthz")[0] == HTTPStatus.OK
+
+
+@with_haproxy
+@pytest.mark.parametrize(
+    "headers",
+    [
+        pytest.param("content-length: 2\r\ncontent-length: 3", id="two lengths"),
+        pytest.param("transfer-encoding: xchunked", id="an unknown coding"),
+        pytest.param("transfer-encoding: chunked, identity", id="chunks that are not last"),
+        pytest.param("content-length: -1", id="a negative length"),
+        pytest.param("content-length: +2", id="a length with a sign"),
+        pytest.param("content-length : 2", id="a space in the name"),
+        pytest.param("content-length: 2\r\nhost: other", id="two hosts"),
+        pytest.param("authorization: Bearer a\0b", id="a NUL"),
+        pytest.param(f"x: {'y' * 100_000}", id="a long header"),
+        pytest.param("\r\n".join(f"x{n}: y" for n in range(1000)), id="many headers"),
+    ],
+)
+def test_a_request_that_can_be_read_in_two_ways_or_is_too_large_reaches_no_router(
+    opened_front: Callable[..., Front], headers: str
+) -> None:
+    router = Router()
+    with opened_front(router).running() as one, closing(one.connect()) as client:
+        client.sendall(f"POST /v1/x HTTP/1.1\r\nhost: h\r\n{headers}\r\n\r\n{{}}".encode())
+        with suppress(ConnectionError):  # it has closed before the end of a long one
+            client.sendall(b"POST /pause HTTP/1.1\r\nhost: h\r\ncontent-length: 0\r\n\r\n")
+        with suppress(ConnectionError):
+            assert rest(client).startswith(b"HTTP/1.1 400 ")
+        assert not {"/v1/x", "/pause"} & {*router.asked}
+
+
+@with_haproxy
 def test_a_router_that_is_gone_costs_new_requests_nothing_where_another_one_runs(
     opened_front: Callable[..., Front],
 ) -> None:
