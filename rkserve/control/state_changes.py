@@ -148,6 +148,21 @@ def expire(desired: Desired, now_s: float) -> tuple[Desired, tuple[ActivePause, 
     return without(desired, gone), gone
 
 
+def move_leases(desired: Desired, by_s: float) -> Desired:
+    """Move the beginnings and ends of pauses and sleeps: the clock that they go by was set."""
+    if not any(one.expires_s is not None for one in desired.pauses):
+        return desired
+    moved = (
+        replace(
+            one,
+            since_s=one.since_s + by_s,
+            expires_s=None if one.expires_s is None else one.expires_s + by_s,
+        )
+        for one in desired.pauses
+    )
+    return follow_up(desired, pauses=tuple(moved))
+
+
 def withdraw(desired: Desired, operation: str) -> Desired:
     """Remove the pauses of one operation."""
     return without(desired, [one for one in desired.pauses if one.operation == operation])

@@ -78,11 +78,18 @@ LEASE_TICK_S = 0.2
 RECLAIM_S = 5.0
 AGAIN_S = 1.0
 TURN_S = 0.05
+LEAST_STEP_S = 1.0  # NTP slews smaller errors, by at most 0.5 ms in a second
+
+
+def since_boot_s() -> float:
+    """Return the time since boot in seconds, that in which the machine was suspended included."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 @dataclass(frozen=True)
 class CoordinatorPorts:
-    """The Coordinator's interfaces to the outside. ``now_s`` reads seconds since 1970.
+    """The Coordinator's interfaces to the outside. ``now_s`` reads seconds since 1970, and
+    ``elapsed_s`` a clock that nothing sets.
 
     ``policies`` are the configured sleep by model, and ``system_prompts`` by group the prompt that
     its boards cache from their start.
@@ -98,6 +105,27 @@ class CoordinatorPorts:
     system_prompts: Mapping[str, DesiredCache] = field(default_factory=dict)
     cache_times: CacheTimes = field(default_factory=CacheTimes)
     routers: Routers | None = None
+    elapsed_s: Callable[[], float] = since_boot_s
+
+
+class WallClock:
+    """The time of day, which a person or NTP may set: boards without a battery start in the past.
+
+    Its steps are found by comparing it with a clock that nothing sets.
+    """
+
+    def __init__(self, now_s: Callable[[], float], elapsed_s: Callable[[], float]) -> None:
+        self._now_s, self._elapsed_s = now_s, elapsed_s
+        self._ahead_s = now_s() - elapsed_s()
+
+    def step(self) -> float:
+        """Return the seconds by which it was set since the last call; 0.0 for a correction below
+        ``LEAST_STEP_S``.
+        """
+        ahead_s = self._now_s() - self._elapsed_s()
+        step_s = ahead_s - self._ahead_s
+        self._ahead_s = ahead_s
+        return step_s if abs(step_s) >= LEAST_STEP_S else 0.0
 
 
 class Coordinator:
@@ -112,6 +140,7 @@ class Coordinator:
             [state.value for state in OperationState if state is not OperationState.RUNNING],
         )
         self._now_s = outside.now_s
+        self._wall_clock = WallClock(outside.now_s, outside.elapsed_s)
         self._state = StateStore(outside.ledger)
         self._roster = Roster(outside.fleet, self._board_failed)
         stager = Stager(
@@ -250,6 +279,7 @@ class Coordinator:
 
         Also if that cannot be stored: any reader of the ledger comes to the same result.
         """
+        self._follow_clock()
         desired, ended = state_changes.expire(self._state.desired, self._now_s())
         if not ended:
             self._state.catch_up()
@@ -272,6 +302,13 @@ class Coordinator:
             log.warning("the lease of %s %s has ended; it is taken back", what, pause.operation)
         self._reconciler.announce()
 
+    def _follow_clock(self) -> None:
+        """Move leases with the clock that they go by, so that each keeps its rest."""
+        if step_s := self._wall_clock.step():
+            log.warning("this machine's clock was set by %.0f s; leases keep their rest", step_s)
+            self._state.derive(state_changes.move_leases(self._state.desired, step_s))
+            self._reconciler.announce()
+
     # -- calls ---------------------------------------------------------------------------------
 
     async def perform(self, call: OperationRequest) -> OperationOutcome:
@@ -281,6 +318,7 @@ class Coordinator:
             RkserveError: it was refused before it began, and nothing was changed.
         """
         log_for(call.request_id)
+        self._follow_clock()
         try:
             repeated = await self._repeated(call)
             if repeated is not None:

@@ -244,6 +244,32 @@ async def test_a_lease_that_nobody_renews_resumes_by_itself(tmp_path: Path) -> N
         assert b"rkserve_leases_expired_total 1.0" in it.it.metrics()
 
 
+@pytest.mark.parametrize("step_s", [3600.0, -3600.0, 30.0])
+async def test_a_lease_keeps_its_rest_when_the_clock_is_set(tmp_path: Path, step_s: float) -> None:
+    async with controlled(tmp_path) as it:
+        await it.pause(lease_s=30)
+        await it.call(K.SLEEP, models=[MODEL])
+        it.now_s += 10
+        it.set_by_s += step_s
+        await eventually(lambda: it.desired.pauses[0].expires_s == 1_000_030.0 + step_s)
+        assert it.desired.pauses[1].expires_s is None
+        await it.again()
+        it.now_s += 19
+        await asyncio.sleep(0.5)
+        assert len(it.desired.pauses) == 2
+        it.now_s += 2
+        await eventually(lambda: len(it.desired.pauses) == 1)
+
+
+async def test_a_correction_of_the_clock_moves_no_lease(tmp_path: Path) -> None:
+    async with controlled(tmp_path) as it:
+        await it.pause(lease_s=30)
+        epoch = it.desired.epoch
+        it.set_by_s += 0.5
+        await asyncio.sleep(0.5)
+        assert it.desired.epoch == epoch
+
+
 async def test_a_lease_that_ends_while_boards_stop_is_no_success(tmp_path: Path) -> None:
     async with controlled(tmp_path) as it:
         it.cluster["b"].slow_s["adopt"] = 0.6

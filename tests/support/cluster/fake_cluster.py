@@ -428,6 +428,7 @@ class Control:
     cluster: FakeCluster
     store: FakeStore = field(default_factory=FakeStore)
     now_s: float = 1_000_000.0
+    set_by_s: float = 0.0  # steps of the clock
     settings: Mapping[str, Any] = field(default_factory=dict)
     policies: Mapping[str, SleepPolicy] = field(default_factory=dict)
     routers: Any = None
@@ -450,12 +451,13 @@ class Control:
             self.wrap_ledger(self.ledger),
             self.store,
             lambda data: data,
-            lambda: self.now_s,
+            lambda: self.now_s + self.set_by_s,
             PACE,
             self.policies,
             system_prompts=self.system_prompts,
             cache_times=CacheTimes(again_s=0.2, differs_s=0.1),
             routers=self.routers,
+            elapsed_s=lambda: self.now_s,
         )
         self.it = Coordinator(self.config, outside)
         await self.it.start()

@@ -343,6 +343,7 @@ class Head:
             self.store,
             lambda data: data,
             now_s=now_s,  # its default was bound before the clock was replaced
+            elapsed_s=now_s,
             pace=PACE,
         )
         it = Coordinator(config, outside)
