@@ -14,16 +14,19 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import asdict
+from pathlib import Path
 
 from rkserve.board.answer.generation import Generation
 from rkserve.board.answer.hooks import HookFactory
 from rkserve.board.engine.protocol import EngineFacts
+from rkserve.board.engine.telemetry import read_engine_use
 from rkserve.board.operations.adopt import StateAdopter
 from rkserve.board.operations.base_weights import BaseWeights, StartEngine
 from rkserve.board.operations.embedding import EmbeddingService
 from rkserve.board.operations.report import CacheCalls, ModelFileDigest, PrefixReport
 from rkserve.board.operations.sleep import BoardSleep
 from rkserve.board.operations.trials import AdapterProbes, SpeedTrials
+from rkserve.board.rules.engine_growth import EngineGrowth
 from rkserve.board.rules.obligations import Obligations
 from rkserve.board.run.job import Job, loop_time_s
 from rkserve.board.run.loaded_engine import LoadedEngine
@@ -127,6 +130,8 @@ class Board:
         await self.supervisor.start(await self._sleep.unloaded_facts())
         # After the load, which has brought the file into the page cache and has priority.
         self.supervisor.spawn(self._model_file.look())
+        if self.settings.engine_growth_bytes:
+            self.supervisor.spawn(self._watch_growth())
 
     async def stop(self) -> None:
         """End the engine and all queued and paused requests."""
@@ -287,6 +292,24 @@ class Board:
             await done
         except BoardAsleep:
             log.info("board %s was put to sleep and wakes with a fresh engine", self.board_id)
+
+    async def _watch_growth(self) -> None:
+        """Replace engines that have grown too large, between two runs."""
+        growth = EngineGrowth(self.board_id, self.settings.engine_growth_bytes)
+        while True:
+            await asyncio.sleep(self.settings.engine_growth_period_s)
+            live = self.supervisor.live
+            if live is None or not self.supervisor.ready:
+                continue
+            use = await asyncio.to_thread(read_engine_use, Path("/"), live.engine.pid)
+            reason = growth.excess(live.engine.pid, use, loop_time_s()) if use is not None else ""
+            if not reason:
+                continue
+            log.warning("board %s: %s: it is replaced", self.board_id, reason)
+            try:
+                await self.refresh(reason)
+            except RkserveError as exc:  # the board's state and health have it, too
+                log.warning("board %s: its engine was not replaced: %s", self.board_id, exc)
 
     async def restart(self, reason: str) -> None:
         """Replace the engine at once; what runs continues on the fresh one, recomputed.

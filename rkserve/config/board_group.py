@@ -325,6 +325,14 @@ class BoardGroupConfig(Settings):
         3, ge=1, description="Engine crashes within crash_window_s that quarantine a board."
     )
     crash_window_s: float = Field(60.0, gt=0, description="Window of crash_limit.")
+    engine_growth_mb: int = Field(
+        512,
+        ge=0,
+        description="Growth of an engine process's memory since its load, in MB, after which it is "
+        "replaced between two runs, at the earliest after 10 minutes. It is up to a quarter more, "
+        "so that boards do not load at once. An engine with more than half of its possible files "
+        "open is replaced as well. 0 replaces none.",
+    )
     quarantine_s: float = Field(
         60.0, ge=0, description="How long a quarantined board rests before its engine is retried."
     )

@@ -182,6 +182,19 @@ class CpuClock:
 
 @crosses_versions
 @dataclass(frozen=True, slots=True)
+class EngineUse:
+    """Resources of an engine process.
+
+    ``memory_bytes`` is its anonymous memory, without mapped files. ``files`` are open files, of at
+    most ``most_files``; None: not readable, or without a limit.
+    """
+
+    memory_bytes: int
+    files: int | None = None
+    most_files: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Hardware:
     """A reading of a board's hardware from its kernel; None or empty is unknown, with the reasons
     in ``notes``, where findings are, too: a stuck job, or a governor that costs speed.

@@ -93,6 +93,7 @@ def assemble(
         patience=RunTimeouts(**group.patience.model_dump()),
         crash_limit=group.crash_limit,
         crash_window_s=group.crash_window_s,
+        engine_growth_bytes=group.engine_growth_mb * 1_000_000,
         quarantine_s=group.quarantine_s,
         n_batch=group.n_batch,
         batch_window_s=group.batch_window_ms / 1e3,

@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 from contextlib import aclosing
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rkserve.board.answer.generation import Generation
 from rkserve.board.engine.protocol import EntryCommand
+from rkserve.board.rules.hang_limits import RunTimeouts
 from rkserve.board.run.job import Job
+from rkserve.core.board_report import EngineUse
 from rkserve.core.errors import (
     ContextOverflow,
     EngineDied,
@@ -313,3 +316,40 @@ async def test_an_abort_that_overtakes_its_run_is_no_failure(bench: Bench) -> No
     await events.aclose()
     await until(lambda: bench.board.report().running == 0)
     assert bench.board.report().failed == 0
+
+
+async def test_an_engine_that_grows_is_replaced_between_runs(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    used = {1: 0}  # memory by process; an engine that is not listed has none
+
+    def use(root: Path, pid: int) -> EngineUse:
+        return EngineUse(used.get(pid, 0), 10, 1024)
+
+    monkeypatch.setattr("rkserve.board.board.read_engine_use", use)
+    monkeypatch.setattr("rkserve.board.rules.engine_growth.REST_S", 1.0)
+    gate = asyncio.Event()
+    script = Script([*tokens_of("Hel", "lo"), (EOS, b"")], prefill=gate)
+    patience = RunTimeouts(first_token_s=60.0)
+    settings = replace(
+        SETTINGS, engine_growth_bytes=1000, engine_growth_period_s=0.2, patience=patience
+    )
+    bench = Bench(script, settings=settings)
+    async with bench.running():
+        bench.engine.pid = 1
+        await asyncio.sleep(2)
+        used[1] = 2000
+        client = asyncio.create_task(answer(bench.board))
+        await asyncio.sleep(2)
+        assert len(bench.engines) == 1, "not during a run"
+        gate.set()
+        assert await client == ("Hello", FinishReason.STOP)
+        await asyncio.sleep(2)
+        assert len(bench.engines) == 2
+        assert bench.board.report().engine_renewals == 1
+        assert "memory grew" in bench.board.report().last_recovery
+        assert not bench.board.report().crashes
+        bench.engine.pid = 2
+        await asyncio.sleep(3)
+        assert len(bench.engines) == 2
+    assert "it is replaced" in caplog.text

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TypeVar
 
-from rkserve.core.board_report import CpuClock, Hardware
+from rkserve.core.board_report import CpuClock, EngineUse, Hardware
 
 T = TypeVar("T")
 
@@ -53,6 +53,27 @@ CELSIUS = (-60.0, 200.0)
 
 class _Unknown(Exception):
     """A missing figure, with the reason. Never leaves this module."""
+
+
+def read_engine_use(root: Path, pid: int) -> EngineUse | None:
+    """Return the resources of an engine process; None where the kernel does not show them."""
+    place = root / "proc" / str(pid)
+    try:
+        rows = _rows((place / "status").read_text(encoding="ascii", errors="replace"))
+        memory_bytes = int(rows["RssAnon"].split()[0]) * 1024  # the kernel's kB
+    except (OSError, ValueError, KeyError, IndexError):
+        return None
+    try:
+        files = sum(1 for _ in (place / "fd").iterdir())
+        limits = (place / "limits").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return EngineUse(memory_bytes)
+    found = re.search(r"^Max open files +(\d+)", limits, re.MULTILINE)
+    return EngineUse(memory_bytes, files, int(found[1]) if found else None)
+
+
+def _rows(text: str) -> dict[str, str]:
+    return {name: value for name, _, value in (row.partition(":") for row in text.splitlines())}
 
 
 def read_telemetry(root: Path, state: Path | None = None) -> Hardware:

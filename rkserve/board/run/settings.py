@@ -32,7 +32,8 @@ class BoardSettings:
     and one with ``hidden_size`` embeddings of that size. The decoder of an encoder-decoder model
     needs states of the shape ``encoder``, of up to ``encoder_tokens`` tokens. ``guided`` selects
     how answers with a grammar are made. ``own_file`` is the base model in the model folder, and
-    ``own_digest_file`` caches its sha256.
+    ``own_digest_file`` caches its sha256. Each ``engine_growth_period_s`` an engine that has grown
+    by more than ``engine_growth_bytes`` is replaced; 0: none is.
     """
 
     board_id: str
@@ -50,6 +51,8 @@ class BoardSettings:
     crash_window_s: float = 60.0
     quarantine_s: float = 60.0
     silence_timeout_s: float = 10.0
+    engine_growth_bytes: int = 0
+    engine_growth_period_s: float = 30.0
     n_batch: int = 1
     batch_window_s: float = 0.02
     pause_hold_s: float = 30.0

@@ -17,6 +17,7 @@ import pytest
 
 from rkserve.board.engine.process import EngineProcess
 from rkserve.board.engine.protocol import EntryCommand, RunCommand, RunEnded
+from rkserve.board.engine.telemetry import read_engine_use
 from rkserve.core.errors import (
     BoardFailed,
     EngineDied,
@@ -44,6 +45,24 @@ from tests.support.sim.sim_board import TOKENIZER, Sim, ask, both_releases, chat
 def sim(tmp_path: Path) -> Sim:
     """Return a place for one simulated board."""
     return Sim(tmp_path)
+
+
+async def test_the_growth_of_a_leaking_engine_is_measured(sim: Sim) -> None:
+    async with sim.engine() as engine:
+        await engine.run(command(chat("Count to 3")), Recorder())
+        before = read_engine_use(Path("/"), engine.pid)
+        sim.leak(20, 7)
+        for _ in range(3):
+            await engine.run(command(chat("Count to 3")), Recorder())
+        after = read_engine_use(Path("/"), engine.pid)
+        assert before is not None
+        assert before.files is not None
+        assert after is not None
+        assert after.files == before.files + 21
+        assert after.most_files == before.most_files
+        assert 55e6 < after.memory_bytes - before.memory_bytes < 90e6
+        await engine.stop()
+    assert read_engine_use(Path("/"), engine.pid) is None
 
 
 # -- runs -------------------------------------------------------------------------------------

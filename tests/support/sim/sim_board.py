@@ -228,6 +228,10 @@ class Sim:
         """Let the library misbehave; it looks at the file's time and size."""
         self._order(f"fault={line}", "time_scale=0")
 
+    def leak(self, mb: float, files: int) -> None:
+        """Let each run keep memory and files for ever."""
+        self._order(f"leak_mb={mb:g}", f"leak_files={files}", "time_scale=0")
+
     def pace(self, time_scale: float) -> None:
         """Open the gate, and let the library be that fast from its next token on."""
         self._then, self._opened = None, False

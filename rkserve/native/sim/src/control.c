@@ -188,6 +188,10 @@ static void control_line(struct control *c, char *line) {
         control_gate(c, value);
     } else if (strcmp(line, "time_scale") == 0) {
         if (number_from(value, line, 0, &number)) c->time_scale = number;
+    } else if (strcmp(line, "leak_mb") == 0) {
+        if (number_from(value, line, 0, &number)) c->leak_mb = number;
+    } else if (strcmp(line, "leak_files") == 0) {
+        if (number_from(value, line, 0, &number)) c->leak_files = number;
     } else if (strcmp(line, "sticky") == 0) {
         if (number_from(value, line, 0, &number)) c->sticky = number != 0;
     } else if (strcmp(line, "strict") == 0) {
@@ -234,6 +238,7 @@ void control_refresh(struct settings *s) {
     c->fault = FAULT_NONE;
     c->sticky = false;
     c->gate = GATE_OPEN;
+    c->leak_mb = c->leak_files = 0;
     c->present = present;
     if (!present) return;
     c->seen = now;

@@ -7,6 +7,7 @@
  * abort takes effect after the token that is being decoded, and only NORMAL can pause. */
 #include "rksim.h"
 
+#include <fcntl.h>
 #include <stdlib.h>
 
 enum outcome { FINISHED, PAUSED, FAILED };
@@ -318,10 +319,20 @@ static int settle(struct job *job, enum outcome outcome) {
     return outcome == FAILED ? -1 : 0;
 }
 
+/* What the control file asks a run to keep for ever. */
+static void leak(const struct control *c) {
+    size_t size = (size_t)(c->leak_mb * 1e6);
+    char *memory = size ? malloc(size) : NULL;
+    if (memory) memset(memory, 1, size);
+    for (double n = 0; n < c->leak_files; n++)
+        if (open("/dev/null", O_RDONLY | O_CLOEXEC) < 0) break;
+}
+
 int engine_run(struct handle *h, const RKLLMInput *inputs, const RKLLMInferParam *infer,
                void *userdata, bool async, bool resumed) {
     enum state before = resumed ? STATE_PAUSED : STATE_IDLE;
     control_refresh(&h->settings);
+    leak(&h->settings.control);
     bool accepted = input_accepts(h, inputs, infer) && inside_accepts(h, inputs, infer, resumed);
     bool silent = async && h->settings.async_broken;
     if (!accepted || silent || fault_due(&h->settings, FAULT_NO_CALLBACK, 0)) {

@@ -245,7 +245,7 @@ struct control { /* touched by the thread that runs, or by init and destroy: nev
     char path[1024];
     struct stat seen;
     bool present;
-    double time_scale;
+    double time_scale, leak_mb, leak_files; /* per run */
     atomic_bool strict; /* the one part that any thread may ask for */
     enum fault_kind fault;
     unsigned long fault_arg;
