@@ -9,6 +9,7 @@
 
 #include <fcntl.h>
 #include <stdlib.h>
+#include <string.h>
 
 enum outcome { FINISHED, PAUSED, FAILED };
 
