@@ -21,9 +21,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 OOM_SCORE_ADJ = Path("/proc/self/oom_score_adj")
+CORE_PATTERN = Path("/proc/sys/kernel/core_pattern")
 FATTER = 500  # added to the score by which the kernel chooses a victim; 1000 is the most
 MOST = 1000
-_SET_SECCOMP, _SET_NO_NEW_PRIVS = 22, 38  # of prctl
+_SET_DUMPABLE, _SET_SECCOMP, _SET_NO_NEW_PRIVS = 4, 22, 38  # of prctl
 _FILTER = 2  # SECCOMP_MODE_FILTER
 
 
@@ -33,18 +34,47 @@ def harden() -> None:
     A core file would hold prompts and weights. The board survives the loss of its engine, and the
     node does not survive that of its raylet.
     """
-    # A limit of 1 byte and not 0: the kernel pipes a core to a program (systemd-coredump, apport)
-    # whatever the limit is, except for this one.
-    resource.setrlimit(resource.RLIMIT_CORE, (1, 1))
+    limited = _limit_core()
     try:
         wanted = min(MOST, int(OOM_SCORE_ADJ.read_text()) + FATTER)
         OOM_SCORE_ADJ.write_text(str(wanted))
     except OSError as exc:
         sys.stderr.write(f"W rkserve: {OOM_SCORE_ADJ} cannot be set: {exc.strerror}\n")
+    if not limited and _is_core_piped():
+        _leave_no_core()  # after the score: this gives the process's files in /proc to root
     try:
         _prctl(_SET_NO_NEW_PRIVS, 1, 0)
     except OSError as exc:
         sys.stderr.write(f"W rkserve: no_new_privs cannot be set: {exc.strerror}\n")
+
+
+def _limit_core() -> bool:
+    """Limit core files to 1 byte; False where the hard limit is lower.
+
+    Not to 0: the kernel pipes a core to a program (systemd-coredump, apport) whatever the limit is,
+    except for this one.
+    """
+    try:
+        resource.setrlimit(resource.RLIMIT_CORE, (1, 1))
+    except (OSError, ValueError):  # a hard limit of 0, as of LimitCORE=0
+        return False
+    return True
+
+
+def _is_core_piped() -> bool:
+    try:
+        return CORE_PATTERN.read_bytes().startswith(b"|")
+    except OSError:
+        return True  # unknown
+
+
+def _leave_no_core() -> None:
+    try:
+        _prctl(_SET_DUMPABLE, 0, 0)
+        done = "this process is not dumpable instead"
+    except OSError as exc:
+        done = f"it cannot be made undumpable ({exc.strerror}): a core may hold prompts"
+    sys.stderr.write(f"W rkserve: the core limit cannot be 1 byte; {done}\n")
 
 
 class Unconfined(Exception):
@@ -200,6 +230,11 @@ _MACHINES: dict[str, tuple[int, dict[str, int]]] = {
             "accept4": 288,
             "ptrace": 101,
             "kill": 62,
+            "tkill": 200,
+            "rt_sigqueueinfo": 129,
+            "rt_tgsigqueueinfo": 297,
+            "pidfd_getfd": 438,
+            "kexec_file_load": 320,
             "process_vm_readv": 310,
             "process_vm_writev": 311,
             "pidfd_send_signal": 424,
@@ -239,6 +274,11 @@ _MACHINES: dict[str, tuple[int, dict[str, int]]] = {
             "accept4": 242,
             "ptrace": 117,
             "kill": 129,
+            "tkill": 130,
+            "rt_sigqueueinfo": 138,
+            "rt_tgsigqueueinfo": 240,
+            "pidfd_getfd": 438,
+            "kexec_file_load": 294,
             "process_vm_readv": 270,
             "process_vm_writev": 271,
             "pidfd_send_signal": 424,
@@ -268,9 +308,12 @@ _MACHINES: dict[str, tuple[int, dict[str, int]]] = {
         },
     ),
 }
+# Allowed to the own process alone, which abort() and raise() signal by it.
+TO_ITSELF = {"x86_64": 234, "aarch64": 131}  # tgkill
 PROGRAMS = frozenset({"execve", "execveat"})
 _LOAD, _EQUAL, _AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06  # instructions of BPF
-_NUMBER_AT, _MACHINE_AT = 0, 4  # in the data of a call
+# In the data of a call. Process IDs have 32 bits, in the low word on both machines.
+_NUMBER_AT, _MACHINE_AT, _FIRST_ARGUMENT_AT = 0, 4, 16
 _ALLOW, _REFUSE = 0x7FFF0000, 0x00050001  # the latter with EPERM
 _FOREIGN = 0x40000000  # calls of the x32 interface, which have other numbers
 
@@ -279,7 +322,7 @@ def _seccomp(allowed: Confinement) -> str:
     machine = platform.machine()
     if machine not in _MACHINES:
         raise Unconfined(f"the numbers of system calls on {machine} are not known")
-    code = program(machine, programs=allowed.programs)
+    code = program(machine, programs=allowed.programs, own=os.getpid())
     count = len(code) // 8
     buffer = ctypes.create_string_buffer(code, len(code))
     head = struct.pack("@HxxxxxxP", count, ctypes.addressof(buffer))
@@ -291,17 +334,22 @@ def _seccomp(allowed: Confinement) -> str:
     return "seccomp"
 
 
-def program(machine: str, *, programs: bool) -> bytes:
-    """Return the filter of a machine's system calls; with ``programs`` others may be started."""
+def program(machine: str, *, programs: bool, own: int) -> bytes:
+    """Return the filter of a machine's system calls for the process ``own``; with ``programs``
+    others may be started.
+    """
     audit, refused = _MACHINES[machine]
     numbers = [n for name, n in refused.items() if not (programs and name in PROGRAMS)]
-    last = len(numbers) + 5  # the instruction that refuses
+    last = len(numbers) + 8  # the instruction that refuses
     steps = [
         (_LOAD, 0, 0, _MACHINE_AT),
         (_EQUAL, 0, last - 2, audit),  # jumps count the instructions in between
         (_LOAD, 0, 0, _NUMBER_AT),
         (_AT_LEAST, last - 4, 0, _FOREIGN),
         *((_EQUAL, last - at - 1, 0, number) for at, number in enumerate(numbers, 4)),
+        (_EQUAL, 0, 2, TO_ITSELF[machine]),
+        (_LOAD, 0, 0, _FIRST_ARGUMENT_AT),
+        (_EQUAL, 0, 1, own),
         (_RETURN, 0, 0, _ALLOW),
         (_RETURN, 0, 0, _REFUSE),
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import struct
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import pytest
 from rkserve.native.engine.confinement import (
     _MACHINES,
     PROGRAMS,
+    TO_ITSELF,
     Confinement,
     is_whole,
     landlock_version,
@@ -30,8 +32,10 @@ HOSTILE = """
 #include <errno.h>
 #include <fcntl.h>
 #include <signal.h>
+#include <stdlib.h>
 #include <sys/ptrace.h>
 #include <sys/socket.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 static int ends(int result) { return result < 0 ? errno : 0; }
 int reads(const char *path) { return ends(open(path, O_RDONLY)); }
@@ -46,6 +50,17 @@ int connects(void) {
 int talks(void) { return ends(socket(AF_UNIX, SOCK_STREAM, 0)); }
 int runs(void) { return ends(execl("/bin/true", "true", (char *)0)); }
 int signals(int pid) { return ends(kill(pid, 0)); }
+int signals_thread(int pid) { return ends((int)syscall(SYS_tkill, pid, SIGKILL)); }
+int signals_group(int pid) { return ends((int)syscall(SYS_tgkill, pid, pid, SIGKILL)); }
+int queues(int pid) {
+    siginfo_t info = {.si_signo = SIGKILL, .si_code = SI_QUEUE};
+    return ends((int)syscall(SYS_rt_sigqueueinfo, pid, SIGKILL, &info));
+}
+int queues_group(int pid) {
+    siginfo_t info = {.si_signo = SIGKILL, .si_code = SI_QUEUE};
+    return ends((int)syscall(SYS_rt_tgsigqueueinfo, pid, pid, SIGKILL, &info));
+}
+int aborts(void) { abort(); return 0; }
 int traces(int pid) { return ends((int)ptrace(PTRACE_ATTACH, pid, 0, 0)); }
 """
 CHILD = """
@@ -103,6 +118,48 @@ def tried(hostile: Path, folder: Path, *tries: tuple[str, Any]) -> dict[str, Any
     return found
 
 
+def test_a_hostile_library_ends_no_other_process_and_its_own_by_abort(
+    hostile: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "cwd").mkdir()
+    with subprocess.Popen((sys.executable, "-c", "input()"), stdin=subprocess.PIPE) as other:
+        ways = ("signals_thread", "signals_group", "queues", "queues_group")
+        found = tried(hostile, tmp_path, *((name, other.pid) for name in ways))["found"]
+        assert [found[f"{name} {other.pid}"] for name in ways] == ["EPERM"] * len(ways)
+        other.communicate(b"\n")
+        assert other.returncode == 0
+    with pytest.raises(subprocess.CalledProcessError) as failed:
+        tried(hostile, tmp_path, ("aborts", None))
+    assert failed.value.returncode == -signal.SIGABRT
+
+
+HARDENED = """
+import ctypes, sys
+from pathlib import Path
+from rkserve.native.engine import confinement
+def refuse(*_):
+    raise ValueError("not allowed to raise maximum limit")
+confinement.resource.setrlimit = refuse  # as for a process that is not root's, whose limit is 0
+confinement.CORE_PATTERN = Path(sys.argv[1])
+confinement.harden()
+print(ctypes.CDLL(None).prctl(3, 0, 0, 0, 0), "NoNewPrivs:\t1" in open("/proc/self/status").read())
+"""
+
+
+@pytest.mark.parametrize(
+    ("pattern", "dumpable"), [("|/lib/systemd/systemd-coredump %P", "0"), ("core", "1")]
+)
+def test_a_process_whose_core_limit_is_fixed_starts_and_leaves_no_core(
+    tmp_path: Path, pattern: str, dumpable: str
+) -> None:
+    (file := tmp_path / "core_pattern").write_text(pattern)
+    done = subprocess.run(
+        (sys.executable, "-c", HARDENED, str(file)), capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == [dumpable, "True"]
+    assert done.stderr.count("core limit cannot be 1 byte") == (dumpable == "0")
+
+
 def test_a_hostile_library_reaches_no_file_no_network_and_no_process(
     hostile: Path, tmp_path: Path
 ) -> None:
@@ -147,7 +204,7 @@ def test_a_hostile_library_reaches_no_file_no_network_and_no_process(
     assert "Seccomp:\t2" in result["status"]
 
 
-def filtered(code: bytes, machine: int, number: int) -> int:
+def filtered(code: bytes, machine: int, number: int, argument: int = 0) -> int:
     """Run the filter as the kernel does."""
     steps = [struct.unpack_from("<HBBI", code, at) for at in range(0, len(code), 8)]
     value = at = 0
@@ -155,7 +212,7 @@ def filtered(code: bytes, machine: int, number: int) -> int:
         kind, yes, no, operand = steps[at]
         at += 1
         if kind == 0x20:
-            value = machine if operand == 4 else number
+            value = {0: number, 4: machine, 16: argument}[operand]
         elif kind == 0x06:
             return int(operand)
         else:
@@ -166,8 +223,11 @@ def filtered(code: bytes, machine: int, number: int) -> int:
 @pytest.mark.parametrize("machine", sorted(_MACHINES))
 def test_the_filter_refuses_its_calls_and_no_other(machine: str, programs: bool) -> None:
     audit, numbers = _MACHINES[machine]
-    code = program(machine, programs=programs)
+    code = program(machine, programs=programs, own=4321)
     refused = {n for name, n in numbers.items() if not (programs and name in PROGRAMS)}
+    refused.add(TO_ITSELF[machine])
+    assert filtered(code, audit, TO_ITSELF[machine], 4321) == ALLOW
+    assert filtered(code, audit, TO_ITSELF[machine], 4322) == REFUSE
     for number in range(600):
         expected = REFUSE if number in refused else ALLOW
         assert filtered(code, audit, number) == expected, number
