@@ -23,7 +23,7 @@ from typing import Any
 
 from rkserve.board.answer.hooks import HookFactory
 from rkserve.board.board import Board
-from rkserve.board.engine.process import EngineProcess
+from rkserve.board.engine.process import EngineStarts
 from rkserve.board.engine.protocol import Engine, EngineSpec, with_weights
 from rkserve.board.engine.telemetry import read_soc, read_telemetry
 from rkserve.board.rules.hang_limits import RunTimeouts
@@ -124,8 +124,11 @@ def assemble(
         hooks=tuple(load_hook(path) for path in group.hooks),
     )
 
+    starts = EngineStarts(place.board_id)
+
     async def start_engine(weights: Path | None) -> Engine:
-        return await EngineProcess.start(place.board_id, with_weights(spec, weights))
+        # Weights that were sent may be on trial; the folder's are the operator's.
+        return await starts.start(with_weights(spec, weights), trusted=weights is None)
 
     return Board(settings, start_engine)
 

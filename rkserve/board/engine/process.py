@@ -103,21 +103,8 @@ class EngineProcess:
 
         Raises:
             NativeError: ``LibraryMissing``, ``ReleaseRefused`` or ``LoadFailed``, with the
-                library's error lines, if any.
+                library's error lines, if any. One that crashed or took too long has a cause.
         """
-        try:
-            return await cls._start(board_id, spec)
-        except LoadFailed as exc:
-            if spec.confine is not Confine.AUTO:
-                raise
-            log.warning("board %s: %s; it is tried without confinement", board_id, exc)
-        engine = await cls._start(board_id, replace(spec, confine=Confine.OFF))
-        engine.facts = replace(engine.facts, confined=f"off: {NOT_CONFINED}")
-        log.warning("board %s: its engine is not confined: %s", board_id, NOT_CONFINED)
-        return engine
-
-    @classmethod
-    async def _start(cls, board_id: str, spec: EngineSpec) -> EngineProcess:
         engine = cls(board_id)
         # Its pipes and tasks outlive the request that it is started for.
         await apart(asyncio.create_task, engine._spawn(spec))
@@ -166,10 +153,14 @@ class EngineProcess:
         if self._loaded.done():
             self.facts = self._loaded.result()
         elif self.died.done():
-            raise LoadFailed(f"the library crashed while it loaded the model: {self.died.result()}")
+            died = EngineDied(self._board_id, self.died.result())
+            raise LoadFailed(
+                f"the library crashed while it loaded the model: {died.reason}"
+            ) from died
         else:
             self._loaded.cancel()
-            raise LoadFailed(f"the model was not loaded within {timeout_s:.0f} s")
+            late = f"the model was not loaded within {timeout_s:.0f} s"
+            raise LoadFailed(late) from TimeoutError(late)
 
     def run(
         self, command: RunCommand, on_token: OnToken, on_scores: OnScores | None = None
@@ -415,6 +406,39 @@ class EngineProcess:
                 future.set_exception(EngineDied(self._board_id, reason))
 
 
+class EngineStarts:
+    """The starts of one board's engines, with the confinement that works there."""
+
+    def __init__(self, board_id: str) -> None:
+        self._board_id = board_id
+        self._works: bool | None = None  # confinement; None before an engine was loaded
+
+    async def start(self, spec: EngineSpec, *, trusted: bool) -> EngineProcess:
+        """Start an engine; see ``EngineProcess.start``.
+
+        With ``Confine.AUTO`` it is started without confinement where the library refuses a
+        ``trusted`` model in a confined process, until one has loaded: later a refusal is due to the
+        file. One that crashed or took too long is never repeated unconfined.
+        """
+        if spec.confine is not Confine.AUTO:
+            return await EngineProcess.start(self._board_id, spec)
+        if self._works is not False:
+            try:
+                engine = await EngineProcess.start(self._board_id, spec)
+            except (LoadFailed, LibraryMissing) as exc:
+                if self._works or not trusted or exc.__cause__ is not None:
+                    raise
+                log.warning("board %s: %s; it is tried without confinement", self._board_id, exc)
+            else:
+                self._works = True
+                return engine
+        engine = await EngineProcess.start(self._board_id, replace(spec, confine=Confine.OFF))
+        self._works = False
+        engine.facts = replace(engine.facts, confined=f"off: {NOT_CONFINED}")
+        log.warning("board %s: its engine is not confined: %s", self._board_id, NOT_CONFINED)
+        return engine
+
+
 _MEANINGS = {
     signal.SIGILL: "an instruction that this CPU lacks: this build of the library is not for this "
     "CPU; install one that is",
@@ -430,6 +454,9 @@ def _confinement(spec: EngineSpec) -> str:
     files = [Path(one) for one in (spec.params.model_path, spec.library, *vision)]
     # A link in the model's folder may lead elsewhere, and the kernel looks at its end.
     folders = {str(one.parent) for file in files for one in (file, file.resolve())}
+    # Of the libraries that the vendor's depends on. An empty entry is the working folder.
+    searched = _environ(spec).get("LD_LIBRARY_PATH", "").split(":")
+    folders |= {one for one in searched if one and Path(one).is_dir()}
     control = spec.environ.get(SIM_CONTROL)
     return json.dumps(
         {

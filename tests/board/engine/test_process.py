@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import json
 import os
 import subprocess
 import sys
@@ -15,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from rkserve.board.engine.process import EngineProcess
-from rkserve.board.engine.protocol import EntryCommand, RunCommand, RunEnded
+from rkserve.board.engine.process import EngineProcess, EngineStarts, _confinement
+from rkserve.board.engine.protocol import EngineSpec, EntryCommand, RunCommand, RunEnded
 from rkserve.board.engine.telemetry import read_engine_use
 from rkserve.core.errors import (
     BoardFailed,
@@ -37,7 +38,7 @@ from rkserve.native.runtime import RunEnd
 from rkserve.native.sim.build import ensure_built
 from tests.support.boards.board_bench import answer, text_of, until
 from tests.support.boards.engine_bench import Recorder, command
-from tests.support.boards.fakes import run_loop
+from tests.support.boards.fakes import FakeEngine, Script, run_loop
 from tests.support.sim.sim_board import TOKENIZER, Sim, ask, both_releases, chat
 
 
@@ -456,13 +457,62 @@ async def test_a_confined_engine_does_all_that_an_engine_does(sim: Sim, release:
 
 
 async def test_an_engine_that_does_not_load_confined_is_started_without(sim: Sim) -> None:
+    starts, spec = EngineStarts("b"), replace(sim.spec(), confine=Confine.AUTO)
     sim.fault("init_fail")  # once
-    async with sim.engine(confine=Confine.AUTO) as engine:
+    with pytest.raises(LoadFailed):
+        await starts.start(spec, trusted=False)  # weights on trial
+    sim.fault("init_fail")
+    for _ in range(2):  # the later ones at once
+        engine = await starts.start(spec, trusted=True)
         assert engine.facts.confined.startswith("off: it did not load its model confined")
         assert "Seccomp:\t0" in proc(engine, "status")
+        await engine.kill()
     sim.fault("init_fail")
     with pytest.raises(LoadFailed):
-        await EngineProcess.start("b", replace(sim.spec(), confine=Confine.ON))
+        await starts.start(replace(spec, confine=Confine.ON), trusted=True)
+
+
+@pytest.mark.parametrize(
+    ("fault", "loaded"), [("init_segv", False), ("init_hang", False), ("init_fail", True)]
+)
+async def test_an_engine_is_not_started_without_confinement_for_a_fault_of_its_own(
+    sim: Sim, fault: str, loaded: bool
+) -> None:
+    limit_s = 2.0 if fault == "init_hang" else 30.0
+    spec = replace(sim.spec(), confine=Confine.AUTO, load_timeout_s=limit_s, fence_timeout_s=0.0)
+    starts = EngineStarts("b")
+    if loaded:
+        await (await starts.start(spec, trusted=True)).kill()
+    sim.fault(fault)
+    with pytest.raises(LoadFailed):
+        await starts.start(spec, trusted=True)
+
+
+async def test_an_engine_may_read_the_folders_of_libraries(
+    sim: Sim, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("LD_LIBRARY_PATH", f"{tmp_path}::{tmp_path}/absent")
+    read = json.loads(_confinement(sim.spec()))["read"]
+    assert str(tmp_path) in read
+    assert not {"", f"{tmp_path}/absent"} & {*read}
+
+
+async def test_a_hidden_dependency_is_a_reason_to_start_without_confinement(
+    sim: Sim, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = list[Confine]()
+
+    async def start(_: str, spec: EngineSpec) -> FakeEngine:
+        given.append(spec.confine)
+        if spec.confine is not Confine.OFF:
+            raise LibraryMissing("libdependency.so: cannot open shared object file")
+        return FakeEngine(lambda _: Script([]))
+
+    monkeypatch.setattr(EngineProcess, "start", start)
+    spec = replace(sim.spec(), confine=Confine.AUTO)
+    engine = await EngineStarts("b").start(spec, trusted=True)
+    assert given == [Confine.AUTO, Confine.OFF]
+    assert engine.facts.confined.startswith("off")
 
 
 async def test_stop_ends_a_board_in_the_middle_of_a_run(sim: Sim) -> None:
