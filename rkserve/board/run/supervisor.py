@@ -73,6 +73,8 @@ TRANSITIONS: dict[tuple[BoardState, BoardEvent], BoardState] = {
     (_S.RECOVERING, _E.TOO_MANY_CRASHES): _S.QUARANTINED,
     # Without an engine there is nothing to unload.
     (_S.RECOVERING, _E.SLEEP): _S.ASLEEP,
+    # An engine on trial that not even SIGKILL ends.
+    (_S.RECOVERING, _E.WATCHDOG): _S.HUNG,
     (_S.RECOVERING, _E.STOP): _S.STOPPED,
     (_S.QUARANTINED, _E.COOLED): _S.RECOVERING,
     (_S.QUARANTINED, _E.SLEEP): _S.ASLEEP,
@@ -269,13 +271,24 @@ class EngineSupervisor:
             passed = await trial(tried)
         finally:
             if not passed or engine.died.done():
-                await engine.kill()
                 passed = False
-            if not passed and self._awaits_engine:
-                await self._load_again()
+                ended = await engine.kill()
+                if not ended:
+                    self._survived("the engine of a trial cannot be ended")
+                elif self._awaits_engine:
+                    await self._load_again()
         if passed:
             await self._install_again(engine, tried)
         self.renewals += 1
+
+    def _survived(self, reason: str) -> None:
+        """Wait for another replica: there is no memory for a second engine beside one that cannot
+        be ended. Raises ``BoardOutOfOrder``.
+        """
+        if self._awaits_engine:
+            self._advance(BoardEvent.WATCHDOG, reason)
+            self._tenants.fail_all()
+        raise self.failed()
 
     @property
     def recovering(self) -> bool:

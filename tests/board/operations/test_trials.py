@@ -364,6 +364,22 @@ def test_a_board_that_does_not_come_back_still_tells_the_result(tmp_path: Path) 
     play_trial(tmp_path, body, _crashes)
 
 
+def test_no_second_engine_is_loaded_beside_one_that_cannot_be_ended(tmp_path: Path) -> None:
+    def survives(engine: FakeEngine) -> None:
+        _refuses(engine)
+        engine.immortal = True
+
+    async def body(bench: TrialBench) -> None:
+        found = await bench.board.try_adapter(bench.refs["a"], PROMPT, 4)
+        assert found.verdict is TrialVerdict.REFUSED
+        assert (bench.state, len(bench.engines)) == (BoardState.HUNG, 2)
+        with pytest.raises(BoardFailed, match="cannot be ended"):
+            bench.board.check()
+        bench.engine.die("at last")
+
+    play_trial(tmp_path, body, survives)
+
+
 def test_a_model_that_does_not_load_again_is_no_fault_of_the_file(tmp_path: Path) -> None:
     async def body(bench: TrialBench) -> None:
         bench.starts = [_load_fails]
