@@ -109,7 +109,7 @@ class Board:
         self.control, self.given_out = control.control, control.given_out
         self.abort_all = control.abort_all
         self.adopt, self.follow = self._adopter.adopt, self._adopter.follow
-        probes = AdapterProbes(settings, slot, queue, caching, runner)
+        self._probes = probes = AdapterProbes(settings, slot, queue, caching, runner)
         self.load_adapter, self.try_adapter = probes.load, probes.try_fresh
         self.measure = SpeedTrials(books, slot, queue, caching, runner).measure
         self.kv, self.clear_kv = cache_calls.kv, cache_calls.clear_kv
@@ -185,6 +185,7 @@ class Board:
             holdings=self._prefixes.packed(live),
             idle_s=self._idle_s(),
             confined=live.facts.confined if live is not None else "",
+            trying=self._probes.trying,
             crashes=tuple(sorted(supervisor.crashes.items())),
             cache_bytes=self.caching.store.used_bytes if self.caching.store is not None else 0,
             **asdict(self.books.counters),

@@ -24,7 +24,7 @@ from rkserve.core.desired_state import Desired, DesiredCache
 from rkserve.core.errors import LedgerFailed
 
 # Raised with every change of a stored field, together with a conversion of the previous schema.
-SCHEMA = 4
+SCHEMA = 5
 
 T = TypeVar("T")
 
@@ -163,6 +163,13 @@ def _of_schema_3(what: str, value: Any) -> Any:
     return value
 
 
+def _of_schema_4(what: str, value: Any) -> Any:
+    """Convert schema 4, whose trials did not name scale, base weights and release."""
+    if what != "desired" or not isinstance(value, dict):
+        return value
+    return {**value, "trials": _with(value.get("trials"), scale=1.0, base="", release="")}
+
+
 def _with(entries: Any, **added: Any) -> Any:
     """Return objects with added fields; a value that is no object is refused later."""
     if not isinstance(entries, list):
@@ -171,7 +178,7 @@ def _with(entries: Any, **added: Any) -> Any:
 
 
 # Conversions of each older schema to the next one.
-_OLDER = {1: _of_schema_1, 2: _of_schema_2, 3: _of_schema_3}
+_OLDER = {1: _of_schema_1, 2: _of_schema_2, 3: _of_schema_3, 4: _of_schema_4}
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -230,10 +230,8 @@ def add_version(desired: Desired, model: str, version: AdapterVersion) -> Desire
 
 
 def note_trial(desired: Desired, found: AdapterTrial) -> Desired:
-    """Record the result of a trial in place of an earlier one of the same content."""
-    others = [
-        one for one in desired.trials if (one.model, one.digest) != (found.model, found.digest)
-    ]
+    """Record the result of a trial in place of an earlier one of the same subject."""
+    others = [one for one in desired.trials if one.subject != found.subject]
     served = {(line.model, version.digest) for line in desired.lines for version in line.versions}
     excess = len(others) + 1 - MAX_TRIALS
     # A failure is worth more than a success, which costs only another trial.

@@ -152,7 +152,9 @@ class AdapterTrial:
     """The trial of an adapter's content on one board, in an engine that served nothing.
 
     ``digest`` is the sha256 of the file and ``title`` its ``name@version`` at that time. ``reason``
-    is empty for one that passed. ``at_s`` is in seconds since 1970.
+    is empty for one that passed. ``at_s`` is in seconds since 1970. The result is of the file with
+    that ``scale`` on base weights with the sha256 ``base``, empty for those of the model folder, in
+    a ``release`` of the runtime, empty if it is unknown.
     """
 
     model: str
@@ -162,6 +164,14 @@ class AdapterTrial:
     board_id: str = ""
     reason: str = ""
     at_s: float = 0.0
+    scale: float = 1.0
+    base: str = ""
+    release: str = ""
+
+    @property
+    def subject(self) -> tuple[str, str, float, str, str]:
+        """The subject of the trial: a later result of the same one replaces it."""
+        return (self.model, self.digest, self.scale, self.base, self.release)
 
     @property
     def passed(self) -> bool:
@@ -306,7 +316,8 @@ class BoardReport:
     ``version`` is that of rkserve on the board. ``crashes`` counts the engines that ended out of
     order, by kind: the name of a signal, ``exit``, ``hung``, ``silent``, ``runs_failed`` or
     ``internal``. ``cache_bytes`` is the size of its prompt cache files. A ``drained`` board takes
-    no new requests. ``confined`` has the means by which its engine process is confined.
+    no new requests. ``confined`` has the means by which its engine process is confined. ``trying``
+    is the key of an adapter whose trial has the board's engine now, or empty.
     """
 
     board_id: str
@@ -369,3 +380,4 @@ class BoardReport:
     cache_bytes: int = 0
     confined: str = ""
     drained: bool = False
+    trying: str = ""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import shlex
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, IntEnum
 from typing import TypeAlias
@@ -287,10 +287,24 @@ class Desired:
     moved: tuple[str, ...] = ()
     trials: tuple[AdapterTrial, ...] = ()
 
-    def trial(self, model: str, digest: str) -> AdapterTrial | None:
-        """Return the result of a content's latest trial, if it was tried."""
-        found = (one for one in self.trials if (one.model, one.digest) == (model, digest))
-        return next(found, None)
+    def trial(
+        self, model: str, version: AdapterVersion, releases: Collection[str] = ()
+    ) -> AdapterTrial | None:
+        """Return the latest trial of a version's content and scale on the model's base weights.
+
+        With ``releases``, one in another release of the runtime does not count.
+        """
+        wanted = (model, version.digest, version.ref.scale, self.base_of(model))
+        for one in reversed(self.trials):
+            known = not releases or not one.release or one.release in releases
+            if one.subject[:4] == wanted and known:
+                return one
+        return None
+
+    def base_of(self, model: str) -> str:
+        """Return the sha256 of a model's base weights; empty for those of the model folder."""
+        base = self.weights_of(model).base
+        return "" if base is None else base.digest
 
     def line(self, model: str, name: str) -> AdapterVersions | None:
         """Return the versions of an adapter, if it has any."""

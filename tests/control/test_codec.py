@@ -223,6 +223,15 @@ def test_a_staging_of_a_ledger_without_trials_was_not_forced() -> None:
     assert (found.drained, found.trials) == (("b1",), ())
 
 
+def test_a_trial_of_a_ledger_without_its_subject_is_of_any_release() -> None:
+    trial = AdapterTrial("m", "a" * 64, TrialVerdict.HUNG, "law@v1", "b1", "it hung", 12.5)
+    older = write_desired(Desired(3, trials=(trial,))).replace(f'"schema":{SCHEMA}', '"schema":4')
+    for added in ('"base":"",', ',"release":""', ',"scale":1.0'):
+        assert added in older
+        older = older.replace(added, "")
+    assert read_desired(older) == Desired(3, trials=(trial,))
+
+
 def test_trials_are_kept() -> None:
     trial = AdapterTrial("m", "a" * 64, TrialVerdict.HUNG, "law@v1", "b1", "it hung", 12.5)
     desired = Desired(3, trials=(trial,))

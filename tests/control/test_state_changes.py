@@ -17,11 +17,13 @@ from rkserve.core.desired_state import (
     ActivePause,
     AdapterVersion,
     AdapterVersions,
+    BaseVersion,
     Desired,
     EffectivePause,
     InFlight,
     PauseMode,
     Scope,
+    Weights,
 )
 from rkserve.core.errors import (
     AdapterExists,
@@ -32,6 +34,7 @@ from rkserve.core.errors import (
     StaleEpoch,
     StaleWeights,
 )
+from rkserve.core.messages import AdapterRef
 from tests.support.values.control_values import (
     BOARDS,
     MODELS,
@@ -321,8 +324,25 @@ def test_the_latest_trial_of_a_content_stands() -> None:
     desired = state_changes.note_trial(desired, trial(1, TrialVerdict.PASSED))
     assert desired.epoch == 7
     assert desired.trials == (trial(2, TrialVerdict.PASSED), trial(1, TrialVerdict.PASSED))
-    assert desired.trial("m", f"{1:064x}") == trial(1, TrialVerdict.PASSED)
-    assert desired.trial("other", f"{1:064x}") is None
+    version = AdapterVersion(AdapterRef("law", "v1", f"{1:064x}"), 7)
+    assert desired.trial("m", version) == trial(1, TrialVerdict.PASSED)
+    assert desired.trial("other", version) is None
+
+
+def test_a_trial_is_of_a_scale_on_base_weights_in_a_release() -> None:
+    old = replace(trial(1, TrialVerdict.CRASHED), release="1.2.3")
+    half, newer = replace(old, scale=0.5), replace(old, release="1.3.1")
+    desired = Desired()
+    for one in (old, half, newer, replace(old, reason="again")):
+        desired = state_changes.note_trial(desired, one)
+    assert desired.trials == (half, newer, replace(old, reason="again"))
+    ref = AdapterRef("law", "v1", f"{1:064x}")
+    version = AdapterVersion(ref, 7)
+    assert desired.trial("m", version, {"1.3.1", "1.3.0"}) == newer
+    assert desired.trial("m", version, {"1.3.0"}) is None
+    assert desired.trial("m", AdapterVersion(replace(ref, scale=0.5), 7)) == half
+    base = BaseVersion("m", "b2", "b" * 64, 9)
+    assert replace(desired, weights=(Weights("m", base=base),)).trial("m", version) is None
 
 
 def test_failures_are_remembered_longer_than_successes() -> None:

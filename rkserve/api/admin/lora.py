@@ -329,7 +329,9 @@ class AdapterEntry(TypedDict):
 
 
 class AdapterTrialEntry(TypedDict):
-    """The trial of an adapter's content on one board."""
+    """The trial of an adapter's content on one board, with a scale, on base weights (empty: those
+    of the model folder) and in a release of the runtime.
+    """
 
     model: str
     sha256: str
@@ -338,6 +340,9 @@ class AdapterTrialEntry(TypedDict):
     board: str
     reason: str
     at_s: float
+    scale: float
+    base_sha256: str
+    release: str
 
 
 class AdaptersAnswer(TypedDict):
@@ -417,6 +422,9 @@ def _trial(found: AdapterTrial) -> AdapterTrialEntry:
         "board": found.board_id,
         "reason": found.reason,
         "at_s": found.at_s,
+        "scale": found.scale,
+        "base_sha256": found.base,
+        "release": found.release,
     }
 
 
@@ -439,7 +447,7 @@ def _line(desired: Desired, line: AdapterVersions, boards: list[BoardReport]) ->
 def _version_row(
     desired: Desired, line: AdapterVersions, version: AdapterVersion, boards: list[BoardReport]
 ) -> AdapterVersionEntry:
-    ref, trial = version.ref, desired.trial(line.model, version.digest)
+    ref, trial = version.ref, desired.trial(line.model, version)
     return {
         "version": ref.version,
         "label": ref.label,

@@ -64,6 +64,7 @@ class AdapterProbes:
         self._settings, self._slot, self._queue = settings, slot, queue
         self._caching = caching
         self._runner = runner
+        self.trying = ""  # the key of the adapter whose trial has the engine
 
     async def load(self, ref: AdapterRef, prompt_ids: Ids, tokens: int) -> Probe:
         """Load ``ref`` ahead of other work, and generate up to ``tokens`` tokens with it.
@@ -116,11 +117,16 @@ class AdapterProbes:
             results.append(await self._verdict(live, ref, found, prompt_ids, tokens))
             return results[0][0] is TrialVerdict.PASSED
 
-        board = self._settings.board_id
+        async def tried() -> None:
+            self.trying = ref.key
+            try:
+                await self._slot.try_fresh(f"adapter {found.label} is tried", passes)
+            finally:
+                self.trying = ""
+
+        board, release = self._settings.board_id, self._slot.live.facts.release
         try:
-            await self._ahead(
-                lambda: self._slot.try_fresh(f"adapter {found.label} is tried", passes)
-            )
+            await self._ahead(tried)
         except BoardOutOfOrder as exc:
             if not results:
                 raise
@@ -131,7 +137,16 @@ class AdapterProbes:
             log.warning("adapter %s failed its trial (%s): %s", found.label, verdict.value, reason)
         # The log has the whole reason; clients need no folders of the board.
         reason = without_folders(reason)
-        return AdapterTrial(self._settings.model, ref.digest, verdict, found.label, board, reason)
+        return AdapterTrial(
+            self._settings.model,
+            ref.digest,
+            verdict,
+            found.label,
+            board,
+            reason,
+            scale=ref.scale,
+            release=release,
+        )
 
     async def _verdict(
         self, live: LoadedEngine, ref: AdapterRef, found: Adapter, prompt_ids: Ids, tokens: int

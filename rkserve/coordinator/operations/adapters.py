@@ -86,7 +86,7 @@ class AdapterOperations:
         run.applied = line is None or version not in line.versions
         trial = TrialOutcome()
         if run.applied:
-            self._trials.check(known, model, version, force=asked.force)
+            self._trials.check(run, model, version, force=asked.force)
         run.allow(run.context.config.stage_timeout_s + TRIAL_S)
         run.begin(Phase.STAGING)
         await asyncio.to_thread(self._store.check, version)

@@ -137,6 +137,9 @@ def test_versions_are_listed_with_their_roles_and_boards() -> None:
         "board": "b2",
         "reason": "SIGSEGV",
         "at_s": 6.0,
+        "scale": 1.0,
+        "base_sha256": "",
+        "release": "",
     }
     assert rows["v1"]["boards"] == {"b1": {"staged": False, "loaded": True}}
     assert rows["v2"]["boards"] == {"b1": {"staged": True, "loaded": False}}

@@ -233,8 +233,11 @@ class TrialBench(AdapterBench):
     def __init__(self, folder: Path, trouble: Callable[[FakeEngine], Any] | None = None) -> None:
         super().__init__(folder, adapter_load_s=0.5, load_patience_s=0.05)
         self.trouble = trouble
+        self.trying: list[str] = []  # as reported while engines start
 
     async def _start(self, weights: Path | None) -> FakeEngine:
+        if self.engines:
+            self.trying.append(self.board.report().trying)
         engine = await super()._start(weights)
         if len(self.engines) == 2 and self.trouble is not None:
             self.trouble(engine)
@@ -264,8 +267,15 @@ def test_a_trial_takes_a_fresh_engine_that_serves_once_it_has_passed(tmp_path: P
         running = Listener(bench.board, request(*PROMPT, max_tokens=20))
         await until(lambda: len(running.ids) >= 2)
         queued = Listener(bench.board, request(*PROMPT, max_tokens=20))
-        found = await bench.board.try_adapter(bench.refs["a"], PROMPT, 4)
-        assert found == AdapterTrial("m", bench.refs["a"].digest, PASSED, "a@1", "b")
+        trial = asyncio.ensure_future(bench.board.try_adapter(bench.refs["a"], PROMPT, 4))
+        await asyncio.sleep(0)
+        assert bench.board.report().trying == "", "the run has the engine"
+        found = await trial
+        assert bench.trying == [bench.refs["a"].key]
+        release = bench.engines[0].facts.release
+        assert found == AdapterTrial(
+            "m", bench.refs["a"].digest, PASSED, "a@1", "b", release=release
+        )
         serving, tried = bench.engines
         assert (serving.stopped, serving.calls, serving.commands[0].adapter) == (True, [], None)
         assert [method for method, _ in tried.calls if method == "load_adapter"] == ["load_adapter"]
@@ -273,7 +283,7 @@ def test_a_trial_takes_a_fresh_engine_that_serves_once_it_has_passed(tmp_path: P
             assert (await client.end())[1] is FinishReason.STOP
         report = bench.board.report()
         assert (report.state, report.failed, report.crashes) == (BoardState.READY, 0, ())
-        assert (report.engine_starts, report.engine_renewals) == (2, 1)
+        assert (report.engine_starts, report.engine_renewals, report.trying) == (2, 1, "")
         assert report.adapters == (bench.refs["a"].key,)
         await bench.ask("a")
         assert len(tried.calls) == 1, "it is loaded already"

@@ -104,6 +104,9 @@ class FakeBoard:
     prompts: dict[str, CacheEntry] = field(default_factory=dict)  # named caches on its disk
     tried: list[str] = field(default_factory=list)  # digests of adapters, in a fresh engine
     verdicts: dict[str, tuple[TrialVerdict, str]] = field(default_factory=dict)
+    trying: str = ""  # the key of an adapter whose trial has its engine
+    busy: bool = False  # a run has its engine, and a trial waits
+    release: str = ""
     _derived: tuple[Desired, BoardTarget] | None = None  # the target of a desired state
 
     @property
@@ -174,6 +177,8 @@ class FakeBoard:
             staged=tuple(self.whole),
             adapters=tuple(self.loaded),
             versions=self.figures,
+            release=self.release,
+            trying=self.trying,
         )
 
     def adopt(self, desired: Desired) -> Adoption:
@@ -256,11 +261,21 @@ class FakeBoard:
         assert prompt_ids
         assert tokens
         self.tried.append(ref.digest)
+        self.trying = ""
         self.loaded.clear()
         verdict, reason = self.verdicts.get(ref.digest, (TrialVerdict.PASSED, ""))
         if verdict is TrialVerdict.PASSED:
             self.loaded.add(ref.key)
-        return AdapterTrial(self.model, ref.digest, verdict, ref.label, self.board_id, reason)
+        return AdapterTrial(
+            self.model,
+            ref.digest,
+            verdict,
+            ref.label,
+            self.board_id,
+            reason,
+            scale=ref.scale,
+            release=self.release,
+        )
 
     def renew(self, reason: str) -> None:
         assert reason
@@ -323,6 +338,8 @@ class FakeCluster:
             raise BoardGone(replica, "its replica died")
         self.before(board, method)
         board.asked[method] += 1
+        if method == "try_adapter" and not board.busy:
+            board.trying = args[0].key
         await self._hold_up(board, method, timeout_s)
         if method == board.dies_in or board.dead:
             board.dead = True
