@@ -115,8 +115,9 @@ def _content(what: str, text: str) -> Any:
         raise LedgerFailed(f"The stored '{what}' has no schema version.")
     schema = content["schema"]
     if schema not in (SCHEMA, *_OLDER):
+        newer = ": a newer rkserve wrote it" if schema > SCHEMA else ""
         raise LedgerFailed(
-            f"What is kept as '{what}' has schema {schema}; this rkserve reads {SCHEMA}."
+            f"What is kept as '{what}' has schema {schema}; this rkserve reads {SCHEMA}{newer}."
         )
     if set(content) != {"schema", what}:
         raise LedgerFailed(f"What is kept as '{what}' has the keys {sorted(content)}.")

@@ -533,7 +533,7 @@ class Coordinator:
             self._weights.require_base(self._state.desired, declared.model, declared.base_digest)
 
     def backed_up(self, backup: LedgerBackup) -> None:
-        """Count a backup of the ledger."""
+        """Have the metrics show the time of the newest backup of the ledger."""
         self._metrics.backed_up.set(backup.made_s)
 
     def metrics(self) -> bytes:

@@ -85,7 +85,7 @@ class KeyStore:
 
     def write_used(self, used: Mapping[str, float]) -> None:
         """Store the times of keys' last use."""
-        with self._ledger.transaction() as database:
+        with self._ledger.transaction(of_uses=True) as database:
             database.executemany(
                 "UPDATE api_keys SET used_s = ? WHERE id = ?",
                 [(used_s, key_id) for key_id, used_s in used.items()],

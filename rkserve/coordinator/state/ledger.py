@@ -33,8 +33,10 @@ from rkserve.control.operations import ControlOperation, OperationState
 from rkserve.coordinator.state.ledger_files import (
     BUSY_S,
     FILE,
+    LOGS,
     backups_of,
     copy_ledger,
+    desired_row,
     lock_folder,
     provide_reserve,
     way_back,
@@ -124,7 +126,7 @@ class Ledger:
         self._lock = lock
         self._database = database
         self._limit = limit
-        self._changes = 0
+        self._changes = self._uses = 0
         self._place = _place(self.file)
 
     @classmethod
@@ -168,8 +170,13 @@ class Ledger:
 
     @property
     def changes(self) -> int:
-        """The number of stored changes since it was opened."""
+        """The number of stored changes since it was opened, without those of ``uses``."""
         return self._changes
+
+    @property
+    def uses(self) -> int:
+        """The number of times that uses of keys were stored since it was opened."""
+        return self._uses
 
     # -- desired state -------------------------------------------------------------------------
 
@@ -307,13 +314,17 @@ class Ledger:
             raise LedgerFailed(f"The ledger {self.file} cannot be read: {exc}.") from exc
 
     @contextmanager
-    def transaction(self) -> Iterator[sqlite3.Connection]:
-        """Have everything in a block written, or nothing. Raises ``LedgerFailed``."""
+    def transaction(self, *, of_uses: bool = False) -> Iterator[sqlite3.Connection]:
+        """Have everything in a block written, or nothing. Raises ``LedgerFailed``.
+
+        With ``of_uses`` only uses of keys are written, which alone are worth no backup soon.
+        """
         try:
             with atomic(self._database):
                 yield self._database
                 self._require_place()
-            self._changes += 1
+            self._changes += not of_uses
+            self._uses += of_uses
         except sqlite3.Error as exc:
             raise LedgerFailed(
                 f"The ledger {self.file} cannot be written, so nothing was changed: {exc}. "
@@ -351,7 +362,7 @@ def _create(file: Path, migrations: Sequence[Sequence[str]]) -> None:
         fresh = file.with_name(f"{file.name}.new")
         # SQLite would apply the log of a file that was moved away to the new one.
         for one in (fresh, file):
-            for part in ("-wal", "-shm"):
+            for part in LOGS:
                 one.with_name(one.name + part).unlink(missing_ok=True)
         fresh.unlink(missing_ok=True)
         os.close(open_private(fresh, os.O_WRONLY | os.O_CREAT))
@@ -433,7 +444,7 @@ def _back_up(file: Path, database: sqlite3.Connection, known: int) -> None:
     (tables,) = database.execute("PRAGMA user_version").fetchone()
     if tables == 0:
         return  # it is new
-    row = _desired_row(database) if tables <= known else None
+    row = desired_row(database) if tables <= known else None
     values = SCHEMA if row is None else row[1]
     if tables >= known and values >= SCHEMA:
         return
@@ -441,16 +452,6 @@ def _back_up(file: Path, database: sqlite3.Connection, known: int) -> None:
     copy = file.with_name(f"{file.name}.bak-{tables}.{values}")
     copy_ledger(file, copy)
     log.info("the ledger of an earlier release was copied to %s", copy)
-
-
-def _desired_row(database: sqlite3.Connection) -> tuple[str, int] | None:
-    """Return the desired state as it is stored, and its schema; None where there is none."""
-    query = "SELECT value FROM desired WHERE json_valid(value)"
-    for (text,) in database.execute(query):
-        found = json.loads(text).get("schema")
-        if type(found) is int:
-            return text, found
-    return None
 
 
 def _or_the_backup(file: Path) -> str:
@@ -474,7 +475,12 @@ def _migrate(file: Path, database: sqlite3.Connection, migrations: Sequence[Sequ
             for statement in statements:
                 database.execute(statement)
             database.execute(f"PRAGMA user_version = {number}")
-    row = _desired_row(database)
+    row = desired_row(database)
+    if row is not None and row[1] > SCHEMA:
+        raise LedgerFailed(
+            f"The ledger {file} has schema {row[1]} of its values, and this release knows "
+            f"{SCHEMA}: a newer rkserve wrote it. Start that one{_or_the_backup(file)}."
+        )
     if row is not None and row[1] < SCHEMA:
         # At once, so that the copy is of a time before any later change.
         with atomic(database):

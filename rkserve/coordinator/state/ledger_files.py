@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import json
 import logging
 import os
 import re
@@ -21,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from rkserve.control.codec import SCHEMA
 from rkserve.core.errors import LedgerFailed
 from rkserve.core.files import FULL, open_private, private_folder, sync
 
@@ -34,6 +36,8 @@ BUSY_S = 5.0  # a backup or an operator's sqlite3 shell may hold it for a moment
 # The newest backups are kept, and of those before them the last one of each hour.
 KEPT, NEWEST = 10, 4
 BACKUP_S = 60.0  # between two of them
+# SQLite applies these to any file of that name.
+LOGS = ("-wal", "-shm", "-journal")
 LOOK_S = 5.0
 HOUR_S = 3600
 _STAMP = "%Y%m%dT%H%M%SZ"
@@ -114,7 +118,9 @@ def backups_of(folder: Path) -> list[LedgerBackup]:
     found = []
     with suppress(FileNotFoundError):
         for path in (folder / BACKUPS).iterdir():
-            if match := _NAME.fullmatch(path.name):
+            if (match := _NAME.fullmatch(path.name)) is None:
+                continue
+            with suppress(ValueError):  # a name with no time in it is none of a backup
                 made_s = timegm(time.strptime(match[2], _STAMP))
                 found.append(LedgerBackup(int(match[1]), made_s, path))
     return sorted(found, reverse=True)
@@ -138,11 +144,13 @@ def defect_of(file: Path) -> str:
         address = f"{file.absolute().as_uri()}?mode=ro&immutable=1"
         with closing(sqlite3.connect(address, uri=True)) as database:
             (found,) = database.execute("PRAGMA integrity_check(1)").fetchone()
-            query = "SELECT count(*) FROM sqlite_master WHERE name IN ('desired', 'operations')"
-            (tables,) = database.execute(query).fetchone()
+            query = "SELECT name FROM sqlite_master WHERE name IN ('desired', 'operations')"
+            tables = {name for (name,) in database.execute(query)}
     except sqlite3.Error as exc:
         return str(exc)
-    return "" if found == "ok" and tables else str(found) if tables else "it has other tables"
+    if tables != {"desired", "operations"}:
+        return "it has other tables"
+    return "" if found == "ok" else str(found)
 
 
 def newest_intact(folder: Path) -> LedgerBackup | None:
@@ -194,6 +202,13 @@ def copy_ledger(file: Path, target: Path) -> None:
 
 def back_up(folder: Path, now_s: float) -> LedgerBackup:
     """Add a backup, and remove those that are too many. Raises ``LedgerFailed``."""
+    made = add_backup(folder, now_s)
+    remove_surplus(folder)
+    return made
+
+
+def add_backup(folder: Path, now_s: float) -> LedgerBackup:
+    """Add a backup. Raises ``LedgerFailed``."""
     try:
         private_folder(folder / BACKUPS)
         before = backups_of(folder)
@@ -203,11 +218,16 @@ def back_up(folder: Path, now_s: float) -> LedgerBackup:
     stamp = time.strftime(_STAMP, time.gmtime(now_s))
     path = folder / BACKUPS / f"ledger-{number:06}-{stamp}.sqlite3"
     copy_ledger(folder / FILE, path)
-    made = LedgerBackup(number, int(now_s), path)
-    for one in surplus([made, *before]):
-        with suppress(FileNotFoundError):
-            one.path.unlink()
-    return made
+    return LedgerBackup(number, int(now_s), path)
+
+
+def remove_surplus(folder: Path) -> None:
+    """Remove the backups that are too many. Raises ``LedgerFailed``."""
+    try:
+        for one in surplus(backups_of(folder)):
+            one.path.unlink(missing_ok=True)
+    except OSError as exc:
+        raise LedgerFailed(f"Old backups of the ledger cannot be removed: {exc}.") from exc
 
 
 class ChangingLedger(Protocol):
@@ -219,21 +239,32 @@ class ChangingLedger(Protocol):
 
     @property
     def changes(self) -> int:
-        """The number of stored changes since it was opened."""
+        """The number of stored changes since it was opened, without those of ``uses``."""
+
+    @property
+    def uses(self) -> int:
+        """The number of times that uses of keys were stored since it was opened."""
+
+
+_NEVER = (-1, -1)
 
 
 class BackupKeeper:
-    """Backs a ledger up after changes, not more often than every ``BACKUP_S``."""
+    """Backs a ledger up after changes, not more often than every ``BACKUP_S``; where only uses of
+    keys were stored, every hour.
+    """
 
     def __init__(
         self,
         ledger: ChangingLedger,
         now_s: Callable[[], float],
-        done: Callable[[LedgerBackup], None],
+        newest: Callable[[LedgerBackup], None],
     ) -> None:
-        """``now_s`` reads seconds since 1970; ``done`` gets each backup."""
-        self._ledger, self._now_s, self._done = ledger, now_s, done
-        self._stored = -1  # changes of the last backup
+        """``now_s`` reads seconds since 1970; ``newest`` gets the newest backup, also one of an
+        earlier process.
+        """
+        self._ledger, self._now_s, self._newest = ledger, now_s, newest
+        self._stored = _NEVER  # changes and uses of the last backup
         self._failure = ""
 
     async def follow(self) -> None:
@@ -242,26 +273,37 @@ class BackupKeeper:
             try:
                 await self.look()
                 self._failure = ""
-            except LedgerFailed as exc:
-                if exc.message != self._failure:  # a full disk is logged once
-                    log.warning("%s", exc)
-                self._failure = exc.message
+            except Exception as exc:
+                # If this loop ended, there would be no backups any more.
+                failure = str(exc) if isinstance(exc, LedgerFailed) else repr(exc)
+                if failure != self._failure:  # a full disk is logged once
+                    known = isinstance(exc, LedgerFailed)
+                    log.warning("no backup was made: %s", failure, exc_info=None if known else exc)
+                self._failure = failure
             await asyncio.sleep(LOOK_S)
 
     async def look(self) -> None:
         """Make a backup if one is due. Raises ``LedgerFailed``."""
-        changes, folder, now_s = self._ledger.changes, self._ledger.file.parent, self._now_s()
-        if changes == self._stored:
+        stored, folder, now_s = self._now_stored, self._ledger.file.parent, self._now_s()
+        if stored == self._stored:
             return
         try:
             newest = (await asyncio.to_thread(backups_of, folder))[:1]
         except OSError as exc:
             raise LedgerFailed(f"Backups of {self._ledger.file} cannot be made: {exc}.") from exc
+        if newest and self._stored == _NEVER:
+            self._newest(newest[0])
+        wait_s = HOUR_S if stored[0] == self._stored[0] else BACKUP_S
         # A clock that was set back makes no backup wait.
-        if newest and 0 <= now_s - newest[0].made_s < BACKUP_S:
+        if newest and 0 <= now_s - newest[0].made_s < wait_s:
             return
-        self._done(await asyncio.to_thread(back_up, folder, now_s))
-        self._stored = changes
+        self._newest(await asyncio.to_thread(add_backup, folder, now_s))
+        self._stored = stored
+        await asyncio.to_thread(remove_surplus, folder)
+
+    @property
+    def _now_stored(self) -> tuple[int, int]:
+        return self._ledger.changes, self._ledger.uses
 
 
 # -- restoration --------------------------------------------------------------------------------
@@ -280,11 +322,13 @@ def restore_ledger(backup: Path, folder: Path, schema: int, now_s: float) -> Pat
     """
     if problem := defect_of(backup):
         raise LedgerFailed(f"{backup} is no intact ledger: {problem}.")
-    if (found := _schema_of(backup)) > schema:
-        raise LedgerFailed(
-            f"{backup} has schema {found}, and this release knows {schema}: a newer rkserve wrote "
-            "it. Restore it with that one."
-        )
+    tables, values = _schemas_of(backup)
+    for what, found, known in (("", tables, schema), (" of its values", values, SCHEMA)):
+        if found > known:
+            raise LedgerFailed(
+                f"{backup} has schema {found}{what}, and this release knows {known}: a newer "
+                "rkserve wrote it. Restore it with that one."
+            )
     with _locked(folder):
         file, fresh = folder / FILE, folder / f"{FILE}.new"
         aside = folder / f"{FILE}.aside-{time.strftime(_STAMP, time.gmtime(now_s))}"
@@ -312,17 +356,49 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _set_aside(file: Path, aside: Path) -> bool:
-    """Give a ledger a second name, and its log that of it; return whether there was one."""
-    if not file.exists():
-        return False
-    os.link(file, aside)
-    for part in ("-wal", "-shm"):
+    """Give a ledger a second name; return whether there was one.
+
+    Its log is merged into it first: without the log it would not be whole where a crash follows. A
+    log that is left is of a ledger that is damaged or gone, and gets that second name; on the disk
+    before the backup comes in its place, so that it is never applied to that.
+    """
+    there = file.exists()
+    if there:
+        _merge_log(file)
+        os.link(file, aside)
+    for part in LOGS:
         with suppress(FileNotFoundError):
             file.with_name(file.name + part).replace(aside.with_name(aside.name + part))
-    return True
+    sync(file.parent)
+    return there
 
 
-def _schema_of(file: Path) -> int:
+def _merge_log(file: Path) -> None:
+    try:
+        address = f"{file.absolute().as_uri()}?mode=rw"
+        with closing(sqlite3.connect(address, uri=True, timeout=BUSY_S)) as database:
+            (busy, *_) = database.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+    except sqlite3.Error as exc:
+        log.warning("the log of the ledger %s stays apart from it: %s", file, exc)
+        return
+    if busy:
+        raise LedgerFailed(f"The ledger {file} is in use by another process. {_END_FIRST}")
+
+
+def _schemas_of(file: Path) -> tuple[int, int]:
+    """Return the schema of the tables in a ledger, and that of its values, 0 without any."""
     address = f"{file.absolute().as_uri()}?mode=ro&immutable=1"
     with closing(sqlite3.connect(address, uri=True)) as database:
-        return int(database.execute("PRAGMA user_version").fetchone()[0])
+        (tables,) = database.execute("PRAGMA user_version").fetchone()
+        row = desired_row(database)
+    return int(tables), 0 if row is None else row[1]
+
+
+def desired_row(database: sqlite3.Connection) -> tuple[str, int] | None:
+    """Return the desired state as it is stored, and its schema; None where there is none."""
+    query = "SELECT value FROM desired WHERE json_valid(value)"
+    for (text,) in database.execute(query):
+        found = json.loads(text).get("schema")
+        if type(found) is int:
+            return text, found
+    return None

@@ -230,6 +230,16 @@ def test_a_ledger_is_copied_before_its_values_are_converted(tmp_path: Path) -> N
     assert [*tmp_path.glob("*.bak-*")] == [copy]
 
 
+def test_values_of_a_later_release_are_refused_with_both_versions(tmp_path: Path) -> None:
+    with closing(Ledger.open(tmp_path)) as ledger:
+        ledger.write(desired=PAUSED)
+        old, new = f'"schema":{SCHEMA}', f'"schema":{SCHEMA + 1}'
+        ledger._database.execute("UPDATE desired SET value = replace(value, ?, ?)", (old, new))
+    said = f"schema {SCHEMA + 1} of its values, and this release knows {SCHEMA}: a newer rkserve"
+    with pytest.raises(LedgerFailed, match=said):
+        Ledger.open(tmp_path)
+
+
 def test_a_ledger_that_cannot_be_copied_is_not_migrated(tmp_path: Path) -> None:
     with closing(Ledger.open(tmp_path)) as ledger:
         ledger.write(desired=PAUSED)
