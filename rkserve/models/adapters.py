@@ -9,6 +9,7 @@ there, and a board compares before it loads.
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -309,9 +310,20 @@ def _manifest(shelf: AdapterFolder, file: Path) -> Manifest:
     if real.stat().st_size > MANIFEST_MAX_BYTES:
         raise _Unfit(f"{MANIFEST_FILE} is larger than {MANIFEST_MAX_BYTES} bytes")
     try:
-        return Manifest.model_validate_json(real.read_bytes())
+        content = real.read_bytes()
+        found = Manifest.model_validate_json(content)
+        # Which of two values is meant, parsers decide differently.
+        json.loads(content, object_pairs_hook=_no_key_twice)
     except ValidationError as exc:
         raise _Unfit(f"{MANIFEST_FILE}: {_message_of(exc)}") from exc
+    return found
+
+
+def _no_key_twice(pairs: list[tuple[str, object]]) -> None:
+    names = [name for name, _ in pairs]
+    for name in names:
+        if names.count(name) > 1:
+            raise _Unfit(f"{MANIFEST_FILE} has {name!r} twice")
 
 
 def _message_of(error: ValidationError) -> str:

@@ -109,6 +109,9 @@ def test_a_machine_without_the_file_takes_the_manifest_s_word_and_a_board_does_n
         pytest.param(CONTENT, {"scale": "1"}, "scale: must be a number", id="a text for a scale"),
         pytest.param(CONTENT, '{"scale": NaN}', "scale", id="no number"),
         pytest.param(CONTENT, {"sha256": "12"}, "64 lower-case hex", id="no digest at all"),
+        pytest.param(
+            CONTENT, '{"scale": 1, "scale": 2}', "has 'scale' twice", id="a key that is there twice"
+        ),
         pytest.param(CONTENT, " " * 70_000, "larger than 65536 bytes", id="an endless manifest"),
     ],
 )
