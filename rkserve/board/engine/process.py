@@ -1,6 +1,6 @@
 """The engine process as seen from the board: spawned, driven by frames, and ended reliably.
 
-It knows pipes, signals and frames; the meaning of a run is the board's business.
+It handles pipes, signals and frames; the meaning of a run is the board's business.
 """
 
 from __future__ import annotations

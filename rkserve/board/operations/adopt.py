@@ -1,6 +1,6 @@
 """Adoption of the desired state on one board: holds, releases, switches of versions, sleep.
 
-``rules.obligations`` tells the desired state of this board; the runner interrupts and resumes
+``rules.obligations`` derives the desired state of this board; the runner interrupts and resumes
 generations. An adoption is answered once held generations emit no more tokens, neither from the
 engine nor from their streams. It waits for no run, unless the runtime keeps its KV cache: a run is
 muted, and the board is busy with it for a step, or for the rest of a prefill. Only a sleep has to
@@ -151,8 +151,8 @@ class StateAdopter:
     async def follow(self, desired: Desired) -> Adoption:
         """Adopt a later desired state than the present one; see ``adopt``.
 
-        Broadcasts also reach boards that the Coordinator does not know yet. The first state comes
-        from a call to this board alone, so that none serves unknown to the Coordinator: what it
+        Broadcasts also reach boards that are not on the Coordinator's list yet. The first state
+        comes from a call to this board alone, so that none serves without being on it: what it
         serves could not be changed while its connection to the head is lost.
 
         Raises ``BoardBehind`` without a present state.

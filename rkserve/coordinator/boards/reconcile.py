@@ -106,9 +106,7 @@ class Reconciler:
             latest = max((answer.epoch for answer in replies.answers.values()), default=0)
             if latest <= self._state.desired.epoch or time.monotonic() >= deadline_s:
                 break
-            self._state.jump(
-                latest
-            )  # they obey an epoch that this ledger does not know: send again
+            self._state.jump(latest)  # they obey an epoch later than this ledger's: send again
         return replies
 
     async def _adopt(self, addresses: Sequence[BoardAddress], timeout_s: float) -> Replies:

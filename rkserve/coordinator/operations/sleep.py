@@ -292,8 +292,8 @@ class IdleModels:
     def _is_waited_for(self, model: str, reports: list[BoardReport]) -> bool:
         """Return whether a request reached a board that sleeps until one does.
 
-        A Router wakes a model that it knows to be asleep; a request sent a moment before waits on a
-        board without any Router's attention.
+        A Router wakes a model that its boards report as asleep; a request sent a moment before
+        waits on a board without any Router's attention.
         """
         desired, found = self._context.state.desired, False
         for report in reports:

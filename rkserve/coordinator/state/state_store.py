@@ -30,7 +30,7 @@ from rkserve.core.errors import LedgerFailed
 log = logging.getLogger(__name__)
 
 # A state that could not be stored is this many epochs later than the ledger. A successor without it
-# makes a few epochs before it hears from boards; none may reuse a number with another content.
+# makes a few epochs before boards report to it; none may reuse a number with another content.
 LEAP = 100
 # Operations that bring files to boards.
 _BRINGING = (OperationKind.ADAPTER_STAGE, *sorted(UPDATES))
@@ -129,8 +129,8 @@ class StateStore:
         """
         if epoch > self._desired.epoch:
             log.warning(
-                "epoch %d is known out there, and the ledger only knows %d: it was lost or comes "
-                "from a backup; going on after that epoch with what the ledger says",
+                "boards obey epoch %d, and the ledger has only %d: it was lost or comes from a "
+                "backup; going on after that epoch with the content of the ledger",
                 epoch,
                 self._desired.epoch,
             )

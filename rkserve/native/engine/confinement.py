@@ -85,7 +85,7 @@ class Unconfined(Exception):
 class Confinement:
     """The files that an engine may use beside the system's, and whether it may start programs.
 
-    Paths that do not exist are left out; each stands for all below it. Of ``folders`` it may know
+    Paths that do not exist are left out; each stands for all below it. Of ``folders`` it may list
     the names of the files.
     """
 
