@@ -276,15 +276,22 @@ class Gate:
             self._wrong.count(address_of(request))
             raise InvalidApiKey("Incorrect API key: it is unknown, or was revoked or has expired.")
         if access in (Access.OPERATE, Access.ADMIN):
+            if not self._keys.trusts_this_machine:
+                raise Forbidden(
+                    f"This call needs a key with the scope {needed}, such as the admin key, as "
+                    "'Authorization: Bearer <key>'."
+                )
             raise Forbidden(
-                f"This call needs a key with the scope {needed}, such as the admin key, as "
-                "'Authorization: Bearer <key>'. Where no such key exists it is taken from the "
-                "Router's own machine only; RKSERVE_ADMIN_KEY sets one where the application is "
-                "started."
+                f"This call needs a key with the scope {needed}, and no key has it yet. Make one "
+                f"on the Router's machine, by: rkserve keys create NAME --scope "
+                f"{access.value[0].value}; or set RKSERVE_ADMIN_KEY where the application is "
+                "started. Until then programs on that machine may make this call, but no browser, "
+                "and none through a proxy."
             )
+        scope = "" if KeyScope.INFER in access.value else f" --scope {access.value[0].value}"
         raise InvalidApiKey(
             "This call needs an API key: send yours as 'Authorization: Bearer <key>'. The operator "
-            "makes one by: rkserve keys create NAME"
+            f"makes one by: rkserve keys create NAME{scope}"
         )
 
 

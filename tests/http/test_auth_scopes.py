@@ -215,6 +215,24 @@ def test_anthropic_s_header_has_the_same_keys(of: ReferenceHouse) -> None:
         assert answer.status_code == status
 
 
+def test_a_refusal_names_the_key_to_make(of: ReferenceHouse) -> None:
+    told = {
+        path: run_loop(of("GET", path, host=NETWORK)).json()["error"]["message"]
+        for path in ("/v1/models", "/v1/cluster/verdict", "/v1/audit")
+    }
+    assert told["/v1/models"].endswith("rkserve keys create NAME")
+    assert told["/v1/cluster/verdict"].endswith("rkserve keys create NAME --scope read")
+    assert "the scope 'operate', such as the admin key" in told["/v1/audit"]
+
+
+def test_a_browser_on_a_machine_without_keys_is_refused_with_the_command_that_makes_one() -> None:
+    page = {"origin": "http://localhost"}
+    answer = send(House(FakeBoards([])), "POST", "/pause", headers=page)
+    told = answer.json()["error"]["message"]
+    assert (answer.status_code, "rkserve keys create NAME --scope operate" in told) == (403, True)
+    assert "no browser" in told
+
+
 # -- wrong keys -----------------------------------------------------------------------------------
 
 

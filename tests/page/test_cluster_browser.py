@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from rkserve.core.api_keys import KeyScope
 from tests.support.http.cluster_server import (
     EXAMPLE,
     ClusterServer,
@@ -44,6 +45,8 @@ BOARD_ACTIONS = {
     "Clear KV": ("/v1/cache/kv/clear", {"boards": ["rock-02"]}),
     "Measure": ("/v1/boards/rock-02/measure", {"seconds": 10}),
 }
+
+OTHER_KEYS = {"viewer": KeyScope.READ, "chat-client": KeyScope.INFER}
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +124,7 @@ def tab(browser: Any) -> Iterator[OpenTab]:
         def make(
             snapshot: Json | None = None, *, view: str = "boards", key: str = "", **context: Any
         ) -> ClusterTab:
-            server = ClusterServer(snapshot or example_snapshot(), key=key)
+            server = ClusterServer(snapshot or example_snapshot(), key=key, keys=OTHER_KEYS)
             stack.enter_context(server.running())
             opening = {"viewport": WIDE, "reduced_motion": "reduce", **context}
             made = ClusterTab(server, stack.enter_context(browser.new_context(**opening)), view)
@@ -287,17 +290,74 @@ def test_a_stream_without_a_byte_counts_as_lost(tab: OpenTab) -> None:
 def test_a_key_is_asked_for_and_forgotten_with_the_tab(tab: OpenTab) -> None:
     one = tab(key="sesame")
     page = one.page
-    key = page.get_by_label("Admin key")
+    key = page.get_by_label("API key", exact=True)
     api.expect(key).to_be_focused()
+    api.expect(page.locator("#key-failure")).to_contain_text(
+        "rkserve keys create NAME --scope read"
+    )
+    assert one.violations() == []
+    enter(one, "wrong", typed=True)
     api.expect(page.locator("#key-failure")).to_contain_text("Incorrect API key")
     assert one.violations() == []
-    key.fill("sesame")
-    key.press("Enter")
+    enter(one, "sesame", typed=True)  # it replaces the wrong one
     api.expect(page.locator(".card")).to_have_count(3)
     api.expect(page.locator("#stale")).to_be_hidden()
     assert "sesame" not in page.evaluate("JSON.stringify(localStorage)")
     page.reload()
     api.expect(page.locator(".card")).to_have_count(3)
+
+
+def enter(one: ClusterTab, key: str, *, typed: bool = False) -> None:
+    """Give the page a key, into the field that it has opened."""
+    field = one.page.get_by_label("API key", exact=True)
+    api.expect(field).to_be_focused()
+    if typed:
+        one.page.keyboard.type(key)
+    else:
+        field.fill(key)
+    one.page.keyboard.press("Enter")
+
+
+def test_a_key_that_may_only_read_shows_the_cluster_and_actions_ask_for_another_one(
+    tab: OpenTab,
+) -> None:
+    one = tab(key="sesame", view="board/rock-02")
+    page = one.page
+    enter(one, "chat-client")
+    api.expect(page.locator("#key-failure")).to_have_text(
+        "This call needs the scope 'read'; the key 'chat-client' has infer."
+    )
+    enter(one, "viewer")
+    api.expect(page.locator(".charts svg")).to_have_count(8)
+    for view, button in (
+        ("board/rock-02", "Drain"),
+        ("requests", "Abort request chatcmpl-77ab10"),
+        ("operations", "Pause the cluster"),
+    ):
+        one.go(view)
+        page.get_by_role("button", name=button).click()
+        api.expect(page.locator("#key-failure")).to_contain_text(
+            "needs a key with the scope operate; the entered one may only read."
+        )
+        assert (view, one.violations()) == (view, [])
+        page.keyboard.press("Escape")
+        api.expect(page.get_by_role("button", name=button)).to_be_focused()
+    one.go("audit")
+    api.expect(page.locator("#view .failure")).to_contain_text("the key 'viewer' has read.")
+    one.go("usage")
+    api.expect(page.locator("tbody tr").first).to_be_visible()
+    assert one.server.changes() == []
+    one.go("board/rock-02")
+    page.get_by_role("button", name="Drain").click()
+    enter(one, "sesame", typed=True)
+    api.expect(page.locator("#settings")).to_be_hidden()
+    one.server.answers["POST /v1/boards/drain"] = {"state": "succeeded"}
+    api.expect(page.locator("#stale")).to_be_hidden()
+    api.expect(page.locator(".charts [aria-label^=Decoding]")).to_be_visible()
+    page.get_by_role("button", name="Drain").click()
+    one.confirm_by_keyboard()
+    api.expect(page.locator("#confirm")).to_be_hidden()
+    assert [path for _, path, _ in one.server.changes()] == ["/v1/boards/drain"]
 
 
 # -- one board ------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import asyncio
 import copy
 import json
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,8 +17,12 @@ import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
+from rkserve.core.api_keys import UNLIMITED, KeyScope, digest_of, granted
 from rkserve.core.child_process import free_port
+from rkserve.core.errors import RkserveError
 from rkserve.http.app import add_page
+from rkserve.http.auth import Access, Gate, may_operate
+from rkserve.router.auth.key_ring import ClientKey, KeyRing, Keys
 from tests.support.boards.fake_boards import eventually
 from tests.support.paths import PROJECT
 
@@ -77,12 +81,21 @@ def _varied(value: float | None, at: int, column: str) -> float | None:
 class ClusterServer:
     """The page with scripted answers by ``METHOD /path``; unknown ones are 404 errors.
 
-    With ``key`` every call needs that key. A refusal is a pair of status and message.
+    With ``key``, the admin key, calls need it or one of ``keys``: secrets with their scope. A
+    refusal is a pair of status and message.
     """
 
-    def __init__(self, snapshot: Json, *, key: str = "") -> None:
+    def __init__(
+        self, snapshot: Json, *, key: str = "", keys: Mapping[str, KeyScope] | None = None
+    ) -> None:
         self.view, self._history = snapshot["view"], snapshot["history"]
-        self.key, self.port = key, free_port()
+        self.port = free_port()
+        clients = tuple(
+            ClientKey(digest_of(secret.encode()), secret, UNLIMITED, granted([scope]))
+            for secret, scope in (keys or {}).items()
+        )
+        self._closed = bool(key)
+        self._gate = Gate(KeyRing(Keys(digest_of(key.encode()), clients) if key else Keys()))
         self.answers: dict[str, Json | tuple[int, str]] = {
             "GET /v1/usage": EXAMPLE["usage"],
             "GET /v1/audit": {"object": "list", "data": []},
@@ -143,6 +156,7 @@ class ClusterServer:
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
         app = FastAPI(openapi_url=None)
+        app.state.gate = self._gate
         add_page(app)
         app.add_api_route("/v1/cluster/events", self._events)
         app.add_api_route("/{path:path}", self._answer, methods=["GET", "POST"])
@@ -156,8 +170,13 @@ class ClusterServer:
         await serving
 
     def _refused(self, request: Request) -> Response | None:
-        if self.key and request.headers.get("authorization") != f"Bearer {self.key}":
-            return _error(401, "Incorrect API key: send yours as 'Authorization: Bearer <key>'.")
+        path = request.url.path
+        reads = path.endswith(("/events", "/history", "/usage"))
+        try:
+            if self._closed:
+                self._gate.admit(request, Access.READ if reads else Access.OPERATE)
+        except RkserveError as refused:
+            return _error(refused.http_status, str(refused))
         return None
 
     async def _events(self, request: Request) -> Response:
@@ -168,7 +187,8 @@ class ClusterServer:
         self.streams += 1
         queue: asyncio.Queue[tuple[str, Json] | None] = asyncio.Queue()
         self._queues.append(queue)
-        first = json.dumps({"view": self.view, "history": self._history})
+        operator = may_operate(request) if self._closed else self.view["operator"]
+        first = json.dumps({"view": {**self.view, "operator": operator}, "history": self._history})
 
         async def stream() -> AsyncIterator[str]:
             yield f"id: 1\nevent: snapshot\ndata: {first}\n\n"

@@ -56,9 +56,15 @@ let pending = null;
 
 /**
  * Ask before something is done: `question`, its `consequence`, and the `verb` of the button. `act` is
- * awaited, and a refusal of the server is shown where it was asked; then `done` is announced.
+ * awaited, and a refusal of the server is shown where it was asked; then `done` is announced. Without
+ * a key that may act, one is asked for instead.
  */
 export function confirm({ question, consequence, verb, act, done }) {
+  if (!may_operate()) {
+    const entered = store.admin_key() ? "; the entered one may only read" : "";
+    ask_key(`“${verb}” needs a key with the scope operate${entered}.`);
+    return;
+  }
   pending = { act, done, verb };
   put(at("confirm-title"), question);
   put(at("confirm-words"), consequence);
@@ -102,6 +108,8 @@ at("confirm").addEventListener("close", () => {
 
 // -- settings ------------------------------------------------------------------------------------
 
+let may_operate = () => true;
+
 /** Open the settings at the key; `failure` is why the server wants another one. */
 export function ask_key(failure = "") {
   at("key").value = store.admin_key();
@@ -110,10 +118,15 @@ export function ask_key(failure = "") {
   at("key-failure").hidden = !failure;
   if (!at("settings").open) at("settings").showModal();
   at("key").focus();
+  at("key").select(); // what is typed replaces the key that was refused
 }
 
-/** Let the settings be opened; `changed` is called where there is another key. */
-export function wire_settings(changed) {
+/**
+ * Let the settings be opened; `changed` is called where there is another key, and `operates` returns
+ * whether the key in use may act.
+ */
+export function wire_settings({ changed, operates }) {
+  may_operate = operates;
   at("settings-open").addEventListener("click", () => ask_key());
   at("theme").addEventListener("change", () => wear(at("theme").value));
   at("settings").addEventListener("close", () => {

@@ -48,7 +48,7 @@ export class Requests {
   draw(view) {
     const entries = Object.entries(view.requests).sort(([, a], [, b]) => a.since_s - b.since_s);
     this.table.show(entries);
-    const hidden = view.operator ? "" : " Names of keys are for the operator: enter the admin key in the settings.";
+    const hidden = view.operator ? "" : " Names of keys are shown with a key of the scope operate: enter one in the settings.";
     put(this.summary, `${several(entries.length, "request")}, the oldest first.${hidden}`);
   }
 }
@@ -156,7 +156,7 @@ export class Operations {
       const latest_first = ([, a], [, b]) => b.created_s - a.created_s;
       this.operations.show(Object.entries(view.operations ?? {}).sort(latest_first));
     }
-    const words = view.operator ? "" : "Operations are for the operator: enter the admin key in the settings.";
+    const words = view.operator ? "" : "Operations are shown with a key of the scope operate: enter one in the settings.";
     put(this.hint, words);
   }
 }

@@ -145,9 +145,12 @@ function start() {
   });
 }
 
-wire_settings(() => {
-  cluster.view = null; // another key may show another document
-  start();
+wire_settings({
+  operates: () => cluster.view?.operator !== false,
+  changed() {
+    cluster.view = null; // another key may show another document
+    start();
+  },
 });
 navigate(false);
 start();
