@@ -74,7 +74,7 @@ def _routers(facts: ClusterFacts) -> Iterator[Reason]:
             "RouterSilent",
             f"{count} of {count + len(facts.routers_up)} Routers do not answer the others.",
             "serve status",
-            evidence=facts.routers_silent,
+            evidence=tuple(f"Router {name}" for name in facts.routers_silent),
             run_on="head",
         )
 

@@ -33,7 +33,16 @@ pytestmark = [
 
 RULES = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice"]
 WIDE, PHONE = {"width": 1440, "height": 900}, {"width": 320, "height": 640}
-VIEWS = ("boards", "board/rock-02", "requests", "operations", "audit", "usage", "connect")
+VIEWS = (
+    "boards",
+    "board/rock-02",
+    "requests",
+    "operations",
+    "audit",
+    "usage",
+    "connect",
+    "runbook",
+)
 LOST: Json = EXAMPLE["events"][2]["data"]
 DDR = "echo performance | sudo tee /sys/class/devfreq/dmc/governor"
 # The keyboard's way to an action: its button, and what is sent when it is confirmed.
@@ -530,7 +539,15 @@ def test_the_cluster_is_paused_by_keyboard_and_its_boards_are_counted_as_paused(
     api.expect(one.page.locator("#verdict-summary")).to_contain_text(
         "3 of 3 boards ready · 3 paused · "
     )
+    held = one.page.locator("#held")
+    api.expect(held).to_contain_text(
+        "The whole cluster serves nothing, on purpose: 3 paused, since "
+    )
+    api.expect(one.page.locator("#said")).to_contain_text("serves nothing, on purpose: 3 paused")
+    assert one.violations() == []
     api.expect(one.page.get_by_role("button", name="Pause the cluster")).to_be_hidden()
+    one.server.send({"boards": {"rock-02": {"hold": None}}})
+    api.expect(held).to_be_hidden()
     one.server.send({"pauses": {"op-9": None}})
     api.expect(one.page.get_by_role("button", name="Pause the cluster")).to_be_visible()
 
@@ -590,6 +607,8 @@ def test_axe_finds_nothing_wrong_on_any_view(
     one.page.locator("[data-tone=bad]").first.wait_for()
     for view in VIEWS:
         one.go(view)
+        if view == "runbook":
+            one.page.locator(".words h3").last.wait_for()
         if view == "board/rock-02":
             one.page.locator(".charts [aria-label^=Decoding]").wait_for()
         assert (view, one.violations()) == (view, [])

@@ -373,7 +373,7 @@ def test_the_shares_of_other_routers_are_added_to_the_own_one() -> None:
     assert facts.waiting(MODEL) == 1
     assert facts.window(MODEL, "1h").judged == 0
     (only,) = of.view.verdict()[1].reasons
-    assert (only.rule, only.evidence) == ("RouterSilent", ("2",))
+    assert (only.rule, only.evidence) == ("RouterSilent", ("Router 2",))
 
 
 def test_readers_who_come_together_share_one_question_to_the_other_routers() -> None:

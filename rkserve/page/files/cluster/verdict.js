@@ -2,7 +2,7 @@
 
 import { copy_text, make, mark, put } from "../elements.js";
 import { tone_mark } from "./charts.js";
-import { count, measure, rate, several } from "./words.js";
+import { count, measure, rate, several, time } from "./words.js";
 
 export const MOST_CARDS = 12; // more boards are shown densely
 const TONES = { READY: "ok", DEGRADED: "warn", "NOT READY": "bad" };
@@ -77,6 +77,30 @@ function withheld(boards) {
   return Object.entries({ paused, drained, asleep }).flatMap(([word, number]) => (number ? [`${count(number)} ${word}`] : []));
 }
 
+/**
+ * Return the sentence about models of which no board takes requests because an operator paused or drained
+ * them, empty if there is none: the verdict calls such a cluster READY, and its clients wait. Models that
+ * sleep are woken by a request.
+ */
+function held({ boards, models, pauses }) {
+  const all = Object.entries(boards).map(([name, one]) => ({ name, ...one }));
+  const stands = (model) => {
+    const own = all.filter((one) => one.model === model && ["ready", "asleep"].includes(one.state));
+    return own.length > 0 && own.every((one) => one.state === "ready" && (one.hold || one.drained));
+  };
+  const names = Object.keys(models).filter(stands);
+  if (!names.length) return "";
+  const about = all.filter((one) => names.includes(one.model));
+  const covers = (one) =>
+    (!one.models.length && !one.boards.length) ||
+    one.models.some((name) => names.includes(name)) ||
+    about.some(({ name }) => one.boards.includes(name));
+  const pausing = Object.values(pauses).filter((one) => !one.adapter && one.level === undefined && covers(one));
+  const since = pausing.length ? `, since ${time(Math.min(...pausing.map((one) => one.since_s)))}` : "";
+  const what = names.length < Object.keys(models).length ? names.join(", ") : "The whole cluster";
+  return `${what} serves nothing, on purpose: ${withheld(about).join(", ")}${since}.`;
+}
+
 /** The verdict at the head of the page; `say` announces one that changes. */
 export class Verdict {
   constructor(say) {
@@ -84,12 +108,18 @@ export class Verdict {
     this.mark = tone_mark();
     this.word = make("span", {});
     at("verdict-word").append(this.mark.element, this.word);
+    [this.held_mark, this.held] = [tone_mark(), make("span", {})];
+    this.held_mark.set("idle");
+    at("held").append(this.held_mark.element, this.held, make("a", { href: "#/operations" }, "Operations"));
   }
 
   update(cluster, change) {
     const { view } = cluster;
     at("verdict").hidden = false;
+    put(this.held, held(view));
+    at("held").hidden = !this.held.textContent;
     if (change.has("verdict")) this.show(view.verdict);
+    this.announce(view.verdict);
     mark(at("verdict"), "data-dense", String(view.order.length > MOST_CARDS));
     const boards = Object.values(view.boards);
     const ready = Object.values(view.models).reduce((sum, model) => sum + model.ready, 0);
@@ -123,15 +153,15 @@ export class Verdict {
     this.reasons = shown;
     place(at("reasons"), [...shown.values()].map((one) => one.element));
     at("reasons").hidden = !reasons.length;
-    this.announce(verdict, reasons);
   }
 
   /** Announce another verdict, or another first reason; figures that move are no news. */
-  announce(verdict, reasons) {
-    const news = [verdict, ...reasons.map(identity)].join("|");
+  announce({ verdict, reasons }) {
+    const news = [verdict, ...reasons.map(identity), this.held.textContent].join("|");
     if (news === this.announced) return;
     this.announced = news;
-    this.say(`The cluster is ${verdict}. ${reasons[0]?.sentence ?? ""}`.trim());
+    const sentences = [`The cluster is ${verdict}.`, this.held.textContent, reasons[0]?.sentence];
+    this.say(sentences.filter(Boolean).join(" "));
   }
 }
 

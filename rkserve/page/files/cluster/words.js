@@ -69,6 +69,13 @@ const STATES = {
   asleep: ["Asleep", "idle"],
 };
 
+/** What becomes of requests while a board is paused, by the mode of the pause. */
+const HOLDS = {
+  keep: "Its requests wait until the pause ends.",
+  wait: "It ends what it has begun, and refuses new requests.",
+  abort: "Its requests were ended, and new ones are refused.",
+};
+
 /**
  * Return a board's state as a word, its tone (`ok`, `wait`, `warn`, `bad` or `idle`, each with a
  * mark of its own shape), and the sentence that explains it, if there is one.
@@ -81,7 +88,7 @@ export function standing(board) {
     return { word: "Avoided", tone: "warn", told: told || board.circuit.reason };
   }
   if (board.drained) return { word: "Drained", tone: "idle", told: told || "It takes no new requests." };
-  if (board.hold) return { word: "Paused", tone: "idle", told: told || `Paused (${board.hold}).` };
+  if (board.hold) return { word: "Paused", tone: "idle", told: told || HOLDS[board.hold] || `Paused (${board.hold}).` };
   if (board.rules?.length) return { word, tone: "warn", told };
   return { word, tone, told };
 }
