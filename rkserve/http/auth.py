@@ -286,7 +286,7 @@ class Gate:
                 f"on the Router's machine, by: rkserve keys create NAME --scope "
                 f"{access.value[0].value}; or set RKSERVE_ADMIN_KEY where the application is "
                 "started. Until then programs on that machine may make this call, but no browser, "
-                "and none through a proxy."
+                "and none through a proxy in front of the cluster."
             )
         scope = "" if KeyScope.INFER in access.value else f" --scope {access.value[0].value}"
         raise InvalidApiKey(
