@@ -18,6 +18,7 @@ from typer.main import get_command
 
 from observability.metric_table import all_metrics
 from rkserve.cli import app as cli
+from rkserve.cli.sign import FileFirst
 from rkserve.config.serve_config import RkserveConfig, inner_model
 from rkserve.models.settings import FolderSettings
 from rkserve.native.quirks import NAMES as QUIRKS
@@ -272,6 +273,8 @@ def options_of(words: list[str]) -> set[str]:
     for word in words:
         if not getattr(command, "commands", None) or word.startswith("-"):
             break
+        if word not in command.commands and isinstance(command, FileFirst):
+            word = command.default  # `rkserve sign FILE`  # noqa: PLW2901 - as the group does
         command = command.commands[word]
     options = (option for parameter in command.params for option in parameter.opts)
     return {*options, "--help", "--version"}

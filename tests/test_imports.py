@@ -114,6 +114,7 @@ OWNERS: dict[str, frozenset[str]] = {
     "starlette": frozenset({"http", "deployments"}),
     "uvicorn": frozenset(),
     "cffi": frozenset({"native.binding"}),
+    "cryptography": frozenset({"models.signing"}),
     "_cffi_backend": frozenset({"native.binding", "native.decl"}),
     "numpy": frozenset({"native.engine", "sampling"}),
     "llguidance": frozenset({"sampling"}),

@@ -35,6 +35,7 @@ from rkserve.cli.models import commands as model_commands
 from rkserve.cli.models import models, weights
 from rkserve.cli.probe import EXIT_CODES as PROBE_EXIT_CODES
 from rkserve.cli.probe import probe
+from rkserve.cli.sign import sign
 from rkserve.cli.top import top
 from rkserve.cli.update import backup, restore, update
 from rkserve.client import NotFound
@@ -62,6 +63,7 @@ app.add_typer(kv, name="kv", short_help="Show and clear KV caches.")
 app.add_typer(lora, name="lora", short_help="Bring LoRA adapters to the boards.")
 app.add_typer(model, name="model", short_help="Add, list and remove models of this machine.")
 app.add_typer(models, name="models", short_help="Show the models, load and unload them.")
+app.add_typer(sign, name="sign", short_help="Sign files of weights, and check signatures.")
 app.add_typer(sim, name="sim", short_help="Make files for simulated boards.")
 app.add_typer(weights, name="weights", short_help="Show base weights, and change them.")
 

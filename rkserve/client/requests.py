@@ -19,7 +19,7 @@ from urllib.parse import quote
 import httpx
 
 from rkserve.client.errors import SourceFailed
-from rkserve.core.files import file_digest
+from rkserve.core.files import MANIFEST_MAX_CHARS, SIGNED_SUFFIX, file_digest
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 CONNECT_S = 5.0
@@ -112,6 +112,36 @@ class Upload:
         if len(piece) < due:
             raise SourceFailed(f"{self.source!r} became shorter during the upload.")
         return piece
+
+
+def manifest_of(
+    source: Path | str | bytes, given: Path | str | Mapping[str, Any] | None
+) -> str | None:
+    """Return the signed manifest of a file or a model folder: the given one, or that beside it.
+
+    Raises:
+        SourceFailed: it cannot be read, or is no JSON object of at most 8 KB.
+    """
+    if isinstance(given, Mapping):
+        return json.dumps(dict(given), separators=(",", ":"))
+    if given is None:
+        if isinstance(source, bytes):
+            return None
+        path = Path(source)
+        path = path / ADAPTER_FILE if (path / ADAPTER_FILE).is_file() else path
+        given = path.with_name(path.name + SIGNED_SUFFIX)
+        if not given.is_file():
+            return None
+    try:
+        found = json.loads(Path(given).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as exc:
+        raise SourceFailed(f"The manifest {given} cannot be read: {exc}") from exc
+    text = json.dumps(found, separators=(",", ":"))
+    if not isinstance(found, dict) or len(text) > MANIFEST_MAX_CHARS:
+        raise SourceFailed(
+            f"The manifest {given} is no JSON object of at most {MANIFEST_MAX_CHARS} characters."
+        )
+    return text
 
 
 @dataclass(frozen=True, slots=True)

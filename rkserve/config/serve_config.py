@@ -12,6 +12,7 @@ import difflib
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
@@ -152,8 +153,26 @@ class CatalogConfig(Settings):
     )
 
 
+# The line of an Ed25519 key in a file such as id_ed25519.pub, with its name as the comment.
+PUBLIC_KEY = (
+    r"ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAI[A-Za-z0-9+/]{43} [A-Za-z0-9][A-Za-z0-9._@+-]{0,63}"
+)
+
+
+class SignatureRule(str, Enum):
+    """The files that need a manifest signed with a pinned key."""
+
+    NONE = "none"
+    ADAPTERS = "adapters"
+    ALL = "all"
+
+    def covers(self, *, adapters: bool) -> bool:
+        """Return whether a file needs one that is an adapter, or holds some."""
+        return self is SignatureRule.ALL or (self is SignatureRule.ADAPTERS and adapters)
+
+
 class SecurityConfig(Settings):
-    """Access to the service ([security.md](../how-to/security.md))."""
+    """Access to the service, and trust in files ([security.md](../how-to/security.md))."""
 
     open: bool = Field(
         False,
@@ -163,6 +182,44 @@ class SecurityConfig(Settings):
         "the first one, `serve run` refuses to start without). It does not open the control of the "
         "cluster.",
     )
+    trusted_keys: tuple[str, ...] = Field(
+        (),
+        max_length=64,
+        description="Public keys whose signatures of adapters and models count: lines of `.pub` "
+        "files, `ssh-ed25519 AAAA... NAME`.",
+    )
+    trusted_keys_file: Path | None = Field(
+        None,
+        description="File on the head node with such lines. It is read when the Coordinator "
+        "starts.",
+    )
+    require_signatures: SignatureRule = Field(
+        SignatureRule.NONE,
+        description="The files that are taken only with a manifest that one of these keys has "
+        "signed: `adapters` (also pushed model folders that have some), or `all`, which adds base "
+        "weights and all pushed model folders. A manifest that comes with a file is checked in any "
+        "case.",
+    )
+
+    @field_validator("trusted_keys")
+    @classmethod
+    def _are_keys(cls, given: tuple[str, ...]) -> tuple[str, ...]:
+        for line in given:
+            if not re.fullmatch(PUBLIC_KEY, line):
+                raise ValueError(
+                    "each entry is the line of an Ed25519 key, 'ssh-ed25519 AAAA... NAME'"
+                )
+        return given
+
+    @model_validator(mode="after")
+    def _required_keys_are_there(self) -> SecurityConfig:
+        has_keys = bool(self.trusted_keys) or self.trusted_keys_file is not None
+        if self.require_signatures is not SignatureRule.NONE and not has_keys:
+            raise ValueError(
+                f"require_signatures is '{self.require_signatures.value}', and there is no key; "
+                "set trusted_keys or trusted_keys_file"
+            )
+        return self
 
 
 def default_state_dir() -> Path:

@@ -202,6 +202,10 @@ def _account(uid: int) -> str:
 
 # No ':', '@' or '/': the first two are separators in a request's model, the last one in paths.
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+SIGNED_SUFFIX = ".manifest.json"  # of the signed manifest beside a file of weights
+# It may travel in the query of an upload, for which HAProxy has 16 KB.
+MANIFEST_MAX_CHARS = 8192
+MAX_SIGNED_VERSION = 2**31 - 1  # a signed mistake leaves room for later versions
 QUOTED_CHARACTERS = 40
 
 

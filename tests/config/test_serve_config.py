@@ -454,3 +454,32 @@ def test_a_name_behind_catalog_must_be_one_of_a_model(model: str) -> None:
 def test_a_model_of_the_catalogue_needs_routers_on_the_head() -> None:
     given = {**args(model="catalog:chat"), "router": {"nodes": "any"}}
     assert "set router.nodes to head" in wrong(given)
+
+
+KEY = f"ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAI{'b' * 43} release"
+
+
+@pytest.mark.parametrize(
+    ("security", "words"),
+    [
+        pytest.param(
+            {"require_signatures": "adapters"},
+            "security: require_signatures is 'adapters', and there is no key",
+            id="no key",
+        ),
+        pytest.param({"require_signatures": "some"}, "none or adapters or all", id="a rule"),
+        pytest.param({"trusted_keys": ["ssh-rsa AAAA x"]}, "the line of an Ed25519 key", id="RSA"),
+        pytest.param({"trusted_keys": [KEY[:-8]]}, "the line of an Ed25519 key", id="no name"),
+        pytest.param({"trusted_keys": [f"{KEY}\nx"]}, "the line of an Ed25519 key", id="two lines"),
+    ],
+)
+def test_a_rule_of_signatures_needs_keys_in_openssh_s_form(
+    security: dict[str, Any], words: str
+) -> None:
+    assert words in wrong({**args(), "security": security})
+
+
+def test_keys_and_a_rule_are_read() -> None:
+    security = {"trusted_keys": [KEY], "require_signatures": "all"}
+    found = parse_config({**args(), "security": security}).security
+    assert (found.trusted_keys, found.require_signatures.value) == ((KEY,), "all")

@@ -44,6 +44,13 @@
     |   +-- AdapterExists            400  adapter_exists
     |   +-- ArtifactRefused          400  artifact_refused
     |   |   +-- AdapterTrialFailed   422  adapter_trial_failed
+    |   |   +-- SignatureRequired    422  signature_required
+    |   |   +-- SignatureInvalid     422  signature_invalid
+    |   |   +-- ManifestInvalid      422  manifest_invalid
+    |   |   +-- ManifestMismatch     422  manifest_mismatch
+    |   |   +-- ManifestExpired      422  manifest_expired
+    |   |   +-- SignedVersionOlder   409  signed_version_older
+    |   |   +-- SignedVersionTaken   409  signed_version_taken
     |   |   +-- ArtifactNotFound     404  artifact_not_found
     |   |   +-- PieceCorrupted       400  piece_corrupted
     +-- HookFailed                   500  hook_failed

@@ -381,6 +381,55 @@ class ArtifactRefused(RequestError):
     code = "artifact_refused"
 
 
+class SignatureRequired(ArtifactRefused):
+    """The file has no signed manifest, and `security.require_signatures` wants one."""
+
+    http_status = 422
+    code = "signature_required"
+
+
+class ManifestInvalid(ArtifactRefused):
+    """The manifest of a file is none, or is not in its canonical form."""
+
+    http_status = 422
+    code = "manifest_invalid"
+
+
+class SignatureInvalid(ArtifactRefused):
+    """None of the pinned keys has signed the manifest."""
+
+    http_status = 422
+    code = "signature_invalid"
+
+
+class ManifestMismatch(ArtifactRefused):
+    """The manifest is for another file, model or kind of board."""
+
+    http_status = 422
+    code = "manifest_mismatch"
+
+
+class ManifestExpired(ArtifactRefused):
+    """The time until which a manifest is good has passed."""
+
+    http_status = 422
+    code = "manifest_expired"
+
+
+class SignedVersionOlder(ArtifactRefused):
+    """A later version of that name was signed with the same key, and has been seen."""
+
+    http_status = 409
+    code = "signed_version_older"
+
+
+class SignedVersionTaken(ArtifactRefused):
+    """The same key has signed another content as that version."""
+
+    http_status = 409
+    code = "signed_version_taken"
+
+
 class AdapterTrialFailed(ArtifactRefused):
     """One board tried the adapter in an engine that served nothing, and it did not pass.
 
