@@ -60,6 +60,22 @@ Running = Annotated[
 ]
 
 
+ManifestFile = Annotated[
+    Path | None,
+    typer.Option(
+        exists=True,
+        dir_okay=False,
+        help="The signed manifest; without it FILE.manifest.json, if that is there.",
+    ),
+]
+AllowOlder = Annotated[
+    bool,
+    typer.Option(
+        "--allow-older", help="Take a lower version than the highest signed one; scope admin."
+    ),
+]
+
+
 class OptionGroup(Generic[T]):
     """Options of several commands, declared once: the parameters of ``read``, which gets them."""
 

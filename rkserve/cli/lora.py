@@ -10,14 +10,18 @@ import typer
 from rkserve.cli import show
 from rkserve.cli.context import (
     EXIT_CODES,
+    AllowOlder,
     ClusterCommand,
     CommandContext,
+    ManifestFile,
     Model,
     Running,
     Timeout,
     progress,
 )
-from rkserve.client.requests import ADAPTER_FILE, Strategy
+from rkserve.client import SourceFailed
+from rkserve.client.requests import ADAPTER_FILE, Strategy, manifest_of
+from rkserve.core.errors import ManifestInvalid
 from rkserve.models.files import SIM_MAGIC, simulated_adapter_flaw
 from rkserve.native.sim import models as sim_models
 
@@ -47,12 +51,16 @@ def push(
     context: CommandContext,
     *,
     path: Annotated[Path, typer.Argument(exists=True, help="The file, or a folder with it.")],
-    name: Annotated[str, typer.Option(help="What the adapter is called.")],
+    name: Annotated[
+        str | None, typer.Option(help="What the adapter is called; else as its manifest states.")
+    ] = None,
     version: Annotated[str | None, typer.Option(help="Else the digits of its sha256.")] = None,
     model: Model = None,
     scale: Annotated[float | None, typer.Option(help="The strength of the adapter.")] = None,
     activate: Annotated[bool, typer.Option(help="Serve it once every board has it.")] = True,
     force: Annotated[bool, typer.Option(help="Try a file again that failed its trial.")] = False,
+    manifest: ManifestFile = None,
+    allow_older: AllowOlder = False,
     strategy: How = "atomic",
     max_unavailable: Unavailable = 1,
     weight: Weight = 0.1,
@@ -63,6 +71,7 @@ def push(
 ) -> None:
     """Upload an adapter, bring it to every board, and into use."""
     _look_at(path)
+    name = _name_of(path, manifest) if name is None else name
     with progress(context) as update:
         pushed = context.client.push_adapter(
             path,
@@ -72,6 +81,8 @@ def push(
             scale=scale,
             activate=activate,
             force=force,
+            manifest=manifest,
+            allow_older=allow_older,
             **_how(strategy, max_unavailable, weight, observe, auto),
             in_flight=in_flight,
             timeout_s=timeout,
@@ -173,6 +184,20 @@ def _look_at(path: Path) -> None:
         raise typer.BadParameter(f"{file} cannot be read: {exc.strerror or exc}") from exc
     if wrong := _wrong(file, begin):
         raise typer.BadParameter(f"{file} is {wrong}. {_CONVERT}.")
+
+
+def _name_of(path: Path, manifest: Path | None) -> str:
+    """Return the name in the manifest of a file. Raises ``BadParameter``."""
+    from rkserve.models.signing import check_envelope  # late: other commands need no cryptography
+
+    try:
+        text = manifest_of(path, manifest)
+        stated = None if text is None else check_envelope(text, ()).manifest
+    except (SourceFailed, ManifestInvalid) as exc:
+        raise typer.BadParameter(str(exc)) from exc
+    if stated is None:
+        raise typer.BadParameter("give --name, or a signed manifest that states one")
+    return stated.name
 
 
 def _wrong(file: Path, begin: bytes) -> str:

@@ -16,7 +16,15 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from rkserve.cli import show
-from rkserve.cli.context import PIPED, ClusterCommand, CommandContext, Exit, progress
+from rkserve.cli.context import (
+    PIPED,
+    AllowOlder,
+    ClusterCommand,
+    CommandContext,
+    Exit,
+    ManifestFile,
+    progress,
+)
 from rkserve.client.push_model import unsettled
 from rkserve.core.errors import ConfigError
 
@@ -199,6 +207,8 @@ def push(
             help="Then have all boards whose SoC fits fetch it, before it is deployed.",
         ),
     ] = False,
+    manifest: ManifestFile = None,
+    allow_older: AllowOlder = False,
 ) -> None:
     """Upload a model of this machine into the head's catalogue; the same command resumes it."""
     from rkserve.models.shelf import model_path
@@ -206,7 +216,13 @@ def push(
     with _refusals():
         folder = model_path(models.expanduser(), name)
     with progress(context) as update:
-        pushed = context.client.push_model(folder, replace=replace, on_progress=update)
+        pushed = context.client.push_model(
+            folder,
+            replace=replace,
+            manifest=manifest,
+            allow_older=allow_older,
+            on_progress=update,
+        )
         rows = []
         if to_boards:
             rows = context.client.prefetch_model(pushed.name, on_progress=update)

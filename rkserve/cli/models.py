@@ -11,12 +11,14 @@ import typer
 from rkserve.cli import show
 from rkserve.cli.context import (
     EXIT_CODES,
+    AllowOlder,
     Boards,
     ClusterCommand,
     CommandContext,
     InfoFirst,
     ListFirst,
     LoadTimeout,
+    ManifestFile,
     Model,
     Models,
     Modes,
@@ -176,10 +178,19 @@ def push(
     path: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="The .rkllm file.")],
     version: Annotated[str | None, typer.Option(help="Else the digits of its sha256.")] = None,
     model: Model = None,
+    manifest: ManifestFile = None,
+    allow_older: AllowOlder = False,
 ) -> None:
     """Upload a base model file to the head; no board loads it yet."""
     with progress(context) as update:
-        pushed = context.client.push_weights(path, version, model=model, on_progress=update)
+        pushed = context.client.push_weights(
+            path,
+            version,
+            model=model,
+            manifest=manifest,
+            allow_older=allow_older,
+            on_progress=update,
+        )
     context.show(
         dict(pushed.body),
         lambda: f"{pushed.label} is on the head: rkserve weights update {pushed.label}",

@@ -121,13 +121,14 @@ def _pauses(pauses: Iterable[Mapping[str, Any]]) -> Iterable[str]:
 def adapters(rows: Iterable[Mapping[str, Any]]) -> RenderableType:
     """Return the versions of all adapters."""
     return table(
-        ("adapter", "model", "role", "sha256", "bytes", "staged", "loaded"),
+        ("adapter", "model", "role", "sha256", "signed", "bytes", "staged", "loaded"),
         (
             (
                 version["label"],
                 line["model"],
                 version["role"],
                 str(version["sha256"])[:SHORT_DIGEST],
+                _signed(version.get("manifest")),
                 version["bytes"],
                 _share(version["boards"], "staged"),
                 _share(version["boards"], "loaded"),
@@ -136,6 +137,13 @@ def adapters(rows: Iterable[Mapping[str, Any]]) -> RenderableType:
             for version in line["versions"]
         ),
     )
+
+
+def _signed(manifest: Mapping[str, Any] | None) -> str:
+    """Return the signed version and the name of the key."""
+    if manifest is None:
+        return "no"
+    return f"{manifest['version']}, {manifest['key'] or 'not verified'}"
 
 
 def _share(boards: Mapping[str, Mapping[str, Any]], what: str) -> str:

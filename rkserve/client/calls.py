@@ -214,6 +214,8 @@ class ClusterCalls(Calls):
         base_digest: str | None = None,
         activate: bool = True,
         force: bool = False,
+        manifest: Path | str | Mapping[str, Any] | None = None,
+        allow_older: bool = False,
         timeout_s: float | None = None,
         key: str | None = None,
         on_progress: OnProgress | None = None,
@@ -229,8 +231,15 @@ class ClusterCalls(Calls):
         board tries it first, in an engine that serves nothing; a content that failed is refused
         until ``force`` has it tried again.
 
+        ``manifest`` is its signed manifest, as a file or its content; the default is
+        ``<file>.manifest.json``, if that is there. With a manifest the default ``version`` is ``v``
+        and its number. ``allow_older`` takes a lower version than the highest one that was signed,
+        and needs a key with the scope ``admin``.
+
         Raises:
-            SourceFailed: the file cannot be read.
+            SourceFailed: the file, or its manifest, cannot be read.
+            Refused: it has no signature that the cluster wants, or its manifest does not fit.
+            Conflict: a later version was signed and sent before.
             OperationFailed: it was not staged, or its rollout was undone.
             PartlyDone: it has taken effect, and some boards have not followed yet.
         """
@@ -242,6 +251,8 @@ class ClusterCalls(Calls):
             "parameters": parameters,
             "base_digest": base_digest,
             "force": "true" if force else None,
+            "manifest": manifest,
+            "allow_older": "true" if allow_older else None,
         }
         return flows.push_adapter(
             source,
@@ -631,19 +642,29 @@ class WeightCalls(Calls):
         *,
         model: str | None = None,
         parameters: Sequence[Mapping[str, Any]] | None = None,
+        manifest: Path | str | Mapping[str, Any] | None = None,
+        allow_older: bool = False,
         key: str | None = None,
         on_progress: OnProgress | None = None,
     ) -> Flow[PushedWeights]:
         """Upload a file of base weights to the head; no board loads it.
 
         The default ``version`` is the first 12 digits of its sha256. With ``parameters`` an update
-        that names other tensors is refused.
+        that names other tensors is refused. ``manifest`` and ``allow_older`` are those of
+        ``push_adapter``.
 
         Raises:
-            SourceFailed: the file cannot be read.
-            Refused: it is not a model for these boards.
+            SourceFailed: the file, or its manifest, cannot be read.
+            Refused: it is not a model for these boards, or not signed as the cluster wants.
+            Conflict: a later version was signed and sent before.
         """
-        params = {"version": version, "model": model, "parameters": parameters}
+        params = {
+            "version": version,
+            "model": model,
+            "parameters": parameters,
+            "manifest": manifest,
+            "allow_older": "true" if allow_older else None,
+        }
         return flows.push_weights(source, params, key, self._retry, on_progress)
 
     @call
@@ -652,19 +673,23 @@ class WeightCalls(Calls):
         folder: Path | str,
         *,
         replace: bool = False,
+        manifest: Path | str | Mapping[str, Any] | None = None,
+        allow_older: bool = False,
         on_progress: OnProgress | None = None,
     ) -> Flow[PushedModel]:
         """Upload a model folder into the head's catalogue; boards with a group for it fetch it.
 
         Pieces that the head has are not sent again: a repeated call resumes. With ``replace`` it
-        takes the place of another model of that name.
+        takes the place of another model of that name. ``manifest`` is the signed one of the folder,
+        by default ``<folder>.manifest.json``, and ``allow_older`` that of ``push_adapter``.
 
         Raises:
             SourceFailed: the folder is no model, or cannot be read.
             Conflict: another model has the name, or it is being added.
             CallError: with ``disk_full``, the head has no room for it.
         """
-        return push_model(Path(folder), replace=replace, retry=self._retry, on_progress=on_progress)
+        more = {"replace": replace, "allow_older": allow_older or None}
+        return push_model(Path(folder), manifest, more, retry=self._retry, on_progress=on_progress)
 
     @call
     def prefetch_model(

@@ -251,6 +251,7 @@ def push_adapter(
     was lost.
     """
     key = key or requests.new_key()
+    params = {**params, "manifest": (yield from manifest_of(source, params["manifest"]))}
     file = yield from _opened(source, on_progress)
     staged = {**params, "timeout_s": timeout_s, "activate": "false", "async": "true"}
     # The head answers once it has all bytes on its disk and has read them again.
@@ -289,6 +290,7 @@ def push_weights(
     on_progress: OnProgress | None,
 ) -> Flow[PushedWeights]:
     """Upload base weights to the head; ``params`` are those of the upload."""
+    params = {**params, "manifest": (yield from manifest_of(source, params["manifest"]))}
     file = yield from _opened(source, on_progress)
     request = requests.send_file(
         "/v1/weights", file, params, key=key or requests.new_key(), read_s=requests.FILE_S
@@ -296,6 +298,14 @@ def push_weights(
     body = yield from ask(request, retry, dict)
     label, model = answers.text_of(body, "id"), answers.text_of(body, "model")
     return PushedWeights(label, model, file.sha256, file.size_bytes, body)
+
+
+def manifest_of(
+    source: Path | str | bytes, given: Path | str | Mapping[str, Any] | None
+) -> Flow[str | None]:
+    """Read the signed manifest of a source; see ``requests.manifest_of``."""
+    found: str | None = yield BlockingCall(lambda: requests.manifest_of(source, given))
+    return found
 
 
 def _opened(source: Path | str | bytes, on_progress: OnProgress | None) -> Flow[Upload]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from rkserve.client import flows
 from rkserve.client.errors import NotFound, Refused, SourceFailed
 from rkserve.client.flows import BlockingCall, Delay, Flow, OnProgress, Progress, RetryPolicy
-from rkserve.client.requests import FILE_S, Request, Upload, path_of
+from rkserve.client.requests import FILE_S, Request, Upload, given, path_of
 
 if TYPE_CHECKING:
     from rkserve.models.index import ModelIndex, Piece
@@ -38,16 +38,23 @@ class PushedModel:
 
 
 def push_model(
-    folder: Path, *, replace: bool, retry: RetryPolicy, on_progress: OnProgress | None
+    folder: Path,
+    manifest: Path | str | Mapping[str, Any] | None,
+    more: Mapping[str, Any],
+    *,
+    retry: RetryPolicy,
+    on_progress: OnProgress | None,
 ) -> Flow[PushedModel]:
-    """Upload the pieces that the head lacks, until it has published the model.
+    """Upload the pieces that the head lacks, until it has published the model; ``more`` are
+    parameters of the call that begins it.
 
     Raises:
         SourceFailed: the folder is no model, or cannot be read.
         Conflict: another model has the name.
     """
     index: ModelIndex = yield BlockingCall(lambda: _index_of(folder))
-    body = {**index.model_dump(mode="json"), "replace": replace}
+    envelope = yield from flows.manifest_of(folder, manifest)
+    body = given(**index.model_dump(mode="json"), **more, manifest=envelope)
     begin = Request("POST", MODELS, body=body, read_s=FILE_S)
     sent = failures = 0
     while True:

@@ -28,6 +28,7 @@ from rkserve.core.skew import crosses_versions
 from rkserve.models.files import Parameter
 
 WEIGHTS, KV_CACHE = "weights", "kv_cache"
+ADAPTER, MODEL, FOLDER = "adapter", "model", "folder"  # kinds of files in manifests
 
 
 class OperationKind(str, Enum):
@@ -442,15 +443,45 @@ class OperationRequest:
 
 @crosses_versions
 @dataclass(frozen=True, slots=True)
+class AcceptedManifest:
+    """The manifest with which a content was accepted as an adapter of ``model``, as its base
+    weights, or as its whole folder.
+
+    ``version`` is the number in it. The key is the pinned one that signed it; both are None where
+    no signature was verified.
+    """
+
+    model: str
+    name: str
+    version: int
+    kind: str = ADAPTER
+    key_id: str | None = None
+    key_name: str | None = None
+
+    @property
+    def target(self) -> tuple[str, str, str]:
+        """The adapter or model, whatever the version."""
+        return self.model, self.name, self.kind
+
+
+@crosses_versions
+@dataclass(frozen=True, slots=True)
 class ArtifactMetadata:
     """The metadata of one content. An empty tuple, or None, means not stated.
 
-    ``labels`` are the ``<model>@<version>`` names under which it is base weights.
+    ``labels`` are the ``<model>@<version>`` names under which it is base weights, and ``manifests``
+    the latest one of each adapter or model that it was accepted as.
     """
 
     parameters: tuple[Parameter, ...] = ()
     base_digest: str | None = None
     labels: tuple[str, ...] = ()
+    manifests: tuple[AcceptedManifest, ...] = ()
+
+    def manifest(self, model: str, name: str, kind: str = ADAPTER) -> AcceptedManifest | None:
+        """Return the manifest with which it was accepted as that adapter, or as base weights."""
+        wanted = (model, name, kind)
+        return next((one for one in self.manifests if one.target == wanted), None)
 
     def with_more(self, other: ArtifactMetadata) -> ArtifactMetadata:
         """Return it with later statements, which take precedence."""
@@ -458,6 +489,7 @@ class ArtifactMetadata:
             other.parameters or self.parameters,
             other.base_digest or self.base_digest,
             tuple(dict.fromkeys((*self.labels, *other.labels))),
+            tuple({one.target: one for one in (*self.manifests, *other.manifests)}.values()),
         )
 
 
@@ -478,6 +510,11 @@ class DeclaredArtifact:
     It is an adapter of ``model``, or with ``base`` other base weights of it, whose ``name`` is the
     model's. ``parameters`` are the tensors in it, and ``base_digest`` is the sha256 of the base
     weights that it was trained on.
+
+    ``manifest`` is the envelope of its signed manifest. ``allow_older`` accepts a lower version
+    than the highest one that was signed, and ``who`` names the caller for the audit log.
+    ``folder`` is a whole model folder, whose ``sha256`` is the version of its index.
+    ``accepted`` is set by the Coordinator, which has checked the manifest.
     """
 
     name: str
@@ -488,8 +525,15 @@ class DeclaredArtifact:
     base: bool = False
     parameters: tuple[Parameter, ...] = ()
     base_digest: str | None = None
+    manifest: str | None = None
+    allow_older: bool = False
+    who: str = field(default="", compare=False)
+    accepted: AcceptedManifest | None = None
+    folder: bool = False
 
     @property
     def what(self) -> str:
-        """Its kind in messages."""
-        return "model" if self.base else "adapter"
+        """Its kind in messages and manifests."""
+        if self.folder:
+            return FOLDER
+        return MODEL if self.base else ADAPTER

@@ -20,6 +20,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from rkserve.config.serve_config import CoordinatorConfig
 from rkserve.control import state_changes, weight_changes
 from rkserve.control.calls import (
+    AcceptedManifest,
     AdapterRolloutAction,
     DeclaredArtifact,
     OperationKind,
@@ -54,10 +55,12 @@ from rkserve.coordinator.operations.pause import HANDLERS
 from rkserve.coordinator.operations.prompt_caches import CacheTimes, PromptCacheKeeper
 from rkserve.coordinator.operations.sleep import IdleModels, SleepOperations
 from rkserve.coordinator.operations.trials import AdapterTrials
+from rkserve.coordinator.operations.trust import ArtifactTrust, TrustRules
 from rkserve.coordinator.operations.weights import WeightOperations
 from rkserve.coordinator.state.api_keys import KeyKeeper
 from rkserve.coordinator.state.ledger import AuditEntry, Ledger
 from rkserve.coordinator.state.ledger_files import LedgerBackup
+from rkserve.coordinator.state.signed_versions import SignedVersions
 from rkserve.coordinator.state.state_store import StateStore, recover, stands
 from rkserve.core.coordinator_metrics import CoordinatorMetrics
 from rkserve.core.desired_state import Desired, DesiredCache, Scope
@@ -105,6 +108,7 @@ class CoordinatorPorts:
     system_prompts: Mapping[str, DesiredCache] = field(default_factory=dict)
     cache_times: CacheTimes = field(default_factory=CacheTimes)
     routers: Routers | None = None
+    trust: TrustRules = field(default_factory=TrustRules)
     elapsed_s: Callable[[], float] = since_boot_s
 
 
@@ -166,13 +170,22 @@ class Coordinator:
         )
         self._garbage_collector = GarbageCollector(self._context, outside.store)
         self._late_results = LateResults(self._state, self._roster, outside.now_s)
-        self._weights = WeightOperations(outside.store, self._roster)
+        self.trust = ArtifactTrust(
+            outside.trust,
+            SignedVersions(outside.ledger),
+            outside.now_s,
+            self._roster.reports,
+            lambda: self._state.desired.epoch,
+        )
+        self._store = outside.store
+        self._weights = WeightOperations(outside.store, self._roster, self.trust)
         require_fit = self._weights.require_fit
         versions = AdapterOperations(
             outside.store,
             self._garbage_collector,
             require_fit,
             AdapterTrials(enabled=config.try_adapters),
+            self.trust,
         )
         self._sleeping = SleepOperations(outside.policies)
         self._handlers: dict[Any, Handler] = {
@@ -531,6 +544,11 @@ class Coordinator:
         if declared.base_digest is not None:
             await asyncio.to_thread(self._weights.learn, declared.model)
             self._weights.require_base(self._state.desired, declared.model, declared.base_digest)
+
+    def manifests(self, digests: Iterable[str]) -> dict[str, tuple[AcceptedManifest, ...]]:
+        """Return the manifests with which contents were accepted, by their sha256."""
+        found = {digest: self._store.facts(digest).manifests for digest in digests}
+        return {digest: manifests for digest, manifests in found.items() if manifests}
 
     def backed_up(self, backup: LedgerBackup) -> None:
         """Have the metrics show the time of the newest backup of the ledger."""

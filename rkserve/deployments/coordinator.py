@@ -20,7 +20,12 @@ from rkserve.api.admin.caches import BuildCall, ids_of
 from rkserve.api.common.renderer import Renderer
 from rkserve.config.board_group import BoardGroupConfig
 from rkserve.config.serve_config import CoordinatorConfig, RkserveConfig, resolve_folder
-from rkserve.control.calls import DeclaredArtifact, OperationRequest, StoredArtifact
+from rkserve.control.calls import (
+    AcceptedManifest,
+    DeclaredArtifact,
+    OperationRequest,
+    StoredArtifact,
+)
 from rkserve.control.keys import KeyOutcome, KeyRequest
 from rkserve.control.operations import ControlOperation, OperationOutcome
 from rkserve.control.sleep import SleepPolicy
@@ -28,6 +33,8 @@ from rkserve.coordinator.artifacts.model_catalog import ModelCatalog
 from rkserve.coordinator.artifacts.sources import DownloadPool
 from rkserve.coordinator.artifacts.store import ArtifactRules, ArtifactStore
 from rkserve.coordinator.coordinator import Coordinator, CoordinatorPorts
+from rkserve.coordinator.intake import ArtifactIntake
+from rkserve.coordinator.operations.trust import TrustRules
 from rkserve.coordinator.state.ledger import Ledger
 from rkserve.coordinator.state.ledger_files import BackupKeeper
 from rkserve.core.api_keys import ApiKey, KeyTable
@@ -102,8 +109,10 @@ class CoordinatorReplica:
                 policies=policies,
                 system_prompts=await asyncio.to_thread(system_prompts, config.deployed, folders),
                 routers=RayRouters(ROUTER),
+                trust=await asyncio.to_thread(TrustRules.of, config.security),
             ),
         )
+        self._intake = ArtifactIntake(self._coordinator, self._store, self._catalog, self._fetching)
         await fleet.find_boards(FIND_BOARDS_S)
         await self._coordinator.start()
         self._learning = asyncio.get_running_loop().create_task(
@@ -180,17 +189,16 @@ class CoordinatorReplica:
     # -- files ---------------------------------------------------------------------------------
 
     async def upload_begin(self, claim: DeclaredArtifact) -> str:
-        """Begin an upload; see ``ArtifactStore.upload_begin``."""
-        await self._coordinator.require_base(claim)
-        return await asyncio.to_thread(self._store.upload_begin, claim)
+        """Begin an upload; see ``ArtifactIntake.upload_begin``."""
+        return await self._intake.upload_begin(claim)
 
     async def upload_part(self, upload: str, offset: int, data: bytes) -> int:
         """Write a part; return the total number of bytes."""
-        return await asyncio.to_thread(self._store.upload_part, upload, offset, data)
+        return await self._intake.upload_part(upload, offset, data)
 
     async def upload_end(self, upload: str, manifest: Mapping[str, Any] | None = None) -> Artifact:
         """End an upload: the file is verified and kept."""
-        return await asyncio.to_thread(self._store.upload_end, upload, manifest)
+        return await self._intake.upload_end(upload, manifest)
 
     async def upload_abort(self, upload: str) -> None:
         """Drop an upload."""
@@ -199,10 +207,12 @@ class CoordinatorReplica:
     async def register(
         self, kind: str, place: str, claim: DeclaredArtifact, scale: float = 1.0
     ) -> Artifact | None:
-        """Take a file of the head node, or fetch one; see ``ArtifactStore.register``."""
-        if not claim.base:
-            await self._coordinator.require_base(claim)
-        return await self._fetching.run(self._store.register, kind, place, claim, scale)
+        """Take a file of the head node, or fetch one; see ``ArtifactIntake.register``."""
+        return await self._intake.register(kind, place, claim, scale)
+
+    async def manifests(self, digests: list[str]) -> dict[str, tuple[AcceptedManifest, ...]]:
+        """Return the manifests with which contents were accepted, by their sha256."""
+        return self._coordinator.manifests(digests)
 
     async def find_weights(self, model: str, artifact: str) -> StoredArtifact:
         """Return the artifact of a name; see ``Coordinator.find_weights``."""
@@ -237,9 +247,11 @@ class CoordinatorReplica:
         """Return the SoC that a model is for, empty if unknown, and the limit of its fetches."""
         return await asyncio.to_thread(self._catalog.platform, name), self._max_bytes_per_s
 
-    async def catalog_upload(self, index: ModelIndex, replace: bool) -> UploadProgress:
-        """Begin or resume an upload; see ``ModelCatalog.upload_begin``."""
-        return await asyncio.to_thread(self._catalog.upload_begin, index, replace=replace)
+    async def catalog_upload(
+        self, index: ModelIndex, replace: bool, claim: DeclaredArtifact | None = None
+    ) -> UploadProgress:
+        """Begin or resume an upload; see ``ArtifactIntake.folder_begin``."""
+        return await self._intake.folder_begin(index, replaces=replace, claim=claim)
 
     async def catalog_piece(
         self, name: str, version: str, path: str, number: int, data: bytes
@@ -249,8 +261,8 @@ class CoordinatorReplica:
         return await asyncio.to_thread(write, name, version, path, number, data)
 
     async def catalog_end(self, name: str, version: str) -> UploadProgress:
-        """Publish an upload; see ``ModelCatalog.upload_end``."""
-        return await asyncio.to_thread(self._catalog.upload_end, name, version)
+        """Publish an upload; see ``ArtifactIntake.folder_end``."""
+        return await self._intake.folder_end(name, version)
 
     # -- prompt caches -------------------------------------------------------------------------
 

@@ -78,6 +78,15 @@ def check_folders(config: RkserveConfig) -> None:
         check_folder(group, config.folder_of(group))
 
 
+def check_trust(config: RkserveConfig) -> None:
+    """Read the pinned keys, whose file is on the head. Raises ``ConfigError``."""
+    security = config.security
+    if security.trusted_keys or security.trusted_keys_file is not None:
+        from rkserve.coordinator.operations.trust import TrustRules  # most have no such keys
+
+        TrustRules.of(security)
+
+
 def check_folder(group: BoardGroupConfig, path: Path) -> None:
     """Open the model folder of a group, ``path``. Raises ``ConfigError``."""
     folder = open_model_folder(path)
@@ -177,6 +186,7 @@ def check_file(file: Path, *, starts: bool, ray: bool = True, key: bool = True) 
     for config in ours:
         if starts:
             check_folders(config)
+            check_trust(config)
     if ray:
         _check_schema(file, content)
     if ours and starts and content.get("proxy_location") != "Disabled":

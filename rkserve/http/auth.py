@@ -315,6 +315,11 @@ def may_operate(request: Request) -> bool:
     return KeyScope.OPERATE in _admitted(request).scopes
 
 
+def may_administer(request: Request) -> bool:
+    """Return whether the caller of an admitted call may do everything."""
+    return KeyScope.ADMIN in _admitted(request).scopes
+
+
 async def while_admitted(
     request: Request, parts: AsyncGenerator[T, None]
 ) -> AsyncGenerator[T, None]:

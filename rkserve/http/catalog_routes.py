@@ -8,6 +8,7 @@ from fastapi.responses import JSONResponse, Response
 from rkserve.api.admin import catalog
 from rkserve.api.admin.query import ControlRequest
 from rkserve.api.json.schemas import Example
+from rkserve.http.auth import may_administer, who_of
 from rkserve.http.bodies import body_of, query_of, read_parts
 from rkserve.http.openapi import OCTETS, OPERATE, READ, Routes, returns
 from rkserve.models.index import PIECE_MAX_BYTES
@@ -16,6 +17,7 @@ from rkserve.router.service import Service
 
 MODELS = "/v1/catalog/models"
 CHANGE = (404, 409, 503, 507)
+BEGIN = (400, 403, 404, 409, 422, 503, 507)
 NAME = {"name": "The model."}
 VERSION = "0" * 64
 PUSH = "a model of your own: `rkserve model push` makes these calls"
@@ -56,7 +58,7 @@ def add_catalog(app: FastAPI, service: Service) -> None:
         f"POST {MODELS}",
         OPERATE,
         returns(catalog.UploadAnswer, "What is missing; of a model that is there, nothing."),
-        errors=CHANGE,
+        errors=BEGIN,
         body=catalog.PushBody,
         example=BEGUN,
         says="The same call resumes an upload that was cut off.",
@@ -64,7 +66,9 @@ def add_catalog(app: FastAPI, service: Service) -> None:
     async def begin(request: Request) -> Response:
         """Begin the upload of a model by its index."""
         body = await body_of(service, request)
-        return JSONResponse(await models.begin(ControlRequest(query_of(request), body)))
+        who, admin = who_of(request), may_administer(request)
+        asked = ControlRequest(query_of(request), body, who=who, admin=admin)
+        return JSONResponse(await models.begin(asked))
 
     @route(
         f"PUT {MODELS}/{{name}}/pieces",

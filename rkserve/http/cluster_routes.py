@@ -30,7 +30,7 @@ from rkserve.api.admin.query import ControlRequest, ListQuery, ModelQuery, Query
 from rkserve.api.json.fields import parse_object
 from rkserve.api.json.schemas import Example, RequestModel, read_model
 from rkserve.core.errors import RequestError, RouteNotFound
-from rkserve.http.auth import bearer_of, who_of
+from rkserve.http.auth import bearer_of, may_administer, who_of
 from rkserve.http.bodies import announced, body_of, query_of, read_parts
 from rkserve.http.openapi import (
     ADMIN,
@@ -174,7 +174,7 @@ class ControlRoutes:
         who = who_of(request)
         key = read_key(request.headers.get("idempotency-key"))
         content = await body_of(self._service, request) if body else b""
-        return ControlRequest(query_of(request), content, key, who)
+        return ControlRequest(query_of(request), content, key, who, may_administer(request))
 
     def parts(self, request: Request, max_bytes: int) -> AsyncIterator[bytes]:
         """Yield the body in parts."""

@@ -119,6 +119,11 @@ class ModelIndex(BaseModel):
         return {file.path: file for file in self.files}
 
     @property
+    def has_adapters(self) -> bool:
+        """True for a model with adapters in its folder."""
+        return any(file.path.startswith("adapters/") for file in self.files)
+
+    @property
     def total_bytes(self) -> int:
         """The size of all files."""
         return sum(file.bytes for file in self.files)

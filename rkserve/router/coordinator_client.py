@@ -6,11 +6,12 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Mapping
 from dataclasses import replace
 from typing import Any, Protocol
 
 from rkserve.control.calls import (
+    AcceptedManifest,
     DeclaredArtifact,
     OperationKind,
     OperationRequest,
@@ -351,6 +352,17 @@ class CoordinatorClient:
         done: Artifact | None = await self._store("register", kind, place, claim, scale)
         return done
 
+    async def manifests(
+        self, digests: Collection[str]
+    ) -> Mapping[str, tuple[AcceptedManifest, ...]]:
+        """Return the manifests of contents by their sha256; none while the Coordinator is away."""
+        if not digests or not self.reachable:
+            return {}
+        found: Mapping[str, tuple[AcceptedManifest, ...]] = await self._look(
+            "manifests", sorted(digests)
+        )
+        return found
+
     async def find_weights(self, model: str, artifact: str) -> StoredArtifact:
         """Return weights by ``<name>@<version>``. Raises ``ArtifactNotFound``."""
         found: StoredArtifact = await self._store("find_weights", model, artifact)
@@ -368,9 +380,13 @@ class CoordinatorClient:
         found: tuple[str, float | None] = await self._look("catalog_target", name)
         return found
 
-    async def catalog_upload(self, index: ModelIndex, replace: bool) -> UploadProgress:
-        """Begin or resume the upload of a model. Raises ``RkserveError``."""
-        begun: UploadProgress = await self._store("catalog_upload", index, replace)
+    async def catalog_upload(
+        self, index: ModelIndex, replace: bool, claim: DeclaredArtifact
+    ) -> UploadProgress:
+        """Begin or resume the upload of a model, whose weights ``claim`` declares. Raises
+        ``RkserveError``.
+        """
+        begun: UploadProgress = await self._store("catalog_upload", index, replace, claim)
         return begun
 
     async def catalog_piece(

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 from typing import Any
 
 import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from rkserve.cli.context import Exit
 from rkserve.models.files import simulated_adapter_flaw
+from rkserve.models.signing import make_manifest, signed_envelope
 from rkserve.native.sim import models
 from tests.support.cluster.fake_control import PARTLY, FakeControl, envelope, ok, stored
 from tests.support.http.terminal import Terminal
@@ -41,6 +44,46 @@ def test_push_uploads_and_rolls_out(
     assert out == "serving tone@v1: 2 of 2 boards, epoch 7, operation op-2\n"
     expected = {"version": "v1", "model": "m", "in_flight": "pin", "async": True, **sent}
     assert server.json(1) == expected
+
+
+def test_a_signed_adapter_is_pushed_by_its_file_alone(
+    server: FakeControl, rkserve: Terminal, tmp_path: Path
+) -> None:
+    file = tmp_path / "tone.rkllm"
+    file.write_bytes(b"weights")
+    digest = hashlib.sha256(b"weights").hexdigest()
+    stated = make_manifest(
+        kind="adapter", name="tone", version=3, sha256=digest, size=7, base={"model": "m"}
+    )
+    text = signed_envelope(stated, Ed25519PrivateKey.generate())
+    code, _, err = rkserve("lora", "push", str(file))
+    assert code == Exit.USAGE
+    assert "give --name, or a signed manifest" in err
+    (tmp_path / "tone.rkllm.manifest.json").write_text(text, encoding="utf-8")
+    server.on("POST /v1/lora_adapters", ok({"version": "v3", "model": "m", **envelope()}))
+    code, out, err = rkserve("lora", "push", str(file), "--no-activate", "--allow-older")
+    assert (code, err) == (0, "")
+    assert out.startswith("staged tone@v3: ")
+    query = server.asked[-1].url.params
+    assert (query["name"], query["manifest"], query["allow_older"]) == ("tone", text, "true")
+
+
+def test_the_list_shows_signed_versions(server: FakeControl, rkserve: Terminal) -> None:
+    def row(label: str, manifest: dict[str, Any] | None) -> dict[str, Any]:
+        known = {"role": "kept", "sha256": "ab" * 32, "bytes": 7, "boards": {}}
+        return {"label": label, "manifest": manifest, **known}
+
+    versions = [
+        row("tone@v3", {"version": 3, "key": "release", "key_id": "SHA256:a"}),
+        row("tone@v2", {"version": 2, "key": None, "key_id": None}),
+        row("tone@v1", None),
+    ]
+    listed = {"data": [{"name": "tone", "model": "m", "versions": versions}]}
+    server.on("GET /v1/lora_adapters", ok(listed))
+    lines = rkserve("lora", "list")[1].splitlines()
+    assert "3, release" in lines[1]
+    assert "2, not verified" in lines[2]
+    assert " no " in lines[3]
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from rkserve.client import (
     Progress,
     Pushed,
     PushedWeights,
+    SourceFailed,
     UnexpectedAnswer,
 )
 from tests.support.cluster.control_clients import ASKED, SLEEP, WAKE, Use, both
@@ -302,6 +303,46 @@ def test_what_an_adapter_fits_is_sent_with_it(server: FakeControl, run: Callable
     )
     query = server.asked[0].url.params
     assert (json.loads(query["parameters"]), query["base_digest"]) == (TENSORS, "cd" * 32)
+
+
+ENVELOPE = {"payload": "e30=", "payloadType": "x", "signatures": []}
+
+
+@both
+@pytest.mark.parametrize("way", ["beside", "beside in a folder", "a path", "its content"])
+def test_a_signed_manifest_is_sent_with_its_file(
+    server: FakeControl, run: Callable[..., Any], tmp_path: Path, way: str
+) -> None:
+    file = tmp_path / "adapter.rkllm"
+    file.write_bytes(b"x")
+    beside = "adapter.rkllm.manifest.json" if way.startswith("beside") else "other.json"
+    (tmp_path / beside).write_text(json.dumps(ENVELOPE, indent=2), encoding="utf-8")
+    source = tmp_path if way == "beside in a folder" else file
+    known = {"a path": tmp_path / beside, "its content": ENVELOPE}.get(way)
+    server.on("POST /v1/lora_adapters", ok({"version": "v1", "model": "m", **envelope()}))
+    run(
+        server,
+        lambda client: client.push_adapter(
+            source, "tone", manifest=known, allow_older=True, activate=False
+        ),
+    )
+    query = server.asked[0].url.params
+    assert query["manifest"] == json.dumps(ENVELOPE, separators=(",", ":"))
+    assert query["allow_older"] == "true"
+
+
+@both
+@pytest.mark.parametrize(
+    "content", [b"", b"[]", b"\xff", b"[" * 100_000, b'{"a":"' + b"x" * 9000 + b'"}']
+)
+def test_a_file_that_is_no_manifest_is_not_sent(
+    server: FakeControl, run: Callable[..., Any], tmp_path: Path, content: bytes
+) -> None:
+    (tmp_path / "m.rkllm").write_bytes(b"x")
+    (tmp_path / "m.rkllm.manifest.json").write_bytes(content)
+    with pytest.raises(SourceFailed, match=r"The manifest .*m\.rkllm\.manifest\.json"):
+        run(server, lambda client: client.push_weights(tmp_path / "m.rkllm"))
+    assert server.asked == []
 
 
 def sleeping(server: FakeControl) -> FakeControl:

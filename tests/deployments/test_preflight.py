@@ -359,6 +359,18 @@ def test_a_service_with_a_key_or_open_on_purpose_starts(
     assert not lacks_key(exposed(tmp_path, **args))
 
 
+def test_pinned_keys_that_cannot_be_read_are_found_before_the_start(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    file = written(tmp_path, configured(security={"trusted_keys_file": str(keys)}))
+    with pytest.raises(ConfigError, match=r"The keys in .*keys cannot be read"):
+        check_file(file, starts=True)
+    keys.write_text("ssh-rsa AAAA x\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match="keys, line 1: not a key"):
+        check_file(file, starts=True)
+    keys.write_text("# none yet\n", encoding="utf-8")
+    check_file(file, starts=True)
+
+
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost"])
 def test_a_service_of_this_machine_needs_no_key(tmp_path: Path, host: str) -> None:
     assert not lacks_key(exposed(tmp_path, host))

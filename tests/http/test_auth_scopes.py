@@ -99,6 +99,45 @@ def test_keys_are_for_those_with_the_scope_admin_alone() -> None:
     assert found == {Access.ADMIN}
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/lora_adapters", {"name": "tone", "path": "/srv/x"}),
+        ("/v1/weights", {"path": "/srv/x"}),
+        (
+            "/v1/catalog/models",
+            {
+                "name": "chat",
+                "piece_bytes": 4096,
+                "files": [
+                    {"path": "m.rkllm", "bytes": 1, "sha256": "0" * 64, "pieces": ["0" * 64]}
+                ],
+            },
+        ),
+    ],
+    ids=["adapters", "weights", "models"],
+)
+def test_only_an_admin_may_send_an_older_signed_version(
+    of: ReferenceHouse, path: str, body: dict[str, Any]
+) -> None:
+    of.framework.state.gate = Gate(of.service.keys)  # no wrong keys yet
+
+    async def ask() -> dict[str, tuple[int, str]]:
+        transport = httpx.ASGITransport(of.app, client=(NETWORK, 1))
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            found = {}
+            for caller in ("operate", "admin", "configured admin"):
+                sent = {**body, "allow_older": True}
+                one = await client.post(path, json=sent, headers=headers_of(caller))
+                found[caller] = one.status_code, one.text
+            return found
+
+    said = run_loop(ask())
+    assert said["operate"][0] == 403
+    assert "'allow_older' needs a key with the scope 'admin'" in said["operate"][1]
+    assert said["admin"][0] == said["configured admin"][0] == 200, said
+
+
 @pytest.mark.parametrize("one", [e for e in ENDPOINTS if e.access is not Access.OPEN], ids=ident)
 def test_a_route_admits_the_callers_of_its_scopes_and_no_other(
     of: ReferenceHouse, one: Endpoint

@@ -50,7 +50,9 @@ def house_of(catalog: ModelCatalog, boards: FakeBoards | None = None, **config: 
     head = FakeHead(
         says={
             "catalog_models": catalog.models,
-            "catalog_upload": lambda index, replace: catalog.upload_begin(index, replace=replace),
+            "catalog_upload": lambda index, replace, _: catalog.upload_begin(
+                index, replace=replace
+            ),
             "catalog_piece": catalog.upload_piece,
             "catalog_end": catalog.upload_end,
             "catalog_target": lambda name: (catalog.platform(name), 5e6),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,12 @@ import pytest
 from pydantic import SecretStr
 
 from rkserve.config.router import RouterConfig
-from rkserve.control.calls import DeclaredArtifact, OperationKind, OperationRequest
+from rkserve.control.calls import (
+    AcceptedManifest,
+    DeclaredArtifact,
+    OperationKind,
+    OperationRequest,
+)
 from rkserve.control.operations import (
     BoardOutcome,
     ControlError,
@@ -593,6 +599,55 @@ def test_an_upload_is_streamed_in_parts_staged_and_rolled_out() -> None:
     assert told["kind"] == "adapter_rollout"
     assert told["staging"]["kind"] == "adapter_stage"
     assert told["staging"]["results"]["a"]["status"] == "staged"
+
+
+@pytest.mark.parametrize("way", ["query", "body"])
+def test_a_manifest_reaches_the_coordinator_as_it_was_sent(way: str) -> None:
+    envelope = {"payload": "e30=", "payloadType": "x", "signatures": [{"keyid": "", "sig": ""}]}
+    of = house()
+    if way == "query":
+        params = {"name": "tone", "manifest": json.dumps(envelope), "activate": "false"}
+        response = send(of, "POST", ADAPTERS, params=params, content=b"x", headers=OCTETS)
+        ((claim,),) = [args for method, args in of.head.asked if method == "upload_begin"]
+    else:
+        body = {"name": "tone", "path": "/srv/x", "manifest": envelope, "activate": False}
+        response = send(of, "POST", ADAPTERS, json=body)
+        (claim,) = [args[2] for method, args in of.head.asked if method == "register"]
+    assert response.status_code == 200, response.text
+    assert json.loads(claim.manifest) == envelope
+    assert claim.who == "local 127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    ("manifest", "words"),
+    [
+        pytest.param({"payload": "x" * 8192}, "has 8206 characters; the limit is 8192", id="long"),
+        pytest.param(7, "expected a DSSE envelope", id="a number"),
+        pytest.param([], "expected a DSSE envelope", id="a list"),
+    ],
+)
+def test_a_manifest_that_is_none_is_a_400(manifest: Any, words: str) -> None:
+    of = house()
+    body = {"name": "tone", "path": "/srv/x", "manifest": manifest}
+    response = send(of, "POST", ADAPTERS, json=body)
+    assert response.status_code == 400
+    assert words in response.json()["error"]["message"]
+    assert of.head.asked == []
+
+
+def test_the_list_of_adapters_has_the_signed_version_and_its_key() -> None:
+    tone = line()
+    assert tone.active is not None
+    accepted = AcceptedManifest("sim-chat", "tone", 7, "adapter", "SHA256:abc", "release")
+    known = {tone.active.digest: (accepted,)}
+    of = house(desired=Desired(4, lines=(tone,)), says={"manifests": lambda _: known})
+    (entry,) = send(of, "GET", ADAPTERS).json()["data"]
+    assert [one["manifest"] for one in entry["versions"]] == [
+        {"version": 7, "key": "release", "key_id": "SHA256:abc"}
+    ]
+    of.head.says["manifests"] = {}
+    (entry,) = send(of, "GET", ADAPTERS).json()["data"]
+    assert [one["manifest"] for one in entry["versions"]] == [None]
 
 
 @pytest.mark.parametrize("announced", [True, False], ids=["announced", "chunked"])

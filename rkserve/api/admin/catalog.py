@@ -7,8 +7,10 @@ from collections.abc import Iterable
 from pydantic import Field, ValidationError
 from typing_extensions import TypedDict
 
+from rkserve.api.admin.lora import MANIFEST_MEANS, OLDER_MEANS, SignedManifest
 from rkserve.api.admin.query import Name
 from rkserve.api.json.schemas import Count, RequestModel
+from rkserve.control.calls import DeclaredArtifact
 from rkserve.core.board_report import BoardReport, BoardState, ModelCopy
 from rkserve.core.errors import RequestError
 from rkserve.models.incoming import UploadProgress
@@ -33,16 +35,33 @@ class PushBody(RequestModel):
     )
     files: list[PushedFile] = Field(description="The model's files.")
     replace: bool = Field(False, description="Whether to replace another model of that name.")
+    manifest: SignedManifest = Field("", description=MANIFEST_MEANS)
+    allow_older: bool = Field(False, description=OLDER_MEANS)
 
     def index(self) -> ModelIndex:
         """Return the index. Raises ``RequestError`` if names or pieces do not fit."""
         try:
-            return ModelIndex.model_validate(self.model_dump(exclude={"replace"}))
+            return ModelIndex.model_validate(
+                self.model_dump(include={"name", "piece_bytes", "files"})
+            )
         except ValidationError as exc:
             first = exc.errors(include_url=False)[0]
             path = ".".join(str(part) for part in first["loc"]) or "files"
             why = first["msg"].removeprefix("Value error, ")
             raise RequestError(f"Invalid '{path}': {why}.", path) from None
+
+    def claim(self, who: str) -> DeclaredArtifact:
+        """Return the model's folder as a caller declares it."""
+        return DeclaredArtifact(
+            self.name,
+            None,
+            self.name,
+            base=True,
+            folder=True,
+            manifest=self.manifest or None,
+            allow_older=self.allow_older,
+            who=who,
+        )
 
 
 class PieceQuery(RequestModel):

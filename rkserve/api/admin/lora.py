@@ -5,7 +5,8 @@ The models state names, ranges and meanings; files and boards are not known here
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import json
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
@@ -25,11 +26,17 @@ from rkserve.api.admin.pause import ONLY_FALSE, CallOptions, ControlBody, refuse
 from rkserve.api.admin.query import ParameterKind
 from rkserve.api.json.fields import MAX_NAMED, MAX_OBSERVE_S, MAX_PATH_CHARS, JsonObject, quoted
 from rkserve.api.json.schemas import Count, one_of
-from rkserve.control.calls import AdapterRolloutAction, DeclaredArtifact, Strategy
+from rkserve.control.calls import (
+    AcceptedManifest,
+    AdapterRolloutAction,
+    ArtifactMetadata,
+    DeclaredArtifact,
+    Strategy,
+)
 from rkserve.core.board_report import AdapterTrial, BoardReport, TrialVerdict
 from rkserve.core.desired_state import AdapterVersion, AdapterVersions, Desired, InFlight
 from rkserve.core.errors import RequestError
-from rkserve.core.files import NAME
+from rkserve.core.files import MANIFEST_MAX_CHARS, NAME
 from rkserve.models.files import Parameter, read_parameters
 
 MAX_SCALE = 100  # as in manifest.json
@@ -91,6 +98,18 @@ def _parameters(given: object) -> tuple[Parameter, ...]:
     return read_parameters(given, "parameters")
 
 
+def _envelope(given: object) -> str:
+    """Return the envelope of a manifest as text; the Coordinator reads it."""
+    if not isinstance(given, str | dict):
+        raise RequestError("Invalid 'manifest': expected a DSSE envelope.", "manifest")
+    text = given if isinstance(given, str) else json.dumps(given, separators=(",", ":"))
+    if len(text) > MANIFEST_MAX_CHARS:
+        raise RequestError(
+            f"'manifest' has {len(text)} characters; the limit is {MANIFEST_MAX_CHARS}.", "manifest"
+        )
+    return text
+
+
 ArtifactName = Annotated[
     str,
     AfterValidator(lambda name, info: check_name(name, info.field_name)),
@@ -104,6 +123,27 @@ Parameters = Annotated[
     WithJsonSchema({"anyOf": [PARAMETERS, {"type": "string"}]}),
     ParameterKind.TEXT,
 ]
+SignedManifest = Annotated[
+    str,
+    PlainValidator(_envelope),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {
+                    "type": "object",
+                    "properties": {
+                        "payload": {"type": "string"},
+                        "payloadType": {"type": "string"},
+                        "signatures": {"type": "array", "items": {"type": "object"}},
+                    },
+                    "required": ["payload", "payloadType", "signatures"],
+                },
+                {"type": "string", "maxLength": MANIFEST_MAX_CHARS},
+            ]
+        }
+    ),
+    ParameterKind.TEXT,
+]
 Scale = Annotated[float, Field(gt=0, le=MAX_SCALE)]
 Share = Annotated[float, Field(gt=0, le=1)]
 Boards = Annotated[int, Field(ge=1, le=MAX_NAMED)]
@@ -115,6 +155,8 @@ SCALE_MEANS = "The strength with which it is applied; the default is 1."
 PATH_MEANS = "Where the file is on the head."
 URL_MEANS = "Where the file is fetched from."
 SIZE_MEANS = "How long the file is."
+MANIFEST_MEANS = "Its signed manifest, a DSSE envelope; in a query as JSON."
+OLDER_MEANS = "Take a lower version than the highest signed one; needs the scope `admin`."
 TENSORS_MEAN = "The tensors in the file; in a query as JSON."
 IN_FLIGHT_MEANS = "What becomes of requests that run with the version before."
 BOARDS_MEAN = "Boards that may load at once."
@@ -183,9 +225,11 @@ class AdapterBody(RolloutBody):
     parameters: Parameters = Field((), description=TENSORS_MEAN)
     activate: bool = Field(True, description="Whether it is served at once; the default.")
     force: bool = Field(False, description="Try a content again that failed its trial before.")
+    manifest: SignedManifest = Field("", description=MANIFEST_MEANS)
+    allow_older: bool = Field(False, description=OLDER_MEANS)
 
-    def claim(self, model: str, size_bytes: int | None = None) -> DeclaredArtifact:
-        """Return the file that is declared."""
+    def claim(self, model: str, size_bytes: int | None = None, who: str = "") -> DeclaredArtifact:
+        """Return the file that is declared by a caller."""
         return DeclaredArtifact(
             self.name,
             self.version,
@@ -194,6 +238,9 @@ class AdapterBody(RolloutBody):
             self.sha256,
             parameters=self.parameters,
             base_digest=self.base_digest,
+            manifest=self.manifest or None,
+            allow_older=self.allow_older,
+            who=who,
         )
 
     @property
@@ -299,6 +346,14 @@ class AdapterBoardEntry(TypedDict):
     loaded: bool
 
 
+class AdapterManifestEntry(TypedDict):
+    """The manifest that a version came with; without a key no signature was verified."""
+
+    version: int
+    key: str | None
+    key_id: str | None
+
+
 class AdapterVersionEntry(TypedDict):
     """One version of an adapter."""
 
@@ -310,6 +365,7 @@ class AdapterVersionEntry(TypedDict):
     scale: float
     key: str
     trial: Annotated[str, one_of(TrialVerdict)] | None
+    manifest: AdapterManifestEntry | None
     boards: dict[str, AdapterBoardEntry]
 
 
@@ -400,15 +456,26 @@ class AdapterSuccessAnswer(TypedDict):
     error_message: str | None
 
 
+Manifests = Mapping[str, tuple[AcceptedManifest, ...]]
+
+
 def lines_list(
-    desired: Desired, boards: Iterable[BoardReport], models: Iterable[str]
+    desired: Desired,
+    boards: Iterable[BoardReport],
+    models: Iterable[str],
+    manifests: Manifests,
 ) -> AdaptersAnswer:
-    """Return the answer of GET /v1/lora_adapters: every version, and which boards have it."""
+    """Return the answer of GET /v1/lora_adapters: every version, and which boards have it.
+
+    ``manifests`` are those of each content.
+    """
     known, wanted = list(boards), set(models)
     return {
         "object": "list",
         "epoch": desired.epoch,
-        "data": [_line(desired, line, known) for line in desired.lines if line.model in wanted],
+        "data": [
+            _line(desired, line, known, manifests) for line in desired.lines if line.model in wanted
+        ],
         "trials": [_trial(one) for one in reversed(desired.trials) if one.model in wanted],
     }
 
@@ -428,7 +495,9 @@ def _trial(found: AdapterTrial) -> AdapterTrialEntry:
     }
 
 
-def _line(desired: Desired, line: AdapterVersions, boards: list[BoardReport]) -> AdapterEntry:
+def _line(
+    desired: Desired, line: AdapterVersions, boards: list[BoardReport], manifests: Manifests
+) -> AdapterEntry:
     serving = [board for board in boards if board.model == line.model]
     return {
         "name": line.name,
@@ -440,12 +509,19 @@ def _line(desired: Desired, line: AdapterVersions, boards: list[BoardReport]) ->
         "weight": line.weight,
         "switched": list(line.switched),
         "in_flight": line.in_flight.value,
-        "versions": [_version_row(desired, line, one, serving) for one in line.versions],
+        "versions": [
+            _version_row(desired, line, one, serving, manifests.get(one.digest, ()))
+            for one in line.versions
+        ],
     }
 
 
 def _version_row(
-    desired: Desired, line: AdapterVersions, version: AdapterVersion, boards: list[BoardReport]
+    desired: Desired,
+    line: AdapterVersions,
+    version: AdapterVersion,
+    boards: list[BoardReport],
+    manifests: tuple[AcceptedManifest, ...],
 ) -> AdapterVersionEntry:
     ref, trial = version.ref, desired.trial(line.model, version)
     return {
@@ -457,11 +533,18 @@ def _version_row(
         "scale": ref.scale,
         "key": ref.key,
         "trial": None if trial is None else trial.verdict.value,
+        "manifest": _manifest(ArtifactMetadata(manifests=manifests).manifest(line.model, ref.name)),
         "boards": {
             board.board_id: {"staged": ref.key in board.staged, "loaded": ref.key in board.adapters}
             for board in boards
         },
     }
+
+
+def _manifest(found: AcceptedManifest | None) -> AdapterManifestEntry | None:
+    if found is None:
+        return None
+    return {"version": found.version, "key": found.key_name, "key_id": found.key_id}
 
 
 def _role(line: AdapterVersions, version: AdapterVersion) -> str:

@@ -74,13 +74,15 @@ _KIND_OF_TYPE = {
 class ControlRequest:
     """A request as received. ``query`` holds the decoded pairs of the query string in order.
 
-    ``key`` is the idempotency key; ``who`` names the caller in the audit log.
+    ``key`` is the idempotency key; ``who`` names the caller in the audit log, and ``admin`` tells
+    that the caller has the scope ``admin``.
     """
 
     query: tuple[tuple[str, str], ...] = ()
     body: bytes = b""
     key: str | None = None
     who: str = ""
+    admin: bool = False
 
     def read(self, model: type[M]) -> M:
         """Return the parameters as a model.

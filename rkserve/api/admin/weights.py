@@ -20,6 +20,8 @@ from typing_extensions import NotRequired, TypedDict
 from rkserve.api.admin.lora import (
     BOARDS_MEAN,
     IN_FLIGHT_MEANS,
+    MANIFEST_MEANS,
+    OLDER_MEANS,
     ONE_SOURCE,
     PARAMETERS,
     PATH_MEANS,
@@ -34,6 +36,7 @@ from rkserve.api.admin.lora import (
     Handling,
     Parameters,
     Place,
+    SignedManifest,
     source_of,
 )
 from rkserve.api.admin.operations import ACCEPTED, Envelope
@@ -161,14 +164,16 @@ class NewWeightsBody(ControlBody):
     path: Place | None = Field(None, description=PATH_MEANS)
     url: Place | None = Field(None, description=URL_MEANS)
     parameters: Parameters = Field((), description=TENSORS_MEAN)
+    manifest: SignedManifest = Field("", description=MANIFEST_MEANS)
+    allow_older: bool = Field(False, description=OLDER_MEANS)
 
     @property
     def source(self) -> tuple[str, str]:
         """``path`` or ``url``, and which."""
         return source_of(self.path, self.url)
 
-    def claim(self, model: str, size_bytes: int | None) -> DeclaredArtifact:
-        """Return the file that is declared."""
+    def claim(self, model: str, size_bytes: int | None, who: str = "") -> DeclaredArtifact:
+        """Return the file that is declared by a caller."""
         return DeclaredArtifact(
             model,
             self.version,
@@ -177,6 +182,9 @@ class NewWeightsBody(ControlBody):
             self.sha256,
             base=True,
             parameters=self.parameters,
+            manifest=self.manifest or None,
+            allow_older=self.allow_older,
+            who=who,
         )
 
 

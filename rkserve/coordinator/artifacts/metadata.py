@@ -21,10 +21,26 @@ from typing import Any
 from pydantic import ValidationError
 
 from rkserve.config.serve_config import explain
-from rkserve.control.calls import ArtifactMetadata, DeclaredArtifact
+from rkserve.control.calls import AcceptedManifest, ArtifactMetadata, DeclaredArtifact
+from rkserve.coordinator.artifacts.sources import adapter_in, open_path
 from rkserve.core.desired_state import BaseVersion
-from rkserve.core.errors import ArtifactNotFound, ArtifactRefused, ConfigError, RequestError
-from rkserve.core.files import DIGEST, NAME, CachedDigest, sync, write_private
+from rkserve.core.errors import (
+    ArtifactNotFound,
+    ArtifactRefused,
+    ConfigError,
+    ManifestInvalid,
+    ManifestMismatch,
+    RequestError,
+)
+from rkserve.core.files import (
+    DIGEST,
+    MANIFEST_MAX_CHARS,
+    NAME,
+    SIGNED_SUFFIX,
+    CachedDigest,
+    sync,
+    write_private,
+)
 from rkserve.models.adapters import Manifest
 from rkserve.models.files import (
     UnfitWeights,
@@ -130,6 +146,7 @@ def _read(content: Any) -> ArtifactMetadata:
         read_parameters(content["parameters"], "parameters"),
         content["base_digest"],
         tuple(content["labels"]),
+        tuple(AcceptedManifest(**one) for one in content.get("manifests", ())),  # of an earlier one
     )
     if not all(isinstance(one, str) for one in found.labels):
         raise TypeError("a label is no string")
@@ -165,9 +182,22 @@ def read_manifest(given: Mapping[str, Any] | None) -> Manifest:
 def require_size(declared: DeclaredArtifact, size_bytes: int) -> None:
     """Raise ``ArtifactRefused`` if more bytes arrived than declared."""
     if declared.size_bytes is not None and size_bytes > declared.size_bytes:
-        raise ArtifactRefused(
+        raise _refusal(declared)(
             f"More bytes come than the {declared.size_bytes} that were announced.", "size_bytes"
         )
+
+
+def compare_size(declared: DeclaredArtifact, size_bytes: int) -> None:
+    """Raise ``ArtifactRefused`` for a file of another size than declared."""
+    if declared.size_bytes not in (None, size_bytes):
+        raise _refusal(declared)(
+            f"size_bytes is declared as {declared.size_bytes}, but is {size_bytes}.", "size_bytes"
+        )
+
+
+def _refusal(declared: DeclaredArtifact) -> type[ArtifactRefused]:
+    """Return the error for a file that is not as declared, by its manifest if it has one."""
+    return ArtifactRefused if declared.accepted is None else ManifestMismatch
 
 
 def compare(declared: DeclaredArtifact, manifest: Manifest, size_bytes: int, digest: str) -> None:
@@ -182,7 +212,7 @@ def compare(declared: DeclaredArtifact, manifest: Manifest, size_bytes: int, dig
         ("base_model", manifest.base_model, declared.model),
     ):
         if claimed is not None and claimed != found:
-            raise ArtifactRefused(f"{key} is declared as {claimed}, but is {found}.", key)
+            raise _refusal(declared)(f"{key} is declared as {claimed}, but is {found}.", key)
 
 
 log = logging.getLogger(__name__)
@@ -290,3 +320,40 @@ def model_in(folder: Path) -> Path:
     if found is None:
         raise ArtifactNotFound("That folder holds no *.rkllm file.", "model_path")
     return found
+
+
+def manifest_beside(place: str, allowed: tuple[Path, ...], *, base: bool) -> str | None:
+    """Return the envelope beside a file that a path leads to, None if there is none.
+
+    Raises:
+        ArtifactRefused: it lies in no allowed folder, or is too large or no text.
+    """
+    file_in = model_in if base else adapter_in
+    path = Path(place)
+    if path.is_absolute() and _is_folder(path, allowed):
+        path = file_in(path)
+    try:
+        with open_path(f"{path}{SIGNED_SUFFIX}", allowed, file_in) as source:
+            if (source.size_bytes or 0) > MANIFEST_MAX_CHARS:
+                raise ManifestInvalid(
+                    f"{path.name}{SIGNED_SUFFIX} has {source.size_bytes} bytes; the limit is "
+                    f"{MANIFEST_MAX_CHARS}.",
+                    "manifest",
+                )
+            return b"".join(source.blocks).decode("utf-8").strip()
+    except ArtifactNotFound:
+        return None
+    except (OSError, UnicodeDecodeError) as exc:
+        raise ManifestInvalid(
+            f"{path.name}{SIGNED_SUFFIX} cannot be read: {exc}.", "manifest"
+        ) from exc
+
+
+def _is_folder(path: Path, allowed: tuple[Path, ...]) -> bool:
+    """Return whether a path leads to a folder within an allowed one; others stay unknown."""
+    try:
+        real = path.resolve()
+        within = any(real.is_relative_to(one.expanduser().resolve()) for one in allowed)
+        return within and real.is_dir()
+    except (OSError, RuntimeError, ValueError):  # a link to itself, or a name that is none
+        return False

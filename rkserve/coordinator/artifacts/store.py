@@ -23,6 +23,8 @@ from rkserve.coordinator.artifacts.metadata import (
     MetadataFolder,
     checked,
     compare,
+    compare_size,
+    manifest_beside,
     model_in,
     read_manifest,
     require_size,
@@ -96,6 +98,9 @@ class ArtifactStore:
         self._rules = rules
         self._now_s = now_s
         self._free = free
+        # Called with each file that came with a checked manifest, and its digest, after their
+        # comparison and before the file is kept; it may raise.
+        self.accept: Callable[[DeclaredArtifact, str], None] | None = None
         self._lock = threading.RLock()
         self._uploads: dict[str, _Upload] = {}
         self._kept_s: dict[str, float] = {}  # the time of a file's last upload, or of the start
@@ -169,10 +174,19 @@ class ArtifactStore:
             self._coming(upload)  # it may have been ended while another thread wrote
             try:
                 found = read_manifest(manifest)
-                compare(coming.declared, found, coming.size_bytes, coming.digest.hexdigest())
+                digest = coming.digest.hexdigest()
+                compare(coming.declared, found, coming.size_bytes, digest)
+                if coming.declared.accepted is not None and self.accept is not None:
+                    self.accept(coming.declared, digest)
                 return coming, self._keep(coming), found.scale
             finally:
                 self.upload_abort(upload)
+
+    def declared(self, upload: str) -> DeclaredArtifact | None:
+        """Return the declaration of an upload that goes on."""
+        with self._lock:
+            coming = self._uploads.get(upload)
+        return None if coming is None else coming.declared
 
     def upload_abort(self, upload: str) -> bool:
         """Remove an upload; False if there is none."""
@@ -218,6 +232,22 @@ class ArtifactStore:
         with opened as source:
             made = _artifact(*self._take(source, declared, scale))
         return self._own.unless_own(made) if isinstance(made, BaseVersion) else made
+
+    def located(self, kind: str, place: str, declared: DeclaredArtifact) -> DeclaredArtifact | None:
+        """Return the declaration of a file to register, with the manifest that lies beside it
+        (``FILE.manifest.json``) if it has none; None is base weights in the model's own folder.
+
+        Raises:
+            ArtifactRefused: as ``open_path`` does for the file, or the manifest is too large.
+        """
+        if kind != "path":
+            return declared
+        if declared.base and self._own.leads_there(place, declared.model):
+            return None
+        if declared.manifest is not None:
+            return declared
+        text = manifest_beside(place, self._rules.allowed_paths, base=declared.base)
+        return replace(declared, manifest=text)
 
     # -- what is there ------------------------------------------------------------------------
 
@@ -340,7 +370,9 @@ class ArtifactStore:
         self, source: Source, declared: DeclaredArtifact, scale: float = 1.0
     ) -> tuple[_Upload, str, float]:
         """Store the file of a source, as an upload by this process."""
-        sized = replace(declared, size_bytes=source.size_bytes)
+        if declared.accepted is not None and source.size_bytes is not None:
+            compare_size(declared, source.size_bytes)
+        sized = declared if declared.accepted else replace(declared, size_bytes=source.size_bytes)
         key = self._begin(sized)
         try:
             for block in source.blocks:
@@ -415,8 +447,10 @@ class ArtifactStore:
                 labels = (
                     (f"{declared.model}@{_version_of(declared, digest)}",) if declared.base else ()
                 )
+                accepted = () if declared.accepted is None else (declared.accepted,)
                 self._facts.add(
-                    digest, ArtifactMetadata(declared.parameters, declared.base_digest, labels)
+                    digest,
+                    ArtifactMetadata(declared.parameters, declared.base_digest, labels, accepted),
                 )
                 coming.path.replace(self._path(digest))
                 self._kept_s[digest] = self._now_s()

@@ -46,6 +46,7 @@ from rkserve.coordinator.operations.operation_run import (
 )
 from rkserve.coordinator.operations.rollout import RolloutRunner
 from rkserve.coordinator.operations.trials import TRIAL_S, AdapterTrials, TrialOutcome
+from rkserve.coordinator.operations.trust import ArtifactTrust
 from rkserve.core.board_report import BoardState
 from rkserve.core.desired_state import AdapterVersion, Artifact, Desired, Scope
 from rkserve.core.errors import AdapterNotFound, OperationConflict
@@ -63,9 +64,11 @@ class AdapterOperations:
         garbage_collector: GarbageCollector,
         require_fit: RequireFit,
         trials: AdapterTrials,
+        trust: ArtifactTrust,
     ) -> None:
         """``require_fit`` raises for a version that was trained on other base weights."""
         self._trials = trials
+        self._trust = trust
         self._require_fit = require_fit
         self._store = store
         self._garbage_collector = garbage_collector
@@ -86,6 +89,7 @@ class AdapterOperations:
         run.applied = line is None or version not in line.versions
         trial = TrialOutcome()
         if run.applied:
+            self._trust.require(self._store.facts(version.digest), model, version.ref.name)
             self._trials.check(run, model, version, force=asked.force)
         run.allow(run.context.config.stage_timeout_s + TRIAL_S)
         run.begin(Phase.STAGING)

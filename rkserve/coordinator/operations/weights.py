@@ -13,6 +13,7 @@ from dataclasses import replace
 from rkserve.api.admin.weights import own_digest
 from rkserve.control import weight_changes
 from rkserve.control.calls import (
+    MODEL,
     AnyAction,
     ModelAction,
     OperationKind,
@@ -32,6 +33,7 @@ from rkserve.coordinator.operations.operation_run import (
     OperationRun,
 )
 from rkserve.coordinator.operations.rollout import LOAD_S, RolloutRunner
+from rkserve.coordinator.operations.trust import ArtifactTrust
 from rkserve.core.desired_state import (
     AdapterVersion,
     Artifact,
@@ -54,9 +56,10 @@ SPARE_S = 60.0
 class WeightOperations:
     """The handlers. Use it from one event loop."""
 
-    def __init__(self, store: FileStore, roster: Roster) -> None:
+    def __init__(self, store: FileStore, roster: Roster, trust: ArtifactTrust) -> None:
         self._store = store
         self._roster = roster
+        self._trust = trust
 
     def find(self, desired: Desired, model: str, artifact: str) -> StoredArtifact:
         """Return the artifact named ``<adapter>@<version>`` or ``<model>@<version>``. It may read a
@@ -65,6 +68,7 @@ class WeightOperations:
         Raises:
             ArtifactNotFound: nothing of that name is staged, or in the head's store.
             ArtifactRefused: it was trained on other base weights than the model has.
+            SignatureRequired: it is base weights without the signature that the rules want.
         """
         name, _, version = artifact.rpartition("@")
         if not name or not version:
@@ -77,6 +81,8 @@ class WeightOperations:
         else:
             found = _staged(desired, model, name, version)
         facts = self._store.facts(found.digest)
+        if name == model:
+            self._trust.require(facts, model, model, MODEL)
         self.learn(model)
         self.require_base(desired, model, facts.base_digest)
         return StoredArtifact(found, facts.parameters)
@@ -174,6 +180,8 @@ class WeightOperations:
         """Have boards load other base weights one by one, or for an update all at once."""
         model, version, before = asked.model, asked.artifact, run.context.state.desired
         boards = _boards(run.context, model)
+        if version is not None:
+            self._trust.require(self._store.facts(version.digest), model, model, MODEL)
         at_once = isinstance(asked, WeightUpdateAction)
         step, unavailable = (
             (asked.step, 1)

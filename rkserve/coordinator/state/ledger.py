@@ -1,5 +1,5 @@
-"""The Coordinator's durable records on the head's disk: desired state, API keys, operations with
-their idempotency keys, and the audit log.
+"""The Coordinator's durable records on the head's disk: desired state, API keys, the highest signed
+versions, operations with their idempotency keys, and the audit log.
 
 One SQLite file with one writer. Every call returns after the data is on the disk: nothing may be
 sent to a board that a power cut could undo. Calls block for one synchronous write; the Coordinator
@@ -76,6 +76,11 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
         "revision INTEGER NOT NULL)",
         "CREATE TABLE api_key_calls (number INTEGER PRIMARY KEY AUTOINCREMENT, "
         "key TEXT NOT NULL UNIQUE, fingerprint TEXT NOT NULL, value TEXT NOT NULL)",
+    ),
+    (
+        "CREATE TABLE signed_versions (model TEXT NOT NULL, name TEXT NOT NULL, "
+        "kind TEXT NOT NULL, key_id TEXT NOT NULL, version INTEGER NOT NULL, "
+        "digest TEXT NOT NULL, PRIMARY KEY (model, name, kind, key_id))",
     ),
 )
 

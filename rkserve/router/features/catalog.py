@@ -23,6 +23,7 @@ from rkserve.api.admin.query import ControlRequest
 from rkserve.core.board_report import BoardReport, CopyState, ModelCopy
 from rkserve.core.errors import BoardFailed, RkserveError
 from rkserve.fleet.board_table import BoardAddress
+from rkserve.router.features.weights import require_admin
 from rkserve.router.service import Service
 
 PREFETCH_S = 10.0  # a board answers at once, and goes on by itself
@@ -54,7 +55,9 @@ class Catalog:
     async def begin(self, asked: ControlRequest) -> UploadAnswer:
         """Begin an upload, or resume one."""
         push = asked.read(PushBody)
-        return upload_answer(await self._cluster.catalog_upload(push.index(), push.replace))
+        require_admin(asked, older=push.allow_older)
+        index, claim = push.index(), push.claim(asked.who)
+        return upload_answer(await self._cluster.catalog_upload(index, push.replace, claim))
 
     async def piece(self, asked: ControlRequest, name: str, data: bytes) -> int:
         """Write a piece; return the bytes that are there."""

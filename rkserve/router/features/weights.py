@@ -46,7 +46,13 @@ from rkserve.control.calls import (
 )
 from rkserve.control.operations import ControlOperation, OperationOutcome, OperationState
 from rkserve.core.desired_state import AdapterVersion, Artifact, BaseVersion, Scope
-from rkserve.core.errors import AdapterExists, AdapterNotFound, ArtifactNotFound, RequestError
+from rkserve.core.errors import (
+    AdapterExists,
+    AdapterNotFound,
+    ArtifactNotFound,
+    Forbidden,
+    RequestError,
+)
 from rkserve.router.features.operations import AdminAnswer, Operations, made
 from rkserve.router.service import Service
 
@@ -79,8 +85,10 @@ class Adapters:
         model = self._operations.one_model(asked)
         models = self._service.fleet.models if model is None else [model]
         await self._operations.look()
-        desired = self._cluster.desired
-        return AdminAnswer(OK, lines_list(desired, self._service.fleet.reports(model), models))
+        desired, reports = self._cluster.desired, self._service.fleet.reports(model)
+        versions = [one for line in desired.lines for one in line.versions]
+        manifests = await self._cluster.manifests({one.digest for one in versions})
+        return AdminAnswer(OK, lines_list(desired, reports, models, manifests))
 
     # -- new versions -------------------------------------------------------------------------
 
@@ -89,8 +97,9 @@ class Adapters:
     ) -> AdminAnswer:
         """Store an uploaded file; ``announced`` is the length given by the client."""
         push = ControlRequest(asked.query).read(UploadBody)
+        require_admin(asked, older=push.allow_older)
         model = self._model_for(push)
-        claim = push.claim(model, _size(push.size, announced))
+        claim = push.claim(model, _size(push.size, announced), asked.who)
         version = await self._cluster.upload(
             parts, claim, {"scale": push.scale, "base_model": model}
         )
@@ -100,6 +109,7 @@ class Adapters:
     async def register(self, asked: ControlRequest) -> AdminAnswer:
         """Register a file by path or URL."""
         push = asked.read(RegisterBody)
+        require_admin(asked, older=push.allow_older)
         return _answer_of(await self._registered(push, self._model_for(push), asked))
 
     async def load(self, asked: ControlRequest) -> AdminAnswer:
@@ -142,7 +152,8 @@ class Adapters:
         return (await self._registered(call.push, model, asked)).last
 
     async def _registered(self, push: RegisterBody, model: str, asked: ControlRequest) -> _Pushed:
-        version = await self._cluster.register(*push.source, push.claim(model), push.scale)
+        claim = push.claim(model, who=asked.who)
+        version = await self._cluster.register(*push.source, claim, push.scale)
         assert isinstance(version, AdapterVersion)  # so says the claim
         return await self._bring(push, model, version, asked)
 
@@ -268,6 +279,12 @@ def _staging_key(asked: ControlRequest) -> str | None:
     return None if asked.key is None else f"{asked.key}:stage"
 
 
+def require_admin(asked: ControlRequest, *, older: bool) -> None:
+    """Raise ``Forbidden`` for a lower signed version, unless the caller may do everything."""
+    if older and not asked.admin:
+        raise Forbidden("'allow_older' needs a key with the scope 'admin'.", "allow_older")
+
+
 def _size(declared: int | None, announced: int | None) -> int | None:
     """Return the length of an upload. Raises ``RequestError`` for two different ones."""
     if None not in (declared, announced) and declared != announced:
@@ -386,16 +403,16 @@ class WeightsControl:
         earlier = await self._earlier(asked, RebaseAction)
         if earlier is not None:
             return _content(earlier)
-        base = await self._found(update.model_path, model)
+        base = await self._found(update.model_path, model, asked.who)
         if base is None:
             return {"digest": None, "size_bytes": None}
         return {"digest": base.digest, "size_bytes": base.size_bytes}
 
-    async def _found(self, place: str, model: str) -> BaseVersion | None:
+    async def _found(self, place: str, model: str, who: str) -> BaseVersion | None:
         if place == OWN:
             return None
         if "/" in place:
-            claim = DeclaredArtifact(model, None, model, base=True)
+            claim = DeclaredArtifact(model, None, model, base=True, who=who)
             return _base(await self._cluster.register("path", place, claim))
         if place.rpartition("@")[0] != model:
             raise ArtifactNotFound(
@@ -412,8 +429,9 @@ class WeightsControl:
     async def register(self, asked: ControlRequest) -> AdminAnswer:
         """Register base weights by path or URL."""
         new = read_weights(asked, from_body=False)
+        require_admin(asked, older=new.allow_older)
         model = self._operations.one_of(new.terms.models)
-        base = await self._cluster.register(*new.source, new.claim(model, new.size))
+        base = await self._cluster.register(*new.source, new.claim(model, new.size, asked.who))
         return _taken(new, model, _base(base))
 
     async def upload(
@@ -421,8 +439,9 @@ class WeightsControl:
     ) -> AdminAnswer:
         """Store uploaded base weights; ``announced`` is the length given by the client."""
         new = read_weights(asked, from_body=True)
+        require_admin(asked, older=new.allow_older)
         model = self._operations.one_of(new.terms.models)
-        claim = new.claim(model, _size(new.size, announced))
+        claim = new.claim(model, _size(new.size, announced), asked.who)
         base = await self._cluster.upload(parts, claim, {"base_model": model})
         return _taken(new, model, _base(base))
 

@@ -16,6 +16,7 @@ from rkserve.api.admin.lora import (
     lines_list,
 )
 from rkserve.api.admin.query import ControlRequest
+from rkserve.control.calls import AcceptedManifest
 from rkserve.core.board_report import AdapterTrial, BoardReport, BoardState, TrialVerdict
 from rkserve.core.desired_state import AdapterVersion, AdapterVersions, Desired, InFlight
 from rkserve.core.errors import RequestError, UnsupportedParameter
@@ -118,7 +119,11 @@ def test_versions_are_listed_with_their_roles_and_boards() -> None:
         AdapterTrial("m", "c" * 64, TrialVerdict.CRASHED, "tone@v3", "b2", "SIGSEGV", 6.0),
         AdapterTrial("other", "d" * 64, TrialVerdict.REFUSED, "x@1", "b3", "no", 7.0),
     )
-    told = lines_list(Desired(7, lines=(line,), trials=trials), [board, elsewhere], ["m"])
+    accepted = AcceptedManifest("m", "tone", 1, "adapter", "SHA256:a", "release")
+    elses = AcceptedManifest("other", "tone", 2, "adapter", "SHA256:a", "release")
+    manifests = {old.digest: (elses, accepted), new.digest: (elses,)}
+    desired = Desired(7, lines=(line,), trials=trials)
+    told = lines_list(desired, [board, elsewhere], ["m"], manifests)
     assert told["epoch"] == 7
     (entry,) = told["data"]
     assert (entry["active"], entry["candidate"], entry["previous"]) == ("v1", "v2", None)
@@ -141,6 +146,8 @@ def test_versions_are_listed_with_their_roles_and_boards() -> None:
         "base_sha256": "",
         "release": "",
     }
+    signed = {"version": 1, "key": "release", "key_id": "SHA256:a"}
+    assert {name: row["manifest"] for name, row in rows.items()} == {"v1": signed, "v2": None}
     assert rows["v1"]["boards"] == {"b1": {"staged": False, "loaded": True}}
     assert rows["v2"]["boards"] == {"b1": {"staged": True, "loaded": False}}
-    assert not lines_list(Desired(lines=(line,)), [], ["other"])["data"]
+    assert not lines_list(Desired(lines=(line,)), [], ["other"], {})["data"]

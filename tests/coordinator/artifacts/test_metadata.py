@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from rkserve.control.calls import ArtifactMetadata, DeclaredArtifact
 from rkserve.coordinator.artifacts.metadata import FOLDER, MetadataFolder
 from rkserve.coordinator.artifacts.store import ArtifactRules, ArtifactStore
 from rkserve.core.desired_state import BaseVersion
-from rkserve.core.errors import ArtifactNotFound, ArtifactRefused, BodyTooLarge
+from rkserve.core.errors import ArtifactNotFound, ArtifactRefused, BodyTooLarge, ManifestInvalid
 from rkserve.models.files import Parameter
 from rkserve.native.sim.models import reseed
 from tests.support.paths import PROJECT
@@ -78,9 +79,31 @@ def test_the_model_s_own_file_is_nobody_s_copy(store: ArtifactStore, shelf: Path
         "a copy": shelf / "copy.rkllm",
         "a link": shelf / "link.rkllm",
     }
+    found = store.located("path", str(paths[way]), claim())
+    assert (found is None) == (way != "a copy"), "the folder's own file needs no manifest"
     assert register(store, paths[way]) is None
     assert store.own_digest(MODEL) == hashlib.sha256(CONTENT).hexdigest()
     assert store.own_digest("another") is None
+
+
+def test_a_manifest_is_looked_for_beside_the_file_and_in_allowed_folders_alone(
+    store: ArtifactStore, shelf: Path, tmp_path: Path
+) -> None:
+    asked = claim()
+    assert store.located("url", "https://models.example/new.rkllm", asked) == asked
+    given = replace(asked, manifest="{}")
+    assert store.located("path", str(shelf / "new.rkllm"), given) == given
+    (shelf / "new.rkllm.manifest.json").write_text(" {1}\n", encoding="utf-8")
+    for place in (shelf / "new.rkllm", shelf):
+        assert store.located("path", str(place), asked) == replace(asked, manifest="{1}")
+    (shelf / "new.rkllm.manifest.json").write_bytes(b"\xff")
+    with pytest.raises(ManifestInvalid, match=r"new\.rkllm\.manifest\.json cannot be read"):
+        store.located("path", str(shelf / "new.rkllm"), asked)
+    (tmp_path / "out.manifest.json").write_text("{}", encoding="utf-8")
+    (shelf / "led.rkllm.manifest.json").symlink_to(tmp_path / "out.manifest.json")
+    for outside in (tmp_path / "out", shelf / "led.rkllm", "relative"):
+        with pytest.raises(ArtifactRefused):
+            store.located("path", str(outside), asked)
 
 
 @pytest.mark.parametrize(

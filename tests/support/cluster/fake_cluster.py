@@ -24,6 +24,7 @@ from rkserve.control.sleep import SleepPolicy
 from rkserve.coordinator.boards.transfer import TransferLimits
 from rkserve.coordinator.coordinator import Coordinator, CoordinatorPorts
 from rkserve.coordinator.operations.prompt_caches import CacheTimes
+from rkserve.coordinator.operations.trust import TrustRules
 from rkserve.coordinator.state.ledger import Ledger
 from rkserve.core.board_report import (
     AdapterTrial,
@@ -446,6 +447,7 @@ class Control:
     store: FakeStore = field(default_factory=FakeStore)
     now_s: float = 1_000_000.0
     set_by_s: float = 0.0  # steps of the clock
+    trust: TrustRules = field(default_factory=TrustRules)
     settings: Mapping[str, Any] = field(default_factory=dict)
     policies: Mapping[str, SleepPolicy] = field(default_factory=dict)
     routers: Any = None
@@ -475,6 +477,7 @@ class Control:
             cache_times=CacheTimes(again_s=0.2, differs_s=0.1),
             routers=self.routers,
             elapsed_s=lambda: self.now_s,
+            trust=self.trust,
         )
         self.it = Coordinator(self.config, outside)
         await self.it.start()

@@ -9,7 +9,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rkserve.control.calls import DeclaredArtifact, OperationKind, OperationRequest
+from rkserve.control.calls import (
+    AcceptedManifest,
+    DeclaredArtifact,
+    OperationKind,
+    OperationRequest,
+)
 from rkserve.control.keys import CreateKey, KeyOutcome, KeyRequest, changed
 from rkserve.control.operations import (
     BoardOutcome,
@@ -117,6 +122,9 @@ class FakeHead:
     def _operation_by_key(self, _key: str) -> ControlOperation | None:
         return None
 
+    def _manifests(self, _digests: list[str]) -> dict[str, tuple[AcceptedManifest, ...]]:
+        return {}
+
     def _keep_cache(self, _cache: DesiredCache) -> None:
         pass
 
@@ -155,7 +163,9 @@ class FakeHead:
     def _catalog_target(self, _name: str) -> tuple[str, float | None]:
         return "", None
 
-    def _catalog_upload(self, index: ModelIndex, _replace: bool) -> UploadProgress:
+    def _catalog_upload(
+        self, index: ModelIndex, _replace: bool, _claim: DeclaredArtifact
+    ) -> UploadProgress:
         return UploadProgress(index.name, index.version, 0, index.total_bytes, complete=False)
 
     def _catalog_piece(self, _name: str, _version: str, _path: str, _at: int, data: bytes) -> int:
