@@ -7,11 +7,13 @@ build step.
 
 from __future__ import annotations
 
+import functools
 import gzip
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 _FILES = Path(__file__).parent / "files"
 FRONT, CLUSTER_FRONT = "index.html", "cluster/index.html"
@@ -77,13 +79,16 @@ class PageForm:
     headers: Mapping[str, str]
 
 
+@functools.cache  # compressing them takes longer than all else that makes a Router's application
 def page_files() -> Mapping[str, PageFile]:
     """Return the files of the pages by their names, such as ``cluster/main.js``."""
     found = (one for one in _FILES.rglob("*") if one.is_file())
-    return {
-        name: _page_file(name, one.read_bytes())
-        for name, one in ((one.relative_to(_FILES).as_posix(), one) for one in found)
-    }
+    return MappingProxyType(
+        {
+            name: _page_file(name, one.read_bytes())
+            for name, one in ((one.relative_to(_FILES).as_posix(), one) for one in found)
+        }
+    )
 
 
 def _page_file(name: str, content: bytes) -> PageFile:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from rkserve.api.admin.heartbeat import HeartbeatAnswer, HeartbeatBody, ReplicaEntry
 from rkserve.bench.processes import PROC, identity_of
@@ -27,6 +26,7 @@ from rkserve.cli.context import Exit
 from rkserve.core.errors import ConfigError
 from rkserve.router.fleet_update import MemberNews, read_update, write_news
 from rkserve.router.membership import ClusterTerms, write_terms
+from tests.support.http.terminal import Runner
 
 OLD, NEW, RAY = "0.1.0", "0.2.0", "2.60.0"
 
@@ -385,7 +385,7 @@ def test_the_canary_takes_a_slower_version_back_and_the_command_fails(  # noqa: 
     for board in boards:
         board.look()
     words = ["update", str(wheels), "--state", str(fleet.state.folder), "--canary", "b"]
-    done = CliRunner().invoke(app, words)
+    done = Runner().invoke(app, words)
     assert done.exit_code == code, done.output
     a, b, c = (board.started for board in boards)
     if code is Exit.DONE:

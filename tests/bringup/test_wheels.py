@@ -64,6 +64,7 @@ def test_a_version_is_installed_from_a_folder_beside_the_one_that_runs(
     assert ray.startswith(f"#!{environment}/bin/python")
 
 
+@pytest.mark.long
 def test_packages_that_have_not_changed_take_no_space(versions: VersionFolder) -> None:
     site = site_of(versions)
     wrapper = site / "ray" / "serve" / "api.py"
@@ -74,6 +75,7 @@ def test_packages_that_have_not_changed_take_no_space(versions: VersionFolder) -
     assert (site / "rkserve" / "app.py").stat().st_nlink == 1
 
 
+@pytest.mark.long
 def test_a_version_that_cannot_be_imported_is_not_complete(
     tmp_path: Path, versions: VersionFolder
 ) -> None:

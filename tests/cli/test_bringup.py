@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import typer
-from typer.testing import CliRunner
 
 from rkserve.bringup.board import JOINED
 from rkserve.bringup.discovery import FoundHead, suggest_heads
@@ -18,6 +17,7 @@ from rkserve.cli.bringup import cpu_list
 from rkserve.cli.context import Exit
 from rkserve.core.child_process import free_ports
 from tests.bringup.test_head import all_free
+from tests.support.http.terminal import Runner
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_a_command_exits_with_its_reason(
     name, *rest = words
     ports = ["--ray-port", str(next(p for p in free_ports() if all_free(p)))]
     given = [*(ports if name == "join" else []), *rest]
-    done = CliRunner().invoke(app, [name, "--state", str(tmp_path / "node"), *given])
+    done = Runner().invoke(app, [name, "--state", str(tmp_path / "node"), *given])
     assert done.exit_code == code, done.output
     assert output in done.output
 
@@ -72,7 +72,7 @@ def test_a_first_join_without_a_url_only_names_heads(
     )
     words = ["join", "--state", str(tmp_path / "node"), "--token", "secret", "--detach"]
     monkeypatch.setattr(sys, "argv", ["rkserve", *words, "--token=secret"])
-    done = CliRunner().invoke(app, words)
+    done = Runner().invoke(app, words)
     assert done.exit_code == Exit.FAILED
     command = f"rkserve join {head.url} --token TOKEN --state {tmp_path / 'node'} --detach"
     assert f"  head (rkserve 0.1.0): {command}\n" in done.output
@@ -86,7 +86,7 @@ def test_a_join_after_the_first_looks_for_no_head(tmp_path: Path) -> None:
     (state / JOINED).write_text("{")
     port = str(next(p for p in free_ports() if all_free(p)))
     words = ["join", "--no-doctor", "--state", str(state), "--ray-port", port]
-    done = CliRunner().invoke(app, words)
+    done = Runner().invoke(app, words)
     assert done.exit_code == Exit.FAILED
     assert "This board has not joined yet (Expecting" in done.output
 
@@ -108,7 +108,7 @@ def test_the_announcement_can_be_turned_off(
 ) -> None:
     given = heads_run(monkeypatch)
     command = ["up", "x.yaml", "--state", str(tmp_path / "node"), *words]
-    done = CliRunner().invoke(app, command, env={"RKSERVE_MDNS": None, **environ})
+    done = Runner().invoke(app, command, env={"RKSERVE_MDNS": None, **environ})
     assert done.exit_code == Exit.DONE, done.output
     assert [one.mdns for one in given] == [announced]
 
@@ -131,14 +131,14 @@ def test_approval_is_an_option_and_a_setting(
 ) -> None:
     given = heads_run(monkeypatch)
     command = ["up", "x.yaml", "--state", str(tmp_path / "node"), *words]
-    done = CliRunner().invoke(app, command, env={"RKSERVE_APPROVE": None, **environ})
+    done = Runner().invoke(app, command, env={"RKSERVE_APPROVE": None, **environ})
     assert done.exit_code == Exit.DONE, done.output
     assert [one.approval for one in given] == [approval]
 
 
 def test_a_folder_that_others_may_write_is_refused(tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
-    done = CliRunner().invoke(app, ["down", "--state", str(tmp_path)])
+    done = Runner().invoke(app, ["down", "--state", str(tmp_path)])
     assert done.exit_code == Exit.FAILED
     assert "rkserve: The state folder cannot be used: other accounts may write" in done.output
 

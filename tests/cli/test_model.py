@@ -9,7 +9,7 @@ from pathlib import Path
 from subprocess import run
 
 import pytest
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
 from rkserve.cli import app
 from rkserve.cli.context import Exit
@@ -17,7 +17,7 @@ from rkserve.models.folder import open_model_folder
 from rkserve.models.index import PIECE_BYTES
 from rkserve.models.shelf import index_of
 from tests.support.cluster.fake_control import FakeControl, ok
-from tests.support.http.terminal import Terminal
+from tests.support.http.terminal import Runner, Terminal
 from tests.support.paths import PROJECT
 
 SIM_CHAT = PROJECT / "models" / "sim-chat"
@@ -25,7 +25,7 @@ SIM_CHAT = PROJECT / "models" / "sim-chat"
 
 def rkserve(*words: object, **environ: str) -> Result:
     env = {"HF_ENDPOINT": "http://127.0.0.1:1", "HF_HUB_OFFLINE": "", **environ}
-    return CliRunner().invoke(app, ["model", *map(str, words)], env=env)
+    return Runner().invoke(app, ["model", *map(str, words)], env=env)
 
 
 @pytest.fixture
@@ -155,9 +155,9 @@ def test_a_conversion_prints_the_next_command(tmp_path: Path) -> None:
 
 def test_a_stand_in_is_made_for_the_simulator(tmp_path: Path) -> None:
     words = ["sim", "model", str(SIM_CHAT), "--into", str(tmp_path)]
-    done = CliRunner().invoke(app, words)
+    done = Runner().invoke(app, words)
     assert done.stdout.startswith(f"made {tmp_path / 'sim-chat'}: "), done.output
-    again = CliRunner().invoke(app, words)
+    again = Runner().invoke(app, words)
     assert again.exit_code == Exit.FAILED
     assert "exists already" in again.stderr
 

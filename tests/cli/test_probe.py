@@ -10,12 +10,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from rkserve.cli import app
 from rkserve.cli.context import Exit
 from rkserve.cli.probe import exit_of, summary
 from rkserve.probe.verdicts import PLANS, ExperimentResult, ProbeReport, Verdict
+from tests.support.http.terminal import Runner
 from tests.support.sim.sim_driver import MODEL
 
 pytestmark = pytest.mark.slow
@@ -67,7 +67,7 @@ def test_one_experiment_of_a_simulated_board_is_printed_and_written(
 ) -> None:
     monkeypatch.setenv("RKSIM_MEMORY_MB", "1")
     command = ["probe", "--model", str(MODEL), "--only", "run_async", "--json"]
-    result = CliRunner().invoke(app, [*command, "--out", str(tmp_path / "new" / "folder")])
+    result = Runner().invoke(app, [*command, "--out", str(tmp_path / "new" / "folder")])
     assert result.exit_code == Exit.DONE, result.output
     report = json.loads(result.stdout)
     assert [one["name"] for one in report["experiments"]] == ["detected", "baseline", "run_async"]
@@ -109,6 +109,6 @@ def test_an_interrupt_ends_the_experiment_and_reports_the_others(
 )
 def test_wrong_options_fail_with_a_sentence(arguments: list[str], words: str) -> None:
     given = [] if "--model" in arguments else ["--model", str(MODEL)]
-    result = CliRunner().invoke(app, ["probe", *given, *arguments])
+    result = Runner().invoke(app, ["probe", *given, *arguments])
     assert result.exit_code == Exit.FAILED
     assert words in result.output

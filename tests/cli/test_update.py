@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from typer.testing import CliRunner
 
 from rkserve.bringup.update import FleetUpdater, UpdateOptions
 from rkserve.cli import app
@@ -15,6 +14,7 @@ from rkserve.cli.context import Exit
 from rkserve.coordinator.state.ledger import Ledger
 from rkserve.coordinator.state.ledger_files import BACKUPS, FILE, backups_of
 from rkserve.core.desired_state import Desired
+from tests.support.http.terminal import Runner
 from tests.support.values.config_args import args
 
 
@@ -33,7 +33,7 @@ from tests.support.values.config_args import args
 def test_a_command_exits_with_its_reason(
     tmp_path: Path, words: list[str], code: Exit, output: str
 ) -> None:
-    done = CliRunner().invoke(app, ["update", "--state", str(tmp_path / "node"), *words])
+    done = Runner().invoke(app, ["update", "--state", str(tmp_path / "node"), *words])
     assert done.exit_code == code, done.output
     assert output in done.output
 
@@ -55,13 +55,13 @@ def test_the_exit_code_tells_whether_all_nodes_came_through(
 
     monkeypatch.setattr(FleetUpdater, "run", run)
     words = ["update", str(tmp_path), "--canary", "b1", "--max-unavailable", "3", "--dry-run"]
-    done = CliRunner().invoke(app, [*words, "--state", str(tmp_path / "node")])
+    done = Runner().invoke(app, [*words, "--state", str(tmp_path / "node")])
     assert done.exit_code == code
     assert given == [UpdateOptions(tmp_path, canary="b1", max_unavailable=3, dry_run=True)]
 
 
 def run(*words: str | Path) -> tuple[int, str]:
-    done = CliRunner().invoke(app, [str(word) for word in words])
+    done = Runner().invoke(app, [str(word) for word in words])
     return done.exit_code, done.output
 
 

@@ -146,7 +146,7 @@ def _is_cancelled(_: Exchange, task: asyncio.Task[None]) -> None:
 
 def endless() -> Iterable[Step]:
     """A board that never comes to an end."""
-    return [accepted("a"), *(Delta(f"{k} ", (k,)) for k in range(100_000))]
+    return [accepted("a"), *(Delta(f"{k} ", (k,)) for k in range(1_000))]
 
 
 async def _leave_in_mid_stream(house: House, exchange: Exchange, leave: Leave) -> None:

@@ -417,6 +417,7 @@ def test_valgrind_finds_nothing(release: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-4000:]
 
 
+@pytest.mark.long
 def test_a_short_picture_is_seen_by_the_sanitizer(release: str, tmp_path: Path) -> None:
     """The runtime reads what the counts say: this proves that a caller's mistake shows."""
     program = probe("sim_addons", release, "address,undefined")

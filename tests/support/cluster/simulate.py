@@ -57,6 +57,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--count", type=int, default=100, help="how many seeds")
+    parser.add_argument("--also", type=int, nargs="*", default=(), help="seeds to run besides")
     parser.add_argument("--steps", type=int, default=60, help="random things done in each")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
     parser.add_argument("--story", action="store_true", help="print everything that was done")
@@ -64,7 +65,7 @@ def main() -> int:
     if os.environ.get("PYTHONHASHSEED") != HASH_SEED:
         command = [sys.executable, "-m", "tests.support.cluster.simulate", *sys.argv[1:]]
         os.execve(sys.executable, command, {**os.environ, "PYTHONHASHSEED": HASH_SEED})
-    seeds = range(given.first, given.first + given.count)
+    seeds = dict.fromkeys((*given.also, *range(given.first, given.first + given.count)))
     totals, failed, began_s = Counter[str](), 0, time.perf_counter()
     with multiprocessing.get_context("fork").Pool(given.jobs, maxtasksperchild=1) as pool:
         for _, done, broken, story in pool.imap_unordered(partial(run, steps=given.steps), seeds):
@@ -75,7 +76,7 @@ def main() -> int:
             if given.story:
                 say(story)
     did = ", ".join(f"{total} {name}" for name, total in sorted(totals.items()))
-    say(f"{given.count} seeds, {failed} failed: {did}; {time.perf_counter() - began_s:.1f} s")
+    say(f"{len(seeds)} seeds, {failed} failed: {did}; {time.perf_counter() - began_s:.1f} s")
     return int(failed > 0)
 
 

@@ -5,16 +5,14 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from typer.testing import CliRunner
-
 from rkserve.cli import app
-from tests.support.http.terminal import plain
+from tests.support.http.terminal import Runner, plain
 
 QUICK = ("--rate", "200", "--sessions", "4")
 
 
 def bench(*words: str, **environ: str) -> tuple[int, str, str]:
-    done = CliRunner().invoke(
+    done = Runner().invoke(
         app, ["bench", *words], env={"COLUMNS": "200", "RKSERVE_URL": "", **environ}
     )
     return done.exit_code, done.stdout, plain(done.stderr)

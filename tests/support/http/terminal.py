@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+from unittest.mock import patch
+
 import httpx
-from typer.testing import CliRunner
+import typer
+from typer.main import get_command
+from typer.testing import CliRunner, Result
 
 from rkserve.cli import app
 from rkserve.client import Client
@@ -13,6 +19,17 @@ from tests.support.cluster.fake_control import FakeControl
 def plain(text: str) -> str:
     """Return what a box of rich says, in one line; other text as it is."""
     return " ".join(text.replace("│", " ").split()) if "╭" in text else text
+
+
+class Runner(CliRunner):
+    """Typer's runner with commands that are made once: to make them takes longer than most run."""
+
+    commands = staticmethod(functools.cache(get_command))
+
+    def invoke(self, app: typer.Typer, *args: Any, **kwargs: Any) -> Result:
+        """Run a command in this process."""
+        with patch("typer.testing._get_command", self.commands):
+            return super().invoke(app, *args, **kwargs)
 
 
 class Terminal:
@@ -40,5 +57,5 @@ class Terminal:
             "RKSERVE_ADMIN_KEY_FILE": "",
             **environ,
         }
-        done = CliRunner().invoke(app, words, obj=self.open, env=env)
+        done = Runner().invoke(app, words, obj=self.open, env=env)
         return done.exit_code, done.stdout, plain(done.stderr)
