@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip -q --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-quick test-long unit cluster simulate page-test fuzz mutation compat compat-programs compat-lock aarch64 check check-observability check-cluster offline deb format bench bench-control bench-scale bench-kills bench-multi-turn bench-overload docs docs-serve lock release sim sanitize clean
+.PHONY: help demo test test-quick test-long compiled unit cluster simulate page-test fuzz mutation compat compat-programs compat-lock aarch64 check check-observability check-cluster offline deb format bench bench-control bench-scale bench-kills bench-multi-turn bench-overload docs docs-serve lock release sim sanitize clean
 
 help:
 	@echo "make demo    a chat model on three simulated boards, an embedding model on a fourth, until Ctrl-C"
@@ -48,7 +48,7 @@ demo: $(READY) sim
 
 # One group after the other: side by side they take as long, and tests with limits wait beyond them.
 test: $(READY) sim
-	@$(MAKE) --no-print-directory check
+	@$(MAKE) --no-print-directory -j2 check compiled
 	@$(MAKE) --no-print-directory unit
 	@$(MAKE) --no-print-directory cluster
 
@@ -56,9 +56,13 @@ test: $(READY) sim
 # conftest.py.
 PYTEST := $(BIN)/python -m pytest --dist loadgroup --no-loadscope-reorder
 
-# Three times as many processes as cores: many tests wait for simulated tokens.
+# In a clean checkout each process would compile all tests anew; meanwhile the checks need one core.
+compiled: $(READY) sim
+	@said=$$($(PYTEST) --collect-only -q 2>&1) || { echo "$$said"; exit 1; }
+
+# Twice as many processes as cores: some tests wait for simulated tokens, and each process collects all.
 unit: $(READY) sim
-	$(PYTEST) -n 6 -m "not ray"
+	$(PYTEST) -n 4 -m "not ray"
 
 # Without Ray, engine processes, and files that compile, start programs or take long otherwise.
 test-quick: $(READY) sim

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
+import httpx._transports.default
+import httpx2._transports.default
 import pytest
 from hypothesis import HealthCheck, settings
 
@@ -32,6 +34,10 @@ PATIENT = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("patient", PATIENT, max_examples=60)
 settings.register_profile("thorough", PATIENT, max_examples=1000)
 settings.load_profile("patient")
+
+# Each client would read 140 certificates, which takes longer than most of its requests.
+for transports in (httpx._transports.default, httpx2._transports.default):
+    vars(transports)["create_ssl_context"] = functools.cache(transports.create_ssl_context)
 
 NO_BOARD = f"needs a real board; run with --board and {' and '.join(BOARD_OPTIONS)}"
 # Markers of tests that are skipped without their option, each with the reason.
@@ -57,7 +63,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         group.addoption(f"--{name}", action="store_true", help=f"also run each test that {reason}")
     group = parser.getgroup("interruptions")
     for option, default, text in (
-        ("--cycles", 30, "random pauses for each n_batch"),
+        ("--cycles", 12, "random pauses for each n_batch"),
         ("--machine-seed", random.SystemRandom().randrange(2**32), "what the random ones begin at"),
         ("--soak-seconds", 4, "how long 16 clients disturb one board"),
         ("--schemas-every", 4, "which of a thousand schemas are tried: 1 is all of them"),
@@ -102,8 +108,29 @@ def groups_of(items: list[pytest.Item]) -> dict[Path, str]:
     return groups
 
 
+def take_turns(items: list[pytest.Item]) -> None:
+    """Mark as long what is left out where the cases of a test take turns over a parameter.
+
+    A test with one case has all values of the parameter.
+    """
+    tests: dict[tuple[Path, str], dict[tuple[tuple[str, int], ...], list[pytest.Function]]] = {}
+    for item in items:
+        turns = item.get_closest_marker("turns")
+        if turns is not None and isinstance(item, pytest.Function):
+            params = item.callspec.params.items()  # not all values can be hashed
+            case = tuple((name, id(value)) for name, value in params if name not in turns.args)
+            cases = tests.setdefault((item.path, item.originalname), {})
+            cases.setdefault(case, []).append(item)
+    for cases in tests.values():
+        for number, values in enumerate(cases.values() if len(cases) > 1 else ()):
+            del values[(number + number // 2) % len(values)]
+            for item in values:
+                item.add_marker(pytest.mark.long)
+
+
 @pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in the same hook
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    take_turns(items)
     # Large groups first, then slow files: at the end one process would wait for the other's.
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     groups = groups_of(items)

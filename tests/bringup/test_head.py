@@ -207,7 +207,7 @@ def test_ray_gets_three_attempts(tmp_path: Path) -> None:
     [
         pytest.param(0, "before 0 ", None, id="it starts with them"),
         pytest.param(1, "0 ", "before 1 ", id="it starts without them"),
-        pytest.param(2, "1 ", "before 2 ", id="it starts without any"),
+        pytest.param(2, "1 ", "before 2 ", id="it starts without any", marks=pytest.mark.long),
     ],
 )
 def test_ray_s_tables_of_a_crashed_run_are_used_and_set_aside_where_ray_does_not_start(

@@ -81,7 +81,7 @@ async def judged(sim: Sim, board: Board, number: int, content: bytes, model: str
     return "trial" if found.verdict is TrialVerdict.REFUSED else "passed"
 
 
-@pytest.mark.parametrize("count", [500, pytest.param(10_000, marks=pytest.mark.long)])
+@pytest.mark.parametrize("count", [200, pytest.param(10_000, marks=pytest.mark.long)])
 def test_a_damaged_adapter_never_reaches_an_engine_that_serves(tmp_path: Path, count: int) -> None:
     """A head without the model's file cannot compare base models: then the trial does."""
     counts = run_loop(tried(Sim(tmp_path), count), 3600.0)

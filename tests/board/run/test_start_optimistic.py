@@ -15,7 +15,7 @@ import pytest
 from rkserve.core.messages import FinishReason
 from rkserve.core.run_params import Guide, Guided, GuideKind, Sampling, Stepwise
 from tests.board.run.test_start_steps import TOKENS, asked, end, heard, ids, text, until_paused
-from tests.support.sim.sim_board import GREEDY, Sim, chat
+from tests.support.sim.sim_board import GREEDY, Sim, both_releases, chat
 
 LIVELY = Sampling(temperature=1.2, top_p=1.0, top_k=50, repeat_penalty=1.0)
 RECORD = {
@@ -32,8 +32,6 @@ RECORD = {
 GOOD = '{"name": "Oslo", "kind": "sea", "depth": 12}'
 STRAYS = '{"name": "Oslo", "kind": "river", "depth": 12}'
 PROSE = "Rain on the hills and on the sea"
-
-both_releases = pytest.mark.parametrize("release", ["1.2.3", "1.3.0"])
 
 
 def schema(value: Any) -> Guide:

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 from tokenizers import Tokenizer
@@ -40,6 +40,8 @@ from tests.support.boards.board_bench import collect, until
 from tests.support.paths import PROJECT
 from tests.support.sim.releases import BOTH
 
+Test = TypeVar("Test", bound=Callable[..., object])
+
 FOLDER = open_model_folder(PROJECT / "models" / "sim-chat")
 WEIGHTS = FOLDER.require_weights()
 TOKENIZER = Tokenizer.from_file(str(FOLDER.path / "tokenizer.json"))
@@ -51,7 +53,15 @@ GREEDY = Sampling(temperature=0.0, top_k=1, repeat_penalty=1.0)
 CALM = RunTimeouts(first_token_s=30.0, token_s=30.0, abort_s=30.0, least_s=30.0)
 UNHURRIED = 0.5  # 30 ms for a token: what is asked of the engine is there before the next one
 
-both_releases = pytest.mark.parametrize("release", BOTH)
+
+def both_releases(test: Test) -> Test:
+    """Run a test on both releases; where it has several cases they take turns.
+
+    ``make test-long`` runs each case on both. Most differences of the releases are the binding's,
+    whose tests run on both.
+    """
+    turns: Callable[[Test], Test] = pytest.mark.turns("release")
+    return turns(pytest.mark.parametrize("release", BOTH)(test))
 
 
 def chat(*turns: str) -> tuple[int, ...]:
