@@ -114,7 +114,7 @@ OWNERS: dict[str, frozenset[str]] = {
     "starlette": frozenset({"http", "deployments"}),
     "uvicorn": frozenset(),
     "cffi": frozenset({"native.binding"}),
-    "cryptography": frozenset({"models.signing"}),
+    "cryptography": frozenset({"models.signing", "transport.encryption"}),
     "_cffi_backend": frozenset({"native.binding", "native.decl"}),
     "numpy": frozenset({"native.engine", "sampling"}),
     "llguidance": frozenset({"sampling"}),

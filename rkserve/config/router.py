@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -404,6 +405,14 @@ class ChannelConfig(Settings):
         description="First and last port that boards may listen on, at their node's address, such "
         "as `[10100, 10131]` for a firewall: one for each board of a node. Without it any port.",
     )
+    encrypt: Literal["auto", "always", "never"] = Field(
+        "auto",
+        description="Whether the connections are encrypted by TLS 1.3, with a certificate that "
+        "each board makes for itself when it starts. `auto`: except where boards listen on "
+        "127.0.0.1 or ::1. `always`: also there, and a Router makes no connection to a board of an "
+        "earlier version, which cannot "
+        "([operations.md](../how-to/operations.md#encryption-of-the-channel)).",
+    )
     heartbeat_s: float = Field(
         0.5,
         gt=0,
@@ -439,6 +448,15 @@ class ChannelConfig(Settings):
         if self.silence_s < 2 * self.heartbeat_s:
             raise ValueError("silence_s must be twice heartbeat_s at least")
         return self
+
+    def encrypts(self, host: str) -> bool:
+        """Return whether connections to a board that listens on an address are encrypted."""
+        if self.encrypt != "auto":
+            return self.encrypt == "always"
+        try:
+            return not ipaddress.ip_address(host).is_loopback
+        except ValueError:  # a name
+            return host != "localhost"
 
     def candidates(self) -> Iterable[int]:
         """Ports to try; 0 is any."""

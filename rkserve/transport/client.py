@@ -122,7 +122,8 @@ class BoardConnection:
         # Retrieve the exception, so that asyncio does not log it if the future is never awaited.
         self.ready.add_done_callback(lambda done: done.cancelled() or done.exception())
         self.over = asyncio.Event()  # the connection has ended
-        self.line = ChannelConnection(RouterHandshake(address.key), pulse, self)
+        side = RouterHandshake(address.key, address.fingerprint)
+        self.line = ChannelConnection(side, pulse, self)
 
     def generate(self, request: GenerateRequest) -> EventStream:
         """Start a generation and read its events; the caller must ``leave`` it."""
@@ -261,6 +262,13 @@ class ChannelClient:
                 self._log_once(replica, f"board of replica {replica} offers no channel")
                 return
             where = address.board_id
+            if self._config.encrypt == "always" and not address.fingerprint:
+                self._log_once(
+                    replica,
+                    f"no channel to board {where} (it offers no encryption, which "
+                    "channel.encrypt: always requires; is its version of rkserve older?)",
+                )
+                return
             line = await self._connect(address)
         except (RkserveError, OSError, asyncio.TimeoutError) as exc:
             reason = str(exc) or type(exc).__name__

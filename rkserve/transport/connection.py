@@ -1,7 +1,8 @@
 """One connection of the channel, for both ends: handshake, frames, heartbeats and loss.
 
 In the handshake both ends prove that they know the board's key before anything else is read; the
-key itself is never sent. The content of frames is left to the connection's owner.
+key itself is never sent. Where the board has a certificate, all after its opening is encrypted, and
+the proofs are about that certificate too. The content of frames is left to the connection's owner.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from typing import Any, Protocol, cast
 from rkserve.config.router import ChannelConfig
 from rkserve.transport import codec
 from rkserve.transport.codec import SEAL, MalformedMessage
+from rkserve.transport.encryption import BoardIdentity, EncryptionError, TlsRecords
 
-MAGIC = b"rkserve1"
+MAGIC, MAGIC_TLS = b"rkserve1", b"rkservet"  # without encryption, and with it
 NONCE_BYTES = PROOF_BYTES = 32
 KEY_BYTES = 32
 # A frame holds the pending items: usually a few tokens, at most ``ITEMS`` whole answers.
@@ -32,6 +34,10 @@ _NUMBER = struct.Struct(">Q")
 
 class ChannelError(Exception):
     """The handshake failed, or a frame is too long."""
+
+
+def _magic(fingerprint: bytes) -> bytes:
+    return MAGIC_TLS if fingerprint else MAGIC
 
 
 def new_key() -> bytes:
@@ -80,43 +86,54 @@ class ChannelFrames:
         return found
 
 
-def _prove(key: bytes, who: bytes, *parts: bytes) -> bytes:
-    # Every part has a fixed length, so that no byte can move from one part to the next.
-    return hmac.new(key, b"".join((who, MAGIC, SEAL, *parts)), hashlib.sha256).digest()
+def _prove(key: bytes, who: bytes, fingerprint: bytes, *parts: bytes) -> bytes:
+    # Every part has a fixed length, so that no byte can move from one part to the next; the first
+    # one tells whether there is a fingerprint.
+    magic = _magic(fingerprint)
+    return hmac.new(key, b"".join((who, magic, SEAL, fingerprint, *parts)), hashlib.sha256).digest()
 
 
 class BoardHandshake:
     """The board's side of the handshake: it sends first, and its connection number last."""
 
-    def __init__(self, key: bytes, number: int) -> None:
+    def __init__(self, key: bytes, number: int, identity: BoardIdentity | None = None) -> None:
+        """Encrypt with the certificate of ``identity``."""
         self._key, self._number = key, number
+        self._pinned = identity.fingerprint if identity is not None else b""
         self._nonce = secrets.token_bytes(NONCE_BYTES)
         self.need = NONCE_BYTES + PROOF_BYTES  # length of the next message
         self.done = False
+        self.tls = TlsRecords(identity) if identity is not None else None
+        self.opened = True  # the board's opening is behind it, in clear: TLS is next
 
     def opening(self) -> bytes:
         """Return the bytes to send on connection."""
-        return MAGIC + SEAL + self._nonce
+        return _magic(self._pinned) + SEAL + self._nonce
 
     def take(self, message: bytes) -> bytes:
         """Verify the Router's proof; return the board's. Raises ``ChannelError``."""
         theirs, proof = message[:NONCE_BYTES], message[NONCE_BYTES:]
-        if not hmac.compare_digest(proof, _prove(self._key, b"R", self._nonce, theirs)):
+        if not hmac.compare_digest(
+            proof, _prove(self._key, b"R", self._pinned, self._nonce, theirs)
+        ):
             raise ChannelError("the Router does not know the key")
         self.done = True
         number = _NUMBER.pack(self._number)
-        return _prove(self._key, b"B", self._nonce, theirs, number) + number
+        return _prove(self._key, b"B", self._pinned, self._nonce, theirs, number) + number
 
 
 class RouterHandshake:
     """The Router's side of the handshake. ``number`` is the board's connection number."""
 
-    def __init__(self, key: bytes) -> None:
-        self._key = key
+    def __init__(self, key: bytes, fingerprint: bytes = b"") -> None:
+        """Encrypt with the certificate of this ``fingerprint``, and with no other one."""
+        self._key, self._pinned = key, fingerprint
         self._nonce = secrets.token_bytes(NONCE_BYTES)
         self._theirs = b""
         self.need = len(MAGIC) + len(SEAL) + NONCE_BYTES
         self.done = False
+        self.tls = TlsRecords(fingerprint) if fingerprint else None
+        self.opened = False
         self.number = 0
 
     def opening(self) -> bytes:
@@ -127,17 +144,18 @@ class RouterHandshake:
         """Process a message of the board; return the reply. Raises ``ChannelError``."""
         if not self._theirs:
             magic, seal = message[: len(MAGIC)], message[len(MAGIC) : -NONCE_BYTES]
-            if magic != MAGIC:
+            if magic not in (MAGIC, MAGIC_TLS):
                 raise ChannelError("there is something else than a board")
+            if magic != _magic(self._pinned):
+                raise ChannelError("one end encrypts and the other one does not")
             if seal != SEAL:
                 raise ChannelError("the board runs another version of rkserve")
-            self._theirs = message[-NONCE_BYTES:]
+            self._theirs, self.opened = message[-NONCE_BYTES:], True
             self.need = PROOF_BYTES + _NUMBER.size
-            return self._nonce + _prove(self._key, b"R", self._theirs, self._nonce)
+            return self._nonce + _prove(self._key, b"R", self._pinned, self._theirs, self._nonce)
         proof, number = message[:PROOF_BYTES], message[PROOF_BYTES:]
-        if not hmac.compare_digest(
-            proof, _prove(self._key, b"B", self._theirs, self._nonce, number)
-        ):
+        expected = _prove(self._key, b"B", self._pinned, self._theirs, self._nonce, number)
+        if not hmac.compare_digest(proof, expected):
             raise ChannelError("the board does not know the key")
         (self.number,) = _NUMBER.unpack(number)
         self.done = True
@@ -199,6 +217,7 @@ class ChannelConnection(asyncio.Protocol):
         self._side, self._pulse, self._owner = side, pulse, owner
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
+        self._tls: TlsRecords | None = None  # of the handshake, once it is in force
         self._raw = b""  # bytes of the handshake
         self._frames = ChannelFrames()
         self._began_s = self._heard_s = self._ticked_s = self._loop.time()
@@ -209,8 +228,8 @@ class ChannelConnection(asyncio.Protocol):
 
     def send(self, items: Sequence[Sequence[Any]]) -> None:
         """Write a frame; do nothing after the end."""
-        if self.open and self._transport is not None:
-            self._transport.write(frame(codec.to_bytes(items)))
+        if self.open:
+            self._write(frame(codec.to_bytes(items)))
 
     def close(self, reason: str, *, silent: bool = False) -> None:
         """Close at once; unsent data is dropped."""
@@ -234,17 +253,21 @@ class ChannelConnection(asyncio.Protocol):
             return
         self._transport.set_write_buffer_limits(high=HIGH_WATER)
         self._transport.write(self._side.opening())
+        if self._side.opened:
+            self._encrypt()
         self._timer = self._loop.call_later(self._pulse.heartbeat_s, self._tick)
 
     def data_received(self, data: bytes) -> None:
         """Process received bytes."""
         self._heard_s = self._loop.time()
         try:
+            if self._tls is not None:
+                data = self._decrypted(self._tls, data)
             if self.open:
                 self._read(data)
             else:
                 self._greet(data)
-        except (ChannelError, MalformedMessage) as exc:
+        except (ChannelError, EncryptionError, MalformedMessage) as exc:
             self.close(str(exc))
 
     def eof_received(self) -> None:
@@ -272,13 +295,35 @@ class ChannelConnection(asyncio.Protocol):
             need = self._side.need
             message, self._raw = self._raw[:need], self._raw[need:]
             answer = self._side.take(message)
-            if self._transport is not None and answer:
-                self._transport.write(answer)
+            self._encrypt()
+            if answer:
+                self._write(answer)
         if self._side.done:
             rest, self._raw = self._raw, b""
             self.open = True
             self._owner.opened()
             self._read(rest)
+
+    def _encrypt(self) -> None:
+        """Have all bytes encrypted from here on, where the handshake has a certificate."""
+        if self._tls is None and self._side.tls is not None:
+            if self._raw:
+                raise ChannelError("more than an opening came in clear")
+            self._tls = self._side.tls
+            if self._transport is not None and (first := self._tls.begin()):
+                self._transport.write(first)
+
+    def _decrypted(self, tls: TlsRecords, data: bytes) -> bytes:
+        plain, answer = tls.decrypt(data)
+        if answer and self._transport is not None:
+            self._transport.write(answer)
+        return plain
+
+    def _write(self, data: bytes) -> None:
+        if self._tls is not None:
+            data = self._tls.encrypt(data)
+        if data and self._transport is not None:
+            self._transport.write(data)
 
     def _read(self, data: bytes) -> None:
         for payload in self._frames.feed(data):
@@ -302,6 +347,6 @@ class ChannelConnection(asyncio.Protocol):
         if now_s - since_s > limit_s:
             self.close(f"no sign of life for {limit_s:g} s", silent=True)
             return
-        if self.open and self._transport is not None and not self.full:
-            self._transport.write(HEARTBEAT)
+        if self.open and not self.full:
+            self._write(HEARTBEAT)
         self._timer = self._loop.call_later(self._pulse.heartbeat_s, self._tick)

@@ -30,6 +30,7 @@ from rkserve.transport.connection import (
     Heartbeat,
     new_key,
 )
+from rkserve.transport.encryption import BoardIdentity, new_identity
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +47,7 @@ class ChannelAddress:
     host: str
     port: int
     key: bytes = field(repr=False)  # must not be logged
+    fingerprint: bytes = b""  # SHA-256 of the certificate; empty where nothing is encrypted
 
 
 class BoardMethods(Protocol):
@@ -210,6 +212,7 @@ class ChannelServer:
         self.board_id, self._config, self.callee = board_id, config, callee
         self._pulse = Heartbeat.of(config)
         self._key = new_key()
+        self._identity: BoardIdentity | None = None  # the certificate, where it encrypts
         self._numbers = itertools.count(1)
         self.connections: set[RouterConnection] = set()
         self.ends = False  # new generations are rejected
@@ -219,6 +222,8 @@ class ChannelServer:
     async def listen(self, host: str) -> None:
         """Accept connections. Raises ``OSError`` if no port is available."""
         failure: OSError | None = None
+        if self._config.encrypts(host):
+            self._identity = await asyncio.to_thread(new_identity)
         for port in self._config.candidates():
             try:
                 self._server = await asyncio.get_running_loop().create_server(
@@ -228,7 +233,8 @@ class ChannelServer:
                 failure = exc
                 continue
             found: int = self._server.sockets[0].getsockname()[1]
-            self.address = ChannelAddress(self.board_id, host, found, self._key)
+            pinned = self._identity.fingerprint if self._identity is not None else b""
+            self.address = ChannelAddress(self.board_id, host, found, self._key, pinned)
             return
         raise failure or OSError(f"no port to listen on in {self._config.ports}")
 
@@ -253,7 +259,7 @@ class ChannelServer:
             await self._server.wait_closed()
 
     def _admit(self) -> ChannelConnection:
-        side = BoardHandshake(self._key, next(self._numbers))
+        side = BoardHandshake(self._key, next(self._numbers), self._identity)
         admitted = RouterConnection(self, side, self._pulse)
         self.connections.add(admitted)
         if sum(not one.line.open for one in self.connections) > MAX_UNPROVEN:

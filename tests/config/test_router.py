@@ -58,3 +58,15 @@ def test_the_way_of_tokens_can_be_seen_in_the_metrics() -> None:
     assert registry.get_sample_value("rkserve_token_streams_total", {"path": "channel"}) == 3
     assert registry.get_sample_value("rkserve_token_streams_total", {"path": "ray"}) == 1
     assert registry.get_sample_value("rkserve_channels") == 2
+
+
+@pytest.mark.parametrize(
+    ("said", "loopback", "network"),
+    [("auto", False, True), ("always", True, True), ("never", False, False)],
+)
+def test_the_channel_is_encrypted_on_the_network_unless_it_is_said_otherwise(
+    said: str, loopback: bool, network: bool
+) -> None:
+    channel = parse_config({"boards": BOARDS, "channel": {"encrypt": said}}).channel
+    assert [channel.encrypts(host) for host in ("127.0.0.1", "::1", "localhost")] == [loopback] * 3
+    assert [channel.encrypts(host) for host in ("192.0.2.1", "2001:db8::1", "pi")] == [network] * 3

@@ -16,6 +16,7 @@ from rkserve.transport.connection import (
     frame,
     new_key,
 )
+from rkserve.transport.encryption import new_identity
 
 KEY = b"k" * 32
 
@@ -88,6 +89,24 @@ def test_who_speaks_another_language_is_told_apart(changed: int, words: str) -> 
     opening[changed] ^= 1
     with pytest.raises(ChannelError, match=words):
         RouterHandshake(KEY).take(bytes(opening))
+
+
+def test_ends_of_which_one_encrypts_alone_do_not_connect() -> None:
+    in_clear, encrypted = BoardHandshake(KEY, 1), BoardHandshake(KEY, 1, new_identity())
+    for board, router in (
+        (in_clear, RouterHandshake(KEY, b"f" * 32)),
+        (encrypted, RouterHandshake(KEY)),
+    ):
+        with pytest.raises(ChannelError, match="one end encrypts and the other one does not"):
+            router.take(board.opening())
+
+
+def test_a_proof_is_of_one_certificate() -> None:
+    """They cannot be passed on between connections with two certificates."""
+    board, router = BoardHandshake(KEY, 1, new_identity()), RouterHandshake(KEY, b"f" * 32)
+    answer = router.take(board.opening())
+    with pytest.raises(ChannelError, match="Router does not know the key"):
+        board.take(answer)
 
 
 @given(st.lists(st.binary(max_size=50), max_size=8), st.lists(st.integers(1, 9), max_size=60))

@@ -12,7 +12,16 @@ from rkserve.core.errors import BoardFailed, RequestError
 from rkserve.core.messages import Delta
 from rkserve.transport.connection import NONCE_BYTES, RouterHandshake
 from rkserve.transport.server import MAX_UNPROVEN, ChannelAddress
-from tests.support.boards.channel_bench import HASTY, Board, connect, read, router, until
+from tests.support.boards.channel_bench import (
+    ENCRYPTED,
+    HASTY,
+    PATIENT,
+    Board,
+    connect,
+    read,
+    router,
+    until,
+)
 from tests.support.boards.channel_streams import answering, spoken, words
 from tests.support.boards.fake_boards import accepted, finished
 from tests.support.boards.fakes import run_loop
@@ -29,8 +38,11 @@ async def test_a_router_that_is_frozen_frees_the_board() -> None:
         await events.aclose()
 
 
-async def test_a_router_that_does_not_read_fills_no_memory_and_misses_nothing() -> None:
-    board, go, count = Board("sim-0"), asyncio.Event(), 3000
+@pytest.mark.parametrize("config", [PATIENT, ENCRYPTED], ids=["in clear", "encrypted"])
+async def test_a_router_that_does_not_read_fills_no_memory_and_misses_nothing(
+    config: ChannelConfig,
+) -> None:
+    board, go, count = Board("sim-0", config), asyncio.Event(), 3000
     long = [Delta("x" * 1000, (number,)) for number in range(count)]
     board.steps = [accepted("sim-0"), go, *long, finished(count)]
     async with router(board) as (channels, [link]):
@@ -68,9 +80,10 @@ STRANGERS = [
 ]
 
 
+@pytest.mark.parametrize("config", [PATIENT, ENCRYPTED], ids=["in clear", "encrypted"])
 @pytest.mark.parametrize("said", STRANGERS)
-async def test_a_stranger_is_cut_off_and_harms_nobody(said: bytes) -> None:
-    board = Board("sim-0")
+async def test_a_stranger_is_cut_off_and_harms_nobody(said: bytes, config: ChannelConfig) -> None:
+    board = Board("sim-0", config)
     board.steps = words("Hello")
     async with router(board) as (_, [link]):
         address = board.outlet.address
@@ -92,8 +105,9 @@ async def opened(reader: asyncio.StreamReader) -> bool:
     return True
 
 
-async def test_a_stranger_who_says_nothing_is_cut_off() -> None:
-    board = Board("sim-0", HASTY)
+@pytest.mark.parametrize("encrypt", ["never", "always"])
+async def test_a_stranger_who_says_nothing_is_cut_off(encrypt: str) -> None:
+    board = Board("sim-0", HASTY.model_copy(update={"encrypt": encrypt}))
     async with router(board, connected=False):
         address = board.outlet.address
         assert address is not None
@@ -105,8 +119,9 @@ async def test_a_stranger_who_says_nothing_is_cut_off() -> None:
         writer.close()
 
 
-async def test_strangers_never_have_more_than_a_few_connections() -> None:
-    board = Board("sim-0")  # patient: none of them is cut off for its silence
+@pytest.mark.parametrize("config", [PATIENT, ENCRYPTED], ids=["in clear", "encrypted"])
+async def test_strangers_never_have_more_than_a_few_connections(config: ChannelConfig) -> None:
+    board = Board("sim-0", config)  # patient: none of them is cut off for its silence
     board.steps = words("Hello")
     async with router(board) as (_, [link]):
         address = board.outlet.address

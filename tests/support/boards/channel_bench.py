@@ -20,6 +20,7 @@ from tests.support.boards.fake_boards import Step, accepted, finished, report
 
 # Silence that nobody takes for a loss, however slow the machine is.
 PATIENT = ChannelConfig(silence_s=120.0, retry_s=0.01)
+ENCRYPTED = PATIENT.model_copy(update={"encrypt": "always"})
 HASTY = ChannelConfig(heartbeat_s=0.05, silence_s=0.5, retry_s=0.01)
 
 
