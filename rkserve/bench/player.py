@@ -31,6 +31,7 @@ from rkserve.bench.outcome import (
 from rkserve.bench.processes import BenchFailed, Json
 from rkserve.bench.target import Target
 from rkserve.bench.trace import Trace, TraceSession
+from rkserve.core.tls import context_for
 
 NO_ANSWER = "(no answer)"
 DEADLINE_HEADER = "x-request-timeout"
@@ -290,7 +291,7 @@ class Pool:
     def __init__(self, target: Target, limits: ClientTimeouts) -> None:
         self._host, self._port = target.address
         self._address = self._host
-        self._tls = ssl.create_default_context() if target.tls else None
+        self._tls = context_for(target.url)
         self._limits = limits
         self._idle: list[tuple[float, Connection]] = []
 

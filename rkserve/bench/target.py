@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import ssl
 import threading
 import time
 import urllib.error
@@ -16,6 +15,7 @@ from urllib.parse import urlsplit
 
 from rkserve.bench.connection import request_bytes
 from rkserve.bench.processes import BenchFailed, Json
+from rkserve.core.tls import context_for
 
 CHAT, COMPLETIONS = "chat", "completions"
 ASK_S = 10.0
@@ -139,13 +139,9 @@ def get_json(url: str, path: str, key: str | None, timeout_s: float = ASK_S) -> 
     where = f"{parts.scheme}://{parts.netloc}{base_path(url)}{path}"
     headers = {} if key is None else {"authorization": f"Bearer {key}"}
     asked = urllib.request.Request(where, headers=headers)
-    context = _tls(parts.scheme)
+    context = context_for(where)
     with urllib.request.urlopen(asked, timeout=timeout_s, context=context) as answer:
         return json.load(answer)
-
-
-def _tls(scheme: str) -> ssl.SSLContext | None:
-    return ssl.create_default_context() if scheme == "https" else None
 
 
 @dataclass(frozen=True, slots=True)

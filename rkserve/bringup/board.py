@@ -42,6 +42,7 @@ from rkserve.bringup.processes import NodeSupervisor, StateFolder
 from rkserve.bringup.serving import Note
 from rkserve.bringup.settings import BOARD, GCS_PORT, NodePorts, board_options, environment_of
 from rkserve.bringup.versions import VersionFolder
+from rkserve.core import tls
 from rkserve.core.errors import ConfigError
 from rkserve.core.files import replace_private, write_private
 from rkserve.doctor.collect import Checkup, collect, free_bytes, this_machine
@@ -81,7 +82,8 @@ class JoinOptions:
 
     Without ``head`` the answer of the last join counts. ``ray_cpus`` are the CPUs of Ray after its
     start; ``share`` is the NPU that this node offers. Without ``start`` the head's answer is kept
-    for a later join, and Ray is not started.
+    for a later join, and Ray is not started. ``ca_file`` has the authorities of the head's
+    certificate, beside those of this machine.
     """
 
     state: Path
@@ -96,6 +98,7 @@ class JoinOptions:
     ray_port: int = GCS_PORT
     temp_dir: Path | None = None
     start: bool = True
+    ca_file: Path | None = None
 
 
 def identity(root: Path = Path("/")) -> dict[str, str]:
@@ -137,7 +140,13 @@ class WaitsForApproval(Exception):
 
 
 def await_head(
-    head: str, token: str, body: dict[str, str], note: Note, limit_s: float = HEAD_S
+    head: str,
+    token: str,
+    body: dict[str, str],
+    note: Note,
+    *,
+    limit_s: float = HEAD_S,
+    ca_file: Path | None = None,
 ) -> JoinAnswer:
     """Ask the head for what this board needs, again while it is starting or busy.
 
@@ -149,7 +158,7 @@ def await_head(
     began_s, shown, shown_s = time.monotonic(), "", 0.0
     while True:
         try:
-            return ask_head(head, token, body)
+            return ask_head(head, token, body, ca_file)
         except HeadNotReady as exc:
             now_s = time.monotonic()
             left_s = began_s + limit_s - now_s
@@ -172,7 +181,9 @@ def await_head(
             time.sleep(exc.retry_s)
 
 
-def ask_head(head: str, token: str, body: dict[str, str]) -> JoinAnswer:
+def ask_head(
+    head: str, token: str, body: dict[str, str], ca_file: Path | None = None
+) -> JoinAnswer:
     """Ask the head once for what this board needs.
 
     Raises:
@@ -186,7 +197,8 @@ def ask_head(head: str, token: str, body: dict[str, str]) -> JoinAnswer:
         raise ConfigError(f"{head} is no URL of a head, such as http://head:8000.")
     try:
         request = urllib.request.Request(url, json.dumps(body).encode(), headers)
-        with urllib.request.urlopen(request, timeout=ASK_S) as answer:
+        context = tls.context_for(url, ca_file)
+        with urllib.request.urlopen(request, timeout=ASK_S, context=context) as answer:
             found: JoinAnswer = json.load(answer)
             status, retry_s = answer.status, retry_after_s(answer.headers.get("retry-after"))
     except urllib.error.HTTPError as exc:
@@ -198,7 +210,7 @@ def ask_head(head: str, token: str, body: dict[str, str]) -> JoinAnswer:
         raise ConfigError(message) from exc
     except (OSError, HTTPException, ValueError) as exc:
         reason = getattr(exc, "reason", exc)
-        message = f"{head} cannot be asked: {reason}."
+        message = f"{head} cannot be asked: {reason}.{tls.hint(reason)}"
         # A head whose HAProxy or Router starts refuses, and cuts off or delays what it has taken.
         if isinstance(reason, ConnectionError | TimeoutError | HTTPException):
             raise HeadNotReady(message) from exc
@@ -317,7 +329,9 @@ def _follower(
     own = None
     if options.library is not None and options.model is not None:
         own = MeasuredModel(options.library.absolute(), options.model.absolute())
-    head = HttpHead.of(str(terms.get("head", "")), serving.read_token() or "")
+    named = str(terms.get("ca_file") or "")
+    ca_file = options.ca_file or (Path(named) if named else None)
+    head = HttpHead.of(str(terms.get("head", "")), serving.read_token() or "", ca_file)
     key = member_key(state.folder, identity())
     return UpdateFollower(head, VersionFolder.of_this_process(), key, note, own)
 
@@ -358,7 +372,7 @@ def _terms(options: JoinOptions, state: StateFolder, note: Note) -> dict[str, An
         "version": __version__,
         **identity(),
     }
-    answer = await_head(options.head, options.token, body, note)
+    answer = await_head(options.head, options.token, body, note, ca_file=options.ca_file)
     for sentence in answer["notes"]:
         note(f"rkserve: {sentence}")
     keep_token(answer["cluster_token"], replace=options.replace_token)
@@ -367,6 +381,8 @@ def _terms(options: JoinOptions, state: StateFolder, note: Note) -> dict[str, An
         "ray_address": answer["ray_address"],
         "environ": answer["environ"],
     }
+    if options.ca_file is not None:
+        saved["ca_file"] = str(options.ca_file.absolute())
     try:
         replace_private(file, json.dumps(saved, indent=1) + "\n")
     except OSError as exc:

@@ -30,6 +30,7 @@ from rkserve import __version__
 from rkserve.api.admin.heartbeat import HeartbeatAnswer, MeasuredEntry, OrderEntry
 from rkserve.bringup.versions import Trial, VersionFolder
 from rkserve.bringup.wheels import LOCK_FILE, WheelFolder
+from rkserve.core import tls
 from rkserve.core.errors import ConfigError, RkserveError
 from rkserve.core.files import replace_private
 from rkserve.doctor.measure import MeasureLimits, measure
@@ -64,11 +65,12 @@ class HttpHead:
 
     url: str
     secret: str = field(repr=False)
+    ca_file: Path | None = None
 
     @classmethod
-    def of(cls, url: str, cluster_token: str) -> HttpHead:
+    def of(cls, url: str, cluster_token: str, ca_file: Path | None = None) -> HttpHead:
         """Return the head at a URL, for the boards of a cluster."""
-        return cls(url.rstrip("/"), member_secret(cluster_token))
+        return cls(url.rstrip("/"), member_secret(cluster_token), ca_file)
 
     def beat(self, news: dict[str, Any]) -> HeartbeatAnswer | None:
         """Send the board's news; see ``Head``."""
@@ -76,7 +78,8 @@ class HttpHead:
         body = json.dumps(news).encode()
         request = urllib.request.Request(f"{self.url}/v1/heartbeat", body, headers)
         try:
-            with urllib.request.urlopen(request, timeout=ASK_S) as answer:
+            context = tls.context_for(self.url, self.ca_file)
+            with urllib.request.urlopen(request, timeout=ASK_S, context=context) as answer:
                 found: Any = json.load(answer)
         except urllib.error.HTTPError as exc:
             if exc.code in (http.client.CONFLICT, http.client.FORBIDDEN):
@@ -94,8 +97,12 @@ class HttpHead:
         headers = {"authorization": f"Bearer {self.secret}"}
         request = urllib.request.Request(f"{self.url}/v1/update/files/{sha256}", headers=headers)
         try:
+            context = tls.context_for(self.url, self.ca_file)
+        except ValueError as exc:
+            raise OSError(str(exc)) from exc
+        try:
             with (
-                urllib.request.urlopen(request, timeout=ASK_S) as source,
+                urllib.request.urlopen(request, timeout=ASK_S, context=context) as source,
                 target.open("wb") as file,
             ):
                 shutil.copyfileobj(source, file, PIECE)

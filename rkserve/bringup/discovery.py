@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from zeroconf import ServiceInfo, Zeroconf
 
 SERVICE = "_rkserve._tcp.local."
-VERSION = "version"
+VERSION, SCHEME = "version", "scheme"
 # Heads answer a first question within 1.2 s; a lost packet is asked for again after 1 s and 3 s.
 SEARCH_S = 4.0
 ADDRESS_MS = 1000  # for the address of a head, which usually came with its name
@@ -58,8 +58,11 @@ class Announcement:
         port: int,
         note: Callable[[str], None],
         open_mdns: OpenNetwork = open_network,
+        *,
+        tls: bool = False,
     ) -> None:
         """``address`` and ``port`` are those of the endpoint as boards reach it."""
+        self._scheme = "https" if tls else "http"
         self._address, self._port, self._note = address, port, note
         self._open = open_mdns
         self._network: Zeroconf | None = None
@@ -74,13 +77,21 @@ class Announcement:
 
     @classmethod
     def of(
-        cls, address: str, host: str, port: int, note: Callable[[str], None]
+        cls,
+        address: str,
+        host: str,
+        port: int,
+        note: Callable[[str], None],
+        *,
+        tls: bool = False,
     ) -> Announcement | None:
         """Return the announcement of a head whose endpoint listens on ``host``.
 
         None where it listens on the loopback only, which no board reaches.
         """
-        return None if is_loopback(host) or is_loopback(address) else cls(address, port, note)
+        if is_loopback(host) or is_loopback(address):
+            return None
+        return cls(address, port, note, tls=tls)
 
     def begin(self) -> None:
         """Announce the head; where that is impossible, note the reason."""
@@ -90,14 +101,15 @@ class Announcement:
             found = socket.getaddrinfo(self._address, None, socket.AF_INET, socket.SOCK_STREAM)
             address = str(found[0][4][0])
             self._network = self._open([address])
-            self._network.register_service(_announced(address, self._port), allow_name_change=True)
+            announced = _announced(address, self._port, self._scheme)
+            self._network.register_service(announced, allow_name_change=True)
         except (OSError, Error) as exc:
             self.__exit__()
             reason = str(exc) or type(exc).__name__
             self._note(f"rkserve: mDNS does not announce {self._address}: {reason}.")
 
 
-def _announced(address: str, port: int) -> ServiceInfo:
+def _announced(address: str, port: int, scheme: str) -> ServiceInfo:
     from zeroconf import ServiceInfo
 
     host = _plain(socket.gethostname().partition(".")[0], LONGEST_NAME) or "head"
@@ -106,7 +118,7 @@ def _announced(address: str, port: int) -> ServiceInfo:
         f"{host}.{SERVICE}",
         port,
         parsed_addresses=[address],
-        properties={VERSION: __version__},
+        properties={VERSION: __version__, SCHEME: scheme},
     )
 
 
@@ -183,7 +195,8 @@ def _heads_of(info: ServiceInfo) -> Iterable[FoundHead]:
         foreign = not isinstance(address, ipaddress.IPv4Address) or not info.port
         if not (foreign or address.is_multicast or address.is_unspecified):
             name = _plain(info.name.removesuffix(f".{SERVICE}"), LONGEST_NAME)
-            url = f"http://{address}:{info.port}"
+            tls = info.properties.get(SCHEME.encode()) == b"https"
+            url = f"{'https' if tls else 'http'}://{address}:{info.port}"
             yield FoundHead(name, url, _plain(version, LONGEST_VERSION) or "unknown")
             return
 

@@ -36,7 +36,8 @@ from rkserve.config.serve_config import resolve_folder
 from rkserve.core.child_process import free_ports
 from rkserve.core.errors import ConfigError
 from rkserve.core.files import replace_private
-from rkserve.deployments import haproxy, preflight
+from rkserve.deployments import haproxy, haproxy_tls, preflight
+from rkserve.deployments.haproxy_tls import TlsFiles
 from rkserve.doctor.facts import BoardFacts
 from rkserve.doctor.node import limits
 from rkserve.doctor.rules import localhost
@@ -70,7 +71,8 @@ class HeadOptions:
     """The options of ``rkserve up``.
 
     ``address`` is the one at which boards reach this machine; ``temp_dir`` is Ray's folder;
-    with ``approval`` new boards wait for ``rkserve approve``; ``mdns`` announces the head.
+    with ``approval`` new boards wait for ``rkserve approve``; ``mdns`` announces the head;
+    ``tls_cert`` and ``tls_key`` are HAProxy's files.
     """
 
     config: Path
@@ -82,6 +84,8 @@ class HeadOptions:
     haproxy: bool = True
     approval: bool = False
     mdns: bool = True
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -93,10 +97,15 @@ class HeadPlan:
     real: bool  # some group has real boards, which join later
     measures: tuple[tuple[str, str], ...] = ()  # library and model folder of each such group
     host: str = preflight.HOST
+    certificate: Path | None = None  # the endpoint's, where clients use TLS
 
     @classmethod
-    def of(cls, config: Path) -> HeadPlan:
-        """Read a file that has been checked."""
+    def of(cls, config: Path, tls: TlsFiles | None = None) -> HeadPlan:
+        """Read a file that has been checked; ``tls`` are HAProxy's files.
+
+        Raises:
+            ConfigError: it has no application, or other nodes would serve without TLS.
+        """
         content = preflight.read(config)
         options = content.get("http_options") or {}
         host, port = str(options.get("host", preflight.HOST)), options.get("port", preflight.PORT)
@@ -107,12 +116,19 @@ class HeadPlan:
         groups = [group for one in found for group in one.boards if group.simulated is None]
         measures = [(str(one.library), str(resolve_folder(one.model))) for one in groups]
         named = f"[{host_here}]" if ":" in host_here else host_here
-        url = f"http://{named}:{port}"
-        return cls(url, int(port), bool(groups), tuple(measures), host)
+        if tls is not None and groups and content.get("proxy_location") != "HeadOnly":
+            raise ConfigError(
+                f"{config} has no proxy_location: HeadOnly, so that every board would serve "
+                "clients, too, and without TLS."
+            )
+        own = options.get("ssl_certfile")
+        certificate = tls.certificate if tls is not None else Path(str(own)) if own else None
+        url = f"{'http' if certificate is None else 'https'}://{named}:{port}"
+        return cls(url, int(port), bool(groups), tuple(measures), host, certificate)
 
     def join_url(self, address: str) -> str:
         """Return the URL of the endpoint as boards see it."""
-        return f"http://{address}:{self.port}"
+        return f"{self.url.partition(':')[0]}://{address}:{self.port}"
 
 
 def own_address() -> str:
@@ -169,7 +185,8 @@ def run_head(options: HeadOptions, note: Note) -> int:
     state.refuse_second(DOWN)
     preflight.check_file(options.config, starts=True, key=False)
     check_localhost()
-    plan = HeadPlan.of(options.config)
+    environ, tls = _with_tls(options)
+    plan = HeadPlan.of(options.config, tls)
     address = options.address or own_address()
     check_ports((*range(ports.first, ports.last + 1), options.dashboard_port))
     if (made := first_key(options.config, state.folder)) is not None:
@@ -180,20 +197,20 @@ def run_head(options: HeadOptions, note: Note) -> int:
         raise ConfigError(f"Ray's token {serving.token_file()} is missing or empty.")
     serving.interrupt_on_signals()
     ray_address = f"{address}:{ports.first}"
-    command = [*RAY_START, *head_options(ports, address, options.dashboard_port)]
-    if options.temp_dir is not None:
-        command.append(f"--temp-dir={options.temp_dir}")
+    command = _ray_command(options, ports, address)
     store = RayStore(state.folder, importlib.metadata.version("ray"), os.environ)
     try:
         with ExitStack() as stack:
-            environ = environment_of(HEAD, os.environ)
+            environ = environment_of(HEAD, environ)
             if options.haproxy and haproxy.available():
                 environ = {**haproxy_environ(environ, options.ray_port, stack), **environ}
             _write_terms(state.folder, ray_address, environ, plan, options)
             environ[FOLDER] = str(state.folder)
             about = {"url": plan.url, "join_url": plan.join_url(address)}
             node = stack.enter_context(NodeSupervisor(state, **about))
-            announcement = Announcement.of(address, plan.host, plan.port, note)
+            announcement = Announcement.of(
+                address, plan.host, plan.port, note, tls=plan.certificate is not None
+            )
             if announcement is not None:
                 stack.enter_context(announcement)
             stack.callback(note, "Stopping ...")
@@ -205,6 +222,33 @@ def run_head(options: HeadOptions, note: Note) -> int:
     except KeyboardInterrupt:
         store.remove()  # all processes have ended in order, and boards' with them
         return 0
+
+
+def _ray_command(options: HeadOptions, ports: NodePorts, address: str) -> list[str]:
+    command = [*RAY_START, *head_options(ports, address, options.dashboard_port)]
+    folder = options.temp_dir
+    return command if folder is None else [*command, f"--temp-dir={folder}"]
+
+
+def _with_tls(options: HeadOptions) -> tuple[dict[str, str], TlsFiles | None]:
+    """Return the environment with HAProxy's files, and these, after a look at them.
+
+    Raises:
+        ConfigError: they cannot be used, or HAProxy is off.
+    """
+    given = {haproxy_tls.CERT: options.tls_cert, haproxy_tls.KEY: options.tls_key}
+    named = {name: str(file.absolute()) for name, file in given.items() if file is not None}
+    environ = {**os.environ, **named}
+    runs = options.haproxy and haproxy.available() and environ.get(haproxy.FLAG, "1") == "1"
+    preflight.check_tls(options.config, haproxy=runs)
+    if not runs:
+        haproxy.own_environ({**environ, haproxy.FLAG: "0"})
+        return environ, None
+    tls = TlsFiles.of(environ)
+    if tls is not None:
+        tls.pem()
+        os.environ.update(tls.environ())  # HAProxy's environment is made of this process's
+    return environ, tls
 
 
 def _write_terms(
@@ -345,12 +389,14 @@ class RunningHead:
         return f"{time.monotonic() - self.started_s:.0f} s"
 
     def _answers(self) -> bool:
-        return serving.get_json(f"{self.plan.url}/health") is not None
+        own = self.plan.certificate
+        return serving.get_json(f"{self.plan.url}/health", certificate=own) is not None
 
     def _models(self) -> list[str] | None:
-        models = serving.ready_models(self.plan.url, self.key)
+        url, key, own = self.plan.url, self.key, self.plan.certificate
+        models = serving.ready_models(url, key, own)
         if models is None:
-            ready, known = serving.board_counts(self.plan.url, self.key)
+            ready, known = serving.board_counts(url, key, own)
             self._progress(f"Boards: {ready} of {known} ready.")
         return models
 
@@ -377,7 +423,8 @@ class RunningHead:
     def _ask(self, models: list[str]) -> None:
         ready = f"Ready after {self._passed()}: {', '.join(models)} at {self.plan.url}"
         try:
-            took_s = serving.first_answer(self.plan.url, models[0], self.key)
+            own = self.plan.certificate
+            took_s = serving.first_answer(self.plan.url, models[0], self.key, own)
         except OSError as exc:
             self.note(f"rkserve: {exc}")
         else:

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rkserve.core import tls
+
 SERVE = (sys.executable, "-m", "rkserve.deployments.preflight", "run")
 START_TIMEOUT_S = 600
 POLL_S = 0.5
@@ -95,13 +97,23 @@ def _as_interrupt(*_: object) -> None:
     raise KeyboardInterrupt
 
 
-def get_json(url: str, timeout_s: float = 2.0, key: str | None = None) -> Any:
-    """Return the JSON behind ``url``, or None while it is not there."""
+def get_json(
+    url: str, timeout_s: float = 2.0, key: str | None = None, certificate: Path | None = None
+) -> Any:
+    """Return the JSON behind ``url``, or None while it is not there.
+
+    With TLS ``certificate`` is the one that this machine's endpoint shows.
+    """
     try:
-        with urllib.request.urlopen(_with_key(url, key), timeout=timeout_s) as answer:
+        with _open(_with_key(url, key), timeout_s, certificate) as answer:
             return json.load(answer)
     except (OSError, ValueError):
         return None
+
+
+def _open(request: urllib.request.Request, timeout_s: float, certificate: Path | None) -> Any:
+    context = tls.pinned_context(certificate) if certificate is not None else None
+    return urllib.request.urlopen(request, timeout=timeout_s, context=context)
 
 
 def _with_key(url: str, key: str | None, body: bytes | None = None) -> urllib.request.Request:
@@ -111,14 +123,16 @@ def _with_key(url: str, key: str | None, body: bytes | None = None) -> urllib.re
     return urllib.request.Request(url, body, headers)
 
 
-def ready_models(url: str, key: str | None = None) -> list[str] | None:
+def ready_models(
+    url: str, key: str | None = None, certificate: Path | None = None
+) -> list[str] | None:
     """Return the models and adapters once every model has a board; ``UNNAMED`` if a key is
     missing.
     """
-    if get_json(f"{url}/ready") is None:
+    if get_json(f"{url}/ready", certificate=certificate) is None:
         return None
     try:
-        with urllib.request.urlopen(_with_key(f"{url}/v1/models", key), timeout=2.0) as answer:
+        with _open(_with_key(f"{url}/v1/models", key), 2.0, certificate) as answer:
             return [str(one["id"]) for one in json.load(answer)["data"]]
     except urllib.error.HTTPError as exc:
         return [UNNAMED] if exc.code == UNAUTHORIZED else None
@@ -126,9 +140,11 @@ def ready_models(url: str, key: str | None = None) -> list[str] | None:
         return None
 
 
-def board_counts(url: str, key: str | None = None) -> tuple[int, int]:
+def board_counts(
+    url: str, key: str | None = None, certificate: Path | None = None
+) -> tuple[int, int]:
     """Return the numbers of boards that are ready, and of all that are known."""
-    found = get_json(f"{url}/v1/models", key=key) or {"data": []}
+    found = get_json(f"{url}/v1/models", key=key, certificate=certificate) or {"data": []}
     boards: dict[str, bool] = {}
     for one in found["data"]:
         for board in (one.get("rkserve") or {}).get("boards") or ():
@@ -136,7 +152,9 @@ def board_counts(url: str, key: str | None = None) -> tuple[int, int]:
     return sum(boards.values()), len(boards)
 
 
-def first_answer(url: str, model: str, key: str | None = None) -> float | None:
+def first_answer(
+    url: str, model: str, key: str | None = None, certificate: Path | None = None
+) -> float | None:
     """Return the seconds of a shortest request to a model; None where an API key is needed.
 
     Raises:
@@ -146,17 +164,17 @@ def first_answer(url: str, model: str, key: str | None = None) -> float | None:
     chat = {"model": model, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
     try:
         try:
-            _post(f"{url}/v1/chat/completions", chat, key)
+            _post(f"{url}/v1/chat/completions", chat, key, certificate)
         except urllib.error.HTTPError as exc:
             if exc.code == UNAUTHORIZED:
                 return None
-            _post(f"{url}/v1/embeddings", {"model": model, "input": "Hi"}, key)
+            _post(f"{url}/v1/embeddings", {"model": model, "input": "Hi"}, key, certificate)
     except urllib.error.HTTPError as exc:
         raise OSError(f"{model} did not answer: {exc.read().decode(errors='replace')}") from exc
     return time.monotonic() - started_s
 
 
-def _post(url: str, body: Mapping[str, Any], key: str | None) -> None:
+def _post(url: str, body: Mapping[str, Any], key: str | None, certificate: Path | None) -> None:
     request = _with_key(url, key, json.dumps(body).encode())
-    with urllib.request.urlopen(request, timeout=ANSWER_S) as answer:
+    with _open(request, ANSWER_S, certificate) as answer:
         answer.read()

@@ -21,6 +21,8 @@ from rkserve.bringup.processes import StateFolder, end_child
 from rkserve.bringup.settings import BOARD, DASHBOARD_PORT, GCS_PORT, HEAD
 from rkserve.cli.context import Exit
 from rkserve.core.errors import RkserveError
+from rkserve.core.tls import CA_FILE
+from rkserve.deployments.haproxy_tls import CERT, KEY
 
 POLL_S = 0.5
 
@@ -86,6 +88,19 @@ def up(
             help="Announce the head's address in its network, for `rkserve join` without a URL.",
         ),
     ] = True,
+    tls_cert: Annotated[
+        Path | None,
+        typer.Option(
+            "--tls-cert",
+            envvar=CERT,
+            help="Certificate with its chain (PEM): clients use https then. A renewed one is in "
+            "force within seconds.",
+        ),
+    ] = None,
+    tls_key: Annotated[
+        Path | None,
+        typer.Option("--tls-key", envvar=KEY, help="Its key, where that is another file."),
+    ] = None,
 ) -> None:
     """Start the head: Ray, HAProxy and the application, until Ctrl-C.
 
@@ -94,7 +109,7 @@ def up(
     folder = _folder(state)
     options = HeadOptions(
         *(config.absolute(), folder, address, ray_port, dashboard_port, temp_dir),
-        *(haproxy, approve, mdns),
+        *(haproxy, approve, mdns, tls_cert, tls_key),
     )
     if detach:
         _detached(folder, HEAD, DOWN)
@@ -168,6 +183,17 @@ def join(
             help="Start Ray. Without it the head's answer is kept, such as for the service.",
         ),
     ] = True,
+    ca_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--ca-file",
+            envvar=CA_FILE,
+            exists=True,
+            dir_okay=False,
+            help="Certificates to trust for the head's https, beside those of this machine; later "
+            "joins use it, too.",
+        ),
+    ] = None,
 ) -> None:
     """Join a head as a board, until Ctrl-C.
 
@@ -189,6 +215,7 @@ def join(
         ray_port,
         temp_dir,
         start,
+        ca_file,
     )
     if head is None and not (folder / JOINED).exists():
         _run(lambda: suggest_heads(typed_options()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 from pathlib import Path
 from typing import Annotated
@@ -43,6 +44,7 @@ from rkserve.client.answers import PARTIAL, SUCCEEDED
 from rkserve.core.answer_metrics import DAYS_KEPT
 from rkserve.core.errors import ConfigError
 from rkserve.deployments.haproxy import default_folder, prepare
+from rkserve.deployments.haproxy_tls import CERT, KEY
 from rkserve.native.sim import models as sim_models
 
 NOT_READY = "NOT READY"
@@ -191,8 +193,21 @@ def front(
     plain: Annotated[
         bool, typer.Option("--plain", help="NAME=value, for systemd's EnvironmentFile.")
     ] = False,
+    tls_cert: Annotated[
+        Path | None,
+        typer.Option(
+            "--tls-cert", envvar=CERT, help="Certificate with its chain (PEM): clients use https."
+        ),
+    ] = None,
+    tls_key: Annotated[
+        Path | None,
+        typer.Option("--tls-key", envvar=KEY, help="Its key, where that is another file."),
+    ] = None,
 ) -> None:
     """Prepare Ray's HAProxy on this node, and print the environment to start Ray in."""
+    for name, file in ((CERT, tls_cert), (KEY, tls_key)):
+        if file is not None:
+            os.environ[name] = str(file.absolute())
     try:
         made = prepare(folder.expanduser().absolute() if folder else default_folder())
     except ConfigError as exc:

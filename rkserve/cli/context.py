@@ -8,6 +8,7 @@ the cluster does not answer, its rows are left out.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ from rkserve.client import Progress as ClientProgress
 from rkserve.client.flows import OnProgress
 from rkserve.client.keys import own_key
 from rkserve.client.requests import DEFAULT_URL, InFlight, Mode
+from rkserve.core import tls
 
 T = TypeVar("T")
 
@@ -217,7 +219,8 @@ class CommandContext(typer.Context):
 def _sentence(exc: ClientError, url: str) -> str:
     """Return the error as a sentence, with the URL where that may be the cause."""
     if isinstance(exc, Unreachable):
-        return f"{url} cannot be reached: {exc}. --url or RKSERVE_URL names another one."
+        advice = tls.hint(exc) or " --url or RKSERVE_URL names another one."
+        return f"{url} cannot be reached: {exc}.{advice}"
     if isinstance(exc, UnexpectedAnswer):
         return f"{str(exc).rstrip('.')}. The URL was {url}; --url or RKSERVE_URL names another one."
     return str(exc)
@@ -256,6 +259,17 @@ class ClusterOptions:
     admin_key: Annotated[
         str | None, typer.Option("--admin-key", envvar="RKSERVE_ADMIN_KEY", hidden=True)
     ] = None
+    ca_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--ca-file",
+            envvar=tls.CA_FILE,
+            exists=True,
+            dir_okay=False,
+            help="Certificates to trust for https, beside those of this machine: a copy of the "
+            "head's own, for example.",
+        ),
+    ] = None
     as_json: Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")] = False
 
     def key(self) -> str | None:
@@ -287,6 +301,8 @@ class ClusterCommand(GroupedCommand):
     def invoke(self, ctx: Any) -> Any:
         """Open the client, run the command, and turn the client's errors into exit codes."""
         options = CLUSTER_OPTIONS.take(ctx.params)
+        if options.ca_file is not None:
+            os.environ[tls.CA_FILE] = str(options.ca_file)  # where the client looks for it
         try:
             client = ctx.obj(options.url, options.key())
         except ValueError as exc:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import os
+import ssl
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +22,7 @@ import httpx
 
 from rkserve.client.errors import SourceFailed
 from rkserve.core.files import MANIFEST_MAX_CHARS, SIGNED_SUFFIX, file_digest
+from rkserve.core.tls import add_authorities, named_authorities
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 CONNECT_S = 5.0
@@ -173,6 +176,20 @@ def check_url(url: str) -> str:
     if parsed.scheme not in ("http", "https") or not parsed.host:
         raise ValueError(f"{url!r} must begin with http:// or https:// and name a host")
     return url.rstrip("/").removesuffix("/v1")
+
+
+def authorities(url: str, ca_file: Path | str | None) -> ssl.SSLContext | bool:
+    """Return the context for a URL: httpx's own, with the authorities of a file where one is named.
+
+    Raises:
+        ValueError: the file cannot be read, or has no certificate.
+    """
+    file = Path(ca_file) if ca_file is not None else named_authorities(os.environ)
+    if file is None or not url.startswith("https://"):
+        return True
+    context = httpx.create_ssl_context()
+    add_authorities(context, file)
+    return context
 
 
 def headers(admin_key: str | None) -> httpx.Headers:

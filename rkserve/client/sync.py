@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -47,6 +48,7 @@ from rkserve.client.requests import (
     Mode,
     Request,
     arguments,
+    authorities,
     check_url,
     fetch,
     headers,
@@ -61,10 +63,11 @@ class Client(ClusterCalls, ModelCalls, WeightCalls, GenerationCalls, KeyCalls, R
     """The control API of a cluster. Calls raise ``ClientError``; see docs/how-to/client.md.
 
     ``admin_key`` is an API key with the scopes of the calls; without one it is that of the
-    environment or of the user's file. It is never logged or shown. A call is retried for
-    ``patience_s`` seconds after lost connections and while the Coordinator is away, without being
-    executed twice. ``read_s`` is the time limit of an answer unless the call needs longer.
-    ``transport``, ``sleep`` and ``clock`` are for tests.
+    environment or of the user's file. It is never logged or shown. ``ca_file`` has certificates to
+    trust for https beside those of this machine; without it ``RKSERVE_CA_FILE`` names one. A call
+    is retried for ``patience_s`` seconds after lost connections and while the Coordinator is away,
+    without being executed twice. ``read_s`` is the time limit of an answer unless the call needs
+    longer. ``transport``, ``sleep`` and ``clock`` are for tests.
     """
 
     def __init__(
@@ -72,6 +75,7 @@ class Client(ClusterCalls, ModelCalls, WeightCalls, GenerationCalls, KeyCalls, R
         url: str = DEFAULT_URL,
         *,
         admin_key: str | None = None,
+        ca_file: Path | str | None = None,
         patience_s: float = PATIENCE_S,
         read_s: float = READ_S,
         transport: httpx.BaseTransport | None = None,
@@ -84,6 +88,7 @@ class Client(ClusterCalls, ModelCalls, WeightCalls, GenerationCalls, KeyCalls, R
             headers=headers(own_key(self.url) if admin_key is None else admin_key),
             timeout=httpx.Timeout(read_s, connect=CONNECT_S),
             transport=transport,
+            verify=authorities(self.url, ca_file),
         )
         self._read_s = read_s
         self._retry = RetryPolicy(patience_s, clock)

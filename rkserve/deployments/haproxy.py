@@ -24,7 +24,21 @@ from typing import NoReturn
 from rkserve.core.child_process import listens_nowhere
 from rkserve.core.errors import ConfigError
 from rkserve.core.files import UnsafeFolder, private_folder
-from rkserve.deployments.haproxy_config import ProxyLimits, check_template, prepare_config
+from rkserve.deployments.haproxy_config import (
+    ProxyLimits,
+    ProxyTls,
+    check_template,
+    prepare_config,
+)
+from rkserve.deployments.haproxy_tls import (
+    CERT,
+    PEM,
+    SCRIPT,
+    TlsFiles,
+    check_program,
+    current_pem,
+    renewal_script,
+)
 
 # Ray's time limits for its own start, in its environment. A busy machine may take minutes for what
 # they give 30 s by default, and Serve's proxy 5 s: it is replaced by another one then, which has to
@@ -127,10 +141,14 @@ def prepare(folder: Path) -> dict[str, str]:
 
     Raises:
         ConfigError: the folder is not private or its path too long, there is no HAProxy, a limit in
-            the environment is wrong, or the installed Ray writes a configuration that is unknown.
+            the environment is wrong, its certificate cannot be used, or the installed Ray writes a
+            configuration that is unknown.
     """
     ProxyLimits.of(os.environ)
     check_template()
+    if (tls := TlsFiles.of(os.environ)) is not None:
+        tls.pem()
+        check_program(_haproxy())
     if len(str(folder)) > LONGEST_FOLDER:
         raise ConfigError(
             f"The path of HAProxy's folder, {folder}, has {len(str(folder))} characters; with more "
@@ -144,6 +162,7 @@ def prepare(folder: Path) -> dict[str, str]:
     return {
         FLAG: "1",
         BINARY: str(launcher),
+        **(tls.environ() if tls is not None else {}),
         **ONE_LOOP,
         "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": str(METRICS_MS),
         "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": str(READY_S),
@@ -180,6 +199,7 @@ def own_environ(environ: Mapping[str, str]) -> dict[str, str]:
     Raises:
         ConfigError: as ``prepare``.
     """
+    _refuse_unused_tls(environ)
     if environ.get(FLAG) != "1" or _is_launcher(environ.get(BINARY, "")):
         return {}
     place = environ.get("RAY_SERVE_HAPROXY_CONFIG_FILE_LOC")
@@ -193,11 +213,21 @@ def check_environ(environ: Mapping[str, str]) -> None:
     Raises:
         ConfigError: the message contains the fix.
     """
+    _refuse_unused_tls(environ)
     if environ.get(FLAG) == "1" and not _is_launcher(environ.get(BINARY, "")):
         raise ConfigError(
             f"{FLAG}=1 turns on Ray's HAProxy with Ray's own configuration, in which hang-ups do "
             'not free boards and sockets are open to every account. Run eval "$(rkserve front)" '
             "before Ray is started, on every node, or leave the variable out."
+        )
+
+
+def _refuse_unused_tls(environ: Mapping[str, str]) -> None:
+    if environ.get(FLAG) != "1" and TlsFiles.of(environ) is not None:
+        raise ConfigError(
+            f"{CERT} is HAProxy's certificate, and HAProxy is off, so that clients would talk in "
+            f"clear. Set {FLAG}=1, or leave {CERT} out and set http_options.ssl_certfile and "
+            "ssl_keyfile in the configuration."
         )
 
 
@@ -268,18 +298,33 @@ def _prepare_file(path: Path) -> None:
                 "belong; set all RAY_SERVE_HAPROXY_ paths to that folder"
             )
         private_folder(folder)
-    prepared = prepare_config(text, ProxyLimits.of(os.environ), _most_files())
+    tls = _prepare_tls(path.parent)
+    prepared = prepare_config(text, ProxyLimits.of(os.environ), _most_files(), tls)
     _replace(path, prepared, 0o600)
     for socket in path.parent.glob("*.sock"):
         if stat.S_ISSOCK(socket.lstat().st_mode):
             socket.chmod(0o600)  # Ray's own one is open to every account
 
 
-def _replace(path: Path, text: str, mode: int) -> None:
+def _prepare_tls(folder: Path) -> ProxyTls | None:
+    """Write the certificate that HAProxy reads, and the script that renews it."""
+    files = TlsFiles.of(os.environ)
+    if files is None:
+        return None
+    tls = ProxyTls(folder / PEM, folder / SCRIPT)
+    text, warning = current_pem(files, tls.pem)
+    if warning:
+        sys.stderr.write(f"rkserve: {warning}\n")
+    _replace(tls.pem, text, 0o600)
+    _replace(tls.script, renewal_script(files, tls.pem).encode(), 0o600)
+    return tls
+
+
+def _replace(path: Path, text: str | bytes, mode: int) -> None:
     made = path.with_name(f"{path.name}.{os.getpid()}")
     made.unlink(missing_ok=True)
     made.touch(mode=mode, exist_ok=False)
-    made.write_text(text, encoding="utf-8")
+    made.write_bytes(text.encode() if isinstance(text, str) else text)
     made.replace(path)
 
 

@@ -16,6 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from rkserve.core.errors import ConfigError
+from rkserve.deployments.haproxy_tls import BIND
 
 MAXCONN = "RAY_SERVE_HAPROXY_MAXCONN"
 HEADER_TIMEOUT = "RKSERVE_FRONT_HEADER_TIMEOUT_S"
@@ -77,18 +78,26 @@ class TemplateEdit:
     count: int | None = 1
 
 
-def prepare_config(text: str, limits: ProxyLimits, files: int) -> str:
+@dataclass(frozen=True)
+class ProxyTls:
+    """HAProxy's file with certificate and key, and the script that renews them."""
+
+    pem: Path
+    script: Path
+
+
+def prepare_config(text: str, limits: ProxyLimits, files: int, tls: ProxyTls | None = None) -> str:
     """Return Ray's configuration with some lines replaced by rkserve's.
 
-    ``files`` is the number of files that HAProxy may open. A prepared configuration is returned
-    unchanged.
+    ``files`` is the number of files that HAProxy may open; with ``tls`` clients have to use TLS. A
+    prepared configuration is returned unchanged.
 
     Raises:
         ConfigError: the configuration lacks lines to be replaced.
     """
     if text.startswith(PREPARED):
         return text
-    edits = _edits(limits, files, routed=_ROUTED.search(text) is not None)
+    edits = _edits(limits, files, tls, routed=_ROUTED.search(text) is not None)
     found = [0] * len(edits)
     lines = [f"{PREPARED}; Ray writes it anew with every change."]
     section = ""
@@ -148,7 +157,9 @@ def _refuse_leftovers(lines: list[str]) -> None:
             )
 
 
-def _edits(limits: ProxyLimits, files: int, *, routed: bool) -> list[TemplateEdit]:
+def _edits(
+    limits: ProxyLimits, files: int, tls: ProxyTls | None, *, routed: bool
+) -> list[TemplateEdit]:
     """Return the edits; ``routed`` means that an application is known to Ray's HAProxy."""
     return [
         TemplateEdit(
@@ -157,7 +168,12 @@ def _edits(limits: ProxyLimits, files: int, *, routed: bool) -> list[TemplateEdi
             lambda match: [f"{match[1]} mode 600 {match[2]}"],
         ),
         TemplateEdit(
-            "global", re.compile(r"maxconn (\d+)"), lambda match: [_maxconn(match[1], files)]
+            "global",
+            re.compile(r"maxconn (\d+)"),
+            lambda match: [
+                _maxconn(match[1], files),
+                *([f"lua-load {tls.script}"] if tls is not None else []),
+            ],
         ),
         # With it HAProxy does not see that a client leaves whose request came in two segments.
         TemplateEdit("defaults", re.compile(r"option splice-request"), lambda _: []),
@@ -187,7 +203,7 @@ def _edits(limits: ProxyLimits, files: int, *, routed: bool) -> list[TemplateEdi
             "frontend http_frontend",
             re.compile(r"bind \S+:\d+"),
             lambda match: [
-                match[0],
+                match[0] if tls is None else f"{match[0]} {BIND.format(pem=tls.pem)}",
                 *_per_address(limits),
                 *_client_headers(),
                 _hide_serve(),

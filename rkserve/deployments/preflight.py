@@ -37,7 +37,8 @@ from rkserve.config.board_group import BoardGroupConfig
 from rkserve.config.serve_config import RkserveConfig, parse_config
 from rkserve.coordinator.state.api_keys import has_keys
 from rkserve.core.errors import ConfigError, RkserveError
-from rkserve.deployments.haproxy import is_loopback, own_environ
+from rkserve.deployments.haproxy import FLAG, is_loopback, own_environ
+from rkserve.deployments.haproxy_tls import CERT, KEY
 from rkserve.models.folder import open_model_folder
 from rkserve.native import quirks
 from rkserve.native.sim import profiles
@@ -229,6 +230,20 @@ def _check_keys(file: Path, where: str, given: Any, schema: Any) -> None:
             raise ConfigError(f"{file}: {where}{key}: unknown key; {meant}")
 
 
+def check_tls(file: Path, *, haproxy: bool) -> None:
+    """Refuse Serve's own TLS where HAProxy is before the Routers, to which it talks in clear.
+
+    Raises:
+        ConfigError: that is so, or the file cannot be read.
+    """
+    options = read(file).get("http_options") or {}
+    if haproxy and options.get("ssl_certfile"):
+        raise ConfigError(
+            f"http_options.ssl_certfile in {file} is for Serve without HAProxy: leave it out, and "
+            f"name the files in {CERT} and {KEY}, or by `rkserve up --tls-cert --tls-key`."
+        )
+
+
 def check_port(file: Path, options: Mapping[str, Any]) -> None:
     """Raise ``ConfigError`` if the endpoint's port is not free."""
     host, port = str(options.get("host", HOST)), int(options.get("port", PORT))
@@ -326,6 +341,8 @@ def _check_given(name: str, file: Path, address: str | None) -> None:
         return
     starts = name == "run" and not _is_running(address)
     check_file(file, starts=starts)
+    if starts:
+        check_tls(file, haproxy=os.environ.get(FLAG) == "1")
     if name == "deploy":
         _check_something_stays(file)
     warning = check_token(os.environ, starts=starts)

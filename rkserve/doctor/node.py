@@ -22,6 +22,7 @@ import urllib.request
 from contextlib import suppress
 from pathlib import Path
 
+from rkserve.core import tls
 from rkserve.doctor.facts import (
     ClockState,
     HeadAnswer,
@@ -235,7 +236,8 @@ def head(url: str, ray_port: int = RAY_PORT) -> tuple[HeadAnswer, float | None]:
 def _skew(url: str) -> tuple[float | None, str]:
     """Return by how much this clock is ahead, or why the URL does not answer."""
     try:
-        with urllib.request.urlopen(f"{url.rstrip('/')}/health", timeout=CONNECT_S) as answer:
+        health, context = f"{url.rstrip('/')}/health", tls.context_for(url)
+        with urllib.request.urlopen(health, timeout=CONNECT_S, context=context) as answer:
             date = answer.headers.get("Date")
     except urllib.error.HTTPError as exc:
         date = exc.headers.get("Date")

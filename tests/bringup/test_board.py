@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 
 import pytest
 
+from rkserve.api.admin.heartbeat import HeartbeatAnswer
 from rkserve.bench.processes import PROC, is_alive
 from rkserve.bringup import board, serving
 from rkserve.bringup.board import (
@@ -29,11 +30,13 @@ from rkserve.bringup.board import (
     keep_token,
     run_board,
 )
+from rkserve.bringup.board_update import HttpHead
 from rkserve.bringup.processes import StateFolder
 from rkserve.core.child_process import free_ports
 from rkserve.core.errors import ConfigError
 from rkserve.router.fleet_update import member_secret
 from tests.bringup.test_head import RAY, all_free
+from tests.support.http.certificates import https_server, write_certificate
 from tests.support.paths import PROJECT
 
 pytestmark = pytest.mark.slow
@@ -159,6 +162,38 @@ def test_a_head_that_is_not_there_is_named(head: str, sentence: str) -> None:
 def test_a_head_that_refuses_connections_may_start_yet() -> None:
     with pytest.raises(HeadNotReady, match=r"cannot be asked: .*Connection refused"):
         ask_head(f"http://127.0.0.1:{next(free_ports())}", "t", {})
+
+
+def test_a_head_with_a_certificate_of_its_own_is_trusted_where_that_is_named(
+    tmp_path: Path,
+) -> None:
+    Head.status, Head.answer, Head.before, Head.asked = 200, ANSWER, [], []
+    certificate, key = write_certificate(tmp_path, "own")
+    with https_server(Head, certificate, key) as url:
+        with pytest.raises(ConfigError, match="name a copy of it by --ca-file"):
+            ask_head(url, "t", {})
+        assert ask_head(url, "t", {}, certificate) == ANSWER
+        Head.answer = dict.fromkeys(HeartbeatAnswer.__required_keys__)
+        assert HttpHead.of(url, "t").beat({}) is None
+        assert HttpHead.of(url, "t", certificate).beat({}) == Head.answer
+
+
+def test_the_file_of_authorities_is_kept_for_later_joins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "token"))
+    Head.status, Head.answer, Head.before, Head.asked = 200, ANSWER, [], []
+    certificate, key = write_certificate(tmp_path, "own")
+    state = StateFolder(tmp_path / "state", "board")
+    notes: list[str] = []
+    with https_server(Head, certificate, key) as url:
+        options = JoinOptions(state.folder, url, "t", ca_file=certificate)
+        terms = board._terms(options, state, notes.append)
+    later = JoinOptions(state.folder)
+    assert board._terms(later, state, notes.append) == terms
+    follower = board._follower(later, state, terms, notes.append)
+    assert follower._head == HttpHead.of(url, "the cluster's", certificate)
 
 
 BUSY = {"error": {"message": "20 refused join tokens per minute."}}

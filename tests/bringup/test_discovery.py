@@ -80,10 +80,17 @@ def test_a_head_is_announced_with_its_address_and_version_alone() -> None:
         announcement.begin()
         assert network.opened == ["192.0.2.7"]
         (heard,) = network.infos.values()
-        assert heard.properties == {b"version": __version__.encode()}
+        assert heard.properties == {b"version": __version__.encode(), b"scheme": b"http"}
         assert [one.url for one in found(network)] == ["http://192.0.2.7:8001"]
     assert network.is_closed
     assert notes == []
+
+
+def test_a_head_with_tls_is_found_by_its_https_url() -> None:
+    network = FakeMdns()
+    with Announcement("192.0.2.7", 8001, print, network.open, tls=True) as announcement:
+        announcement.begin()
+        assert [one.url for one in found(network)] == ["https://192.0.2.7:8001"]
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ import pytest
 import yaml
 
 from rkserve.bench.processes import PROC, is_alive
+from rkserve.bringup import head
 from rkserve.bringup.board import JoinOptions, run_board
 from rkserve.bringup.head import (
     HeadOptions,
@@ -32,6 +33,8 @@ from rkserve.bringup.settings import GCS_PORT
 from rkserve.core.child_process import free_port, free_ports
 from rkserve.core.errors import ConfigError
 from rkserve.deployments import haproxy
+from rkserve.deployments.haproxy_tls import TlsFiles
+from tests.support.http.certificates import ELSEWHERE, write_certificate
 from tests.support.paths import PROJECT
 
 pytestmark = pytest.mark.slow
@@ -56,7 +59,7 @@ time.sleep(600)
 """
 # Stands in for `serve run`.
 SERVE = """
-import http.server, json, os, sys, yaml
+import http.server, json, os, sys, yaml, ssl
 if words := os.environ.get("LAST_WORDS"):
     sys.exit(words)
 
@@ -71,8 +74,13 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def log_message(self, *_):
         pass
 
-port = yaml.safe_load(open(sys.argv[-1]))["http_options"]["port"]
-http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
+options = yaml.safe_load(open(sys.argv[-1]))["http_options"]
+server = http.server.HTTPServer(("127.0.0.1", options["port"]), Handler)
+if "ssl_certfile" in options:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(options["ssl_certfile"], options["ssl_keyfile"])
+    server.socket = context.wrap_socket(server.socket, server_side=True)
+server.serve_forever()
 """
 UP = """
 import pathlib, sys
@@ -98,8 +106,13 @@ def config(folder: Path, **group: Any) -> Path:
     return file
 
 
-def up(folder: Path, failures: int = 0, **environ: str) -> subprocess.Popen[str]:
-    config(folder)
+def up(
+    folder: Path, failures: int = 0, http_options: dict[str, Any] | None = None, **environ: str
+) -> subprocess.Popen[str]:
+    file = config(folder)
+    content = yaml.safe_load(file.read_text(encoding="utf-8"))
+    content["http_options"].update(http_options or {})
+    file.write_text(yaml.safe_dump(content), encoding="utf-8")
     for name, text in (("ray.py", RAY), ("serve.py", SERVE), ("left", str(failures))):
         (folder / name).write_text(text, encoding="utf-8")
     first = next(p for p in free_ports() if p % 10 == 0 and all_free(p))
@@ -253,6 +266,67 @@ def test_an_attempt_ends_with_its_raylet(tmp_path: Path) -> None:
     assert process.returncode == 0
     assert "rkserve: Ray did not start (its raylet has ended, as it does where" in output
     assert "trying once more.\nRay runs at" in output
+
+
+def test_a_head_with_serves_own_tls_asks_itself_by_https(tmp_path: Path) -> None:
+    """The certificate is for other names than that of the loopback, as an authority's is."""
+    certificate, key = write_certificate(tmp_path, "own", names=ELSEWHERE)
+    files = {"ssl_certfile": str(certificate), "ssl_keyfile": str(key)}
+    process = up(tmp_path, http_options=files)
+    wait_ready(process, tmp_path)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0
+    assert "The Router answers at https://127.0.0.1:" in output
+    assert "sim-chat at https://127.0.0.1:" in output
+
+
+@pytest.mark.parametrize(
+    ("given", "http_options", "sentence"),
+    [
+        pytest.param(
+            {"haproxy": False}, {}, "HAProxy is off, so that clients would talk in clear", id="off"
+        ),
+        pytest.param({"tls_cert": Path("/no/cert")}, {}, "/no/cert cannot be read", id="no file"),
+        pytest.param(
+            {}, {"ssl_certfile": "/c"}, "ssl_certfile .* is for Serve without HAProxy", id="both"
+        ),
+    ],
+)
+def test_a_certificate_that_would_not_be_used_is_refused(
+    given: dict[str, Any],
+    http_options: dict[str, str],
+    sentence: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(haproxy, "available", lambda: True)
+    certificate, key = write_certificate(tmp_path, "own")
+    file = config(tmp_path)
+    content = yaml.safe_load(file.read_text(encoding="utf-8"))
+    content["http_options"].update(http_options)
+    file.write_text(yaml.safe_dump(content), encoding="utf-8")
+    options = HeadOptions(
+        file, tmp_path / "state", **{"tls_cert": certificate, "tls_key": key, **given}
+    )
+    with pytest.raises(ConfigError, match=sentence):
+        head._with_tls(options)
+
+
+def test_with_tls_no_board_may_serve_clients_in_clear(tmp_path: Path) -> None:
+    tls = TlsFiles(tmp_path / "c", tmp_path / "k")
+    content = yaml.safe_load(
+        (PROJECT / "cluster" / "serve_config.rk3588.yaml").read_text(encoding="utf-8")
+    )
+    file = tmp_path / "serve_config.yaml"
+    file.write_text(yaml.safe_dump(content), encoding="utf-8")
+    plan = HeadPlan.of(file, tls)
+    assert (plan.url, plan.certificate) == ("https://127.0.0.1:8000", tls.certificate)
+    assert plan.join_url("192.0.2.1") == "https://192.0.2.1:8000"
+    del content["proxy_location"]
+    file.write_text(yaml.safe_dump(content), encoding="utf-8")
+    with pytest.raises(ConfigError, match="has no proxy_location: HeadOnly"):
+        HeadPlan.of(file, tls)
 
 
 def test_a_configuration_says_whether_boards_join_later(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import httpx
@@ -14,6 +15,7 @@ from rkserve.client import (
     AsyncClient,
     CallError,
     Client,
+    Unreachable,
 )
 from tests.support.cluster.control_clients import (
     CONTENT,
@@ -24,6 +26,7 @@ from tests.support.cluster.control_clients import (
     waiting,
 )
 from tests.support.cluster.fake_control import FakeControl, envelope, error, ok, stored
+from tests.support.http.certificates import https_server, write_certificate
 
 
 def test_a_pause_is_sent_with_its_scope_key_and_time_limits(
@@ -46,6 +49,34 @@ def test_a_pause_is_sent_with_its_scope_key_and_time_limits(
     }
     assert (done.id, done.epoch, done.state, done.over) == ("op-1", 7, "succeeded", True)
     assert done.results["sim-0"].details == {"stopped": 3}
+
+
+def test_a_certificate_of_one_s_own_is_trusted_where_a_file_or_the_environment_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Head(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("content-type", "application/json")
+            self.send_header("content-length", "12")
+            self.end_headers()
+            self.wfile.write(b'{"data": []}')
+
+        def log_message(self, *_: object) -> None:
+            """Keep stderr clean."""
+
+    certificate, key = write_certificate(tmp_path, "own")
+    with https_server(Head, certificate, key) as url:
+        with Client(url, patience_s=0) as client, pytest.raises(Unreachable, match="CERTIFICATE"):
+            client.boards()
+        with Client(url, ca_file=certificate) as client:
+            assert client.boards() == []
+        monkeypatch.setenv("RKSERVE_CA_FILE", str(certificate))
+        with Client(url) as client:
+            assert client.boards() == []
+    monkeypatch.setenv("RKSERVE_CA_FILE", str(tmp_path / "none"))
+    with pytest.raises(ValueError, match="none cannot be read"):
+        Client(url)
 
 
 def test_two_calls_have_two_keys_unless_the_caller_says_otherwise(

@@ -12,6 +12,7 @@ import re
 import shutil
 import socket
 import socketserver
+import ssl
 import stat
 import subprocess
 import tempfile
@@ -21,7 +22,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from http.client import HTTPConnection, IncompleteRead
+from http.client import HTTPConnection, HTTPSConnection, IncompleteRead
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -56,8 +57,10 @@ from rkserve.deployments.haproxy_config import (
     REPEATED_BYTES,
     SPARE_CONNECTIONS,
 )
+from rkserve.deployments.haproxy_tls import CERT, KEY, PEM
 from rkserve.http.auth import Access, Gate
 from rkserve.router.auth.key_ring import KeyRing, Keys
+from tests.support.http.certificates import write_certificate
 
 PATIENCE_S = 30.0
 JSON = b"application/json"
@@ -318,6 +321,7 @@ class Front:
     ports: dict[str, int]
     launcher: str
     env: dict[str, str]
+    tls: ssl.SSLContext | None = None  # of its clients
 
     @property
     def config(self) -> Path:
@@ -382,7 +386,8 @@ class Front:
         deadline_s = time.monotonic() + PATIENCE_S
         while time.monotonic() < deadline_s:
             assert process.poll() is None, "HAProxy ended"
-            with suppress(ConnectionError), self.client() as client:
+            # The port is open before TLS is: the handshake may end without an answer.
+            with suppress(ConnectionError, ssl.SSLEOFError), self.client() as client:
                 if ask(client)[0] == status:
                     return
             time.sleep(0.05)
@@ -392,8 +397,12 @@ class Front:
         return socket.create_connection(("127.0.0.1", self.port), timeout=PATIENCE_S)
 
     def client(self, source: str = "127.0.0.1") -> closing[HTTPConnection]:
-        where = ("127.0.0.1", self.port)
-        return closing(HTTPConnection(*where, timeout=PATIENCE_S, source_address=(source, 0)))
+        where, bound = ("127.0.0.1", self.port), (source, 0)
+        if self.tls is not None:
+            return closing(
+                HTTPSConnection(*where, timeout=PATIENCE_S, source_address=bound, context=self.tls)
+            )
+        return closing(HTTPConnection(*where, timeout=PATIENCE_S, source_address=bound))
 
 
 def ask(client: HTTPConnection, path: str = "/v1/models") -> tuple[int, bytes]:
@@ -773,3 +782,79 @@ def test_haproxy_does_not_start_where_it_would_be_open(
     assert told.startswith("rkserve: ")
     assert sentence in told
     assert told.count("\n") == 1
+
+
+def trusting(*files: Path) -> ssl.SSLContext:
+    """A client's context that trusts certificates of the operator's own."""
+    context = ssl.create_default_context()
+    for file in files:
+        context.load_verify_locations(file)
+    return context
+
+
+@with_haproxy
+def test_clients_use_tls_where_a_certificate_is_named_and_nothing_else_is_answered(
+    opened_front: Callable[..., Front], tmp_path: Path
+) -> None:
+    certificate, key = write_certificate(tmp_path, "first")
+    router, env = Router(), {CERT: str(certificate), KEY: str(key)}
+    made = opened_front(router, **env)
+    made.tls = trusting(certificate)
+    with made.running(), made.client("127.0.0.2") as client:
+        assert ask(client) == (200, b"ok")
+        assert isinstance(client.sock, ssl.SSLSocket)
+        assert client.sock.version() == "TLSv1.3"
+        assert ("x-rkserve-client", "127.0.0.2") in router.headers
+        assert stat.S_IMODE((made.config.parent / PEM).stat().st_mode) == 0o600
+        with made.connect() as plain:
+            plain.sendall(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+            assert rest(plain) == b""
+        made.tls.maximum_version = ssl.TLSVersion.TLSv1_2
+        with made.client() as older:
+            assert ask(older) == (200, b"ok")
+        assert " ssl-min-ver TLSv1.2\n" in made.config.read_text()
+
+
+@with_haproxy
+def test_a_renewed_certificate_is_in_force_within_a_minute_and_costs_no_connection(
+    opened_front: Callable[..., Front], tmp_path: Path
+) -> None:
+    certificate, key = write_certificate(tmp_path, "first")
+    renewed, its_key = write_certificate(tmp_path, "second")
+    router = Router()
+    made = opened_front(router, **{CERT: str(certificate), KEY: str(key)})
+    first, second = trusting(certificate), trusting(renewed)
+    made.tls = first
+    with made.running(), made.client() as client, made.client() as idle:
+        client.request("GET", "/stream")
+        answer = client.getresponse()
+        assert ask(idle)[0] == HTTPStatus.OK
+        its_key.replace(key)  # and a moment later the certificate: never both at once
+        time.sleep(0.1)
+        renewed.replace(certificate)
+        made.tls = second
+        deadline_s = time.monotonic() + 60.0
+        while True:
+            with suppress(ssl.SSLCertVerificationError), made.client() as other:
+                assert ask(other)[0] == HTTPStatus.OK
+                break
+            assert time.monotonic() < deadline_s, "the certificate was not renewed"
+            time.sleep(0.2)
+        assert ask(idle)[0] == HTTPStatus.OK, "on the connection from before"
+        router.killed.set()
+        with suppress(IncompleteRead):
+            assert answer.read().startswith(b"data: 1")
+
+
+@with_haproxy
+def test_a_certificate_that_cannot_be_used_is_refused_before_the_start(
+    short: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    certificate, key = write_certificate(tmp_path, "first")
+    monkeypatch.setenv(CERT, str(certificate))
+    monkeypatch.setenv(KEY, str(key))
+    made = prepare(short / "front")
+    assert (made[CERT], made[KEY]) == (str(certificate), str(key))
+    key.unlink()
+    with pytest.raises(ConfigError, match=r"first\.key cannot be read"):
+        prepare(short / "front")

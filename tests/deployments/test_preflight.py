@@ -22,10 +22,12 @@ from rkserve.core.child_process import free_port
 from rkserve.core.errors import ConfigError
 from rkserve.deployments import preflight
 from rkserve.deployments.haproxy import BINARY, FLAG, available, check_environ, own_environ
+from rkserve.deployments.haproxy_tls import CERT
 from rkserve.deployments.preflight import (
     _check_given,
     check_file,
     check_key,
+    check_tls,
     check_token,
     end_waiting,
     lacks_key,
@@ -297,6 +299,20 @@ def test_a_haproxy_that_is_switched_on_gets_the_rest_of_its_environment() -> Non
         check_environ(made)
         assert made["RAY_SERVE_HAPROXY_SOCKET_PATH"] == f"{folder}/f/admin.sock"
         assert own_environ(made) == {}
+
+
+def test_a_certificate_for_a_haproxy_that_is_off_is_refused(tmp_path: Path) -> None:
+    for refuse in (own_environ, check_environ):
+        with pytest.raises(
+            ConfigError, match="HAProxy is off, so that clients would talk in clear"
+        ):
+            refuse({FLAG: "0", CERT: "/c"})
+    content = config()
+    content["http_options"] = {"ssl_certfile": "/c", "ssl_keyfile": "/k"}
+    file = written(tmp_path, content)
+    check_tls(file, haproxy=False)
+    with pytest.raises(ConfigError, match="is for Serve without HAProxy"):
+        check_tls(file, haproxy=True)
 
 
 def test_an_application_behind_rays_own_haproxy_is_refused(
