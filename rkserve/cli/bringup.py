@@ -32,8 +32,11 @@ SERVICE_STATE = Path("/var/lib/rkserve/node")
 
 def default_state() -> Path:
     """Return the default folder of a node's record and logs."""
-    if os.geteuid() == 0:
-        return SERVICE_STATE
+    return SERVICE_STATE if os.geteuid() == 0 else user_state()
+
+
+def user_state() -> Path:
+    """Return the folder of a node that this account's home has."""
     return Path.home() / ".local" / "state" / "rkserve"
 
 

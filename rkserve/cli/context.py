@@ -283,9 +283,9 @@ class ClusterOptions:
 def _key_of_head(url: str) -> str | None:
     # Late: commands that have a key need not wait for its imports.
     from rkserve.bringup.first_key import own_secret
-    from rkserve.cli.bringup import SERVICE_STATE, default_state
+    from rkserve.cli.bringup import SERVICE_STATE, user_state
 
-    folders = (SERVICE_STATE, default_state())
+    folders = (SERVICE_STATE, user_state())  # root may have started either
     return next(filter(None, (own_secret(folder, url) for folder in folders)), None)
 
 
