@@ -6,21 +6,24 @@ own beside it, whose requests go on while the other one comes and goes.
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import re
 import signal
+import socket
 import stat
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
@@ -40,6 +43,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 # An idle machine of two cores needs a tenth of it for the longest step.
 STEP_S = 300.0
+ENDS = ("MIN", "MAX")  # of a range of ports
 CHAT, EMBED = "sim-chat", "sim-embed"
 WAITS = re.compile(r"This board waits for approval\. On the head: rkserve approve (\S+)")
 
@@ -222,6 +226,72 @@ def check_parts(home: Home) -> None:
     assert backup.stat().st_mode & 0o077 == 0
 
 
+@dataclass(frozen=True)
+class Listener:
+    """A socket at which a process of a node listens for other machines."""
+
+    address: str
+    port: int
+    process: str
+
+
+def listeners_of(node: Node) -> list[Listener]:
+    """Return the listening sockets of a node's processes, without those of the loopback."""
+    found = set()
+    for one in node.record.all_alive():
+        with suppress(psutil.NoSuchProcess):
+            process = psutil.Process(one.pid)
+            for each in process.net_connections("inet"):
+                # A datagram socket without a peer listens as well, such as one of mDNS.
+                listens = each.status == psutil.CONN_LISTEN or (
+                    each.type == socket.SOCK_DGRAM and not each.raddr
+                )
+                address = ipaddress.ip_address(each.laddr.ip)
+                address = getattr(address, "ipv4_mapped", None) or address
+                if listens and not address.is_loopback:
+                    name = " ".join(process.cmdline())
+                    found.add(Listener(str(address), each.laddr.port, name))
+    return sorted(found, key=lambda one: (one.process, one.port))
+
+
+def check_listeners(home: Home, node: Node) -> None:
+    """Check that every listener of a node has its row in the documents' table."""
+    table = (PROJECT / "docs/how-to/security.md").read_text(encoding="utf-8")
+    table = table.partition("## Listeners")[2].partition("##")[0]
+    # HAProxy's and Serve's ports are others than by default here, and in its environment.
+    given = environ_of(node, "raylet")
+    endpoint = int(home.url.rpartition(":")[2])
+    routers = [int(given.get(f"RAY_SERVE_DIRECT_INGRESS_{end}_HTTP_PORT", 0)) for end in ENDS]
+
+    def row(one: Listener) -> str:
+        replica = "ray::ServeReplica" in one.process
+        rows = {
+            "the endpoint": one.port == endpoint,
+            "Routers behind HAProxy": replica and routers[0] <= one.port <= routers[1] > 0,
+            "HAProxy's figures": str(one.port) == given.get("RAY_SERVE_HAPROXY_METRICS_PORT"),
+            "Ray, 6379": node.first_port <= one.port <= node.first_port + 7,
+            "Ray's workers": one.process.startswith("ray::") and 10002 <= one.port <= 19999,
+            "Serve's calls": replica and one.address == "::",
+            "boards' channels": "Board-" in one.process and one.address not in ("::", "0.0.0.0"),
+            "figures of Ray's dashboard": one.port in (44217, 44227),
+        }
+        return next((name for name, holds in rows.items() if holds), "")
+
+    rows = {one: row(one) for one in listeners_of(node)}
+    assert [one for one, name in rows.items() if not name] == [], "listeners without a row"
+    assert [name for name in rows.values() if f"| {name}" not in table] == [], "rows to document"
+    assert {"Ray, 6379", "Ray's workers"} <= {*rows.values()}, "it looked at the wrong processes"
+
+
+def environ_of(node: Node, name: str) -> dict[str, str]:
+    """Return the environment of a node's process with that name."""
+    for one in node.record.all_alive():
+        if name in name_of(one.pid):
+            text = Path(f"/proc/{one.pid}/environ").read_text(encoding="utf-8", errors="replace")
+            return dict(pair.partition("=")[::2] for pair in text.split("\0") if "=" in pair)
+    raise AssertionError(f"no {name} runs")
+
+
 def figures_of(home: Home) -> dict[str, float]:
     """Return the sums of the metrics, once both Routers and a backup are among them."""
     sums: dict[str, float] = {}
@@ -280,6 +350,8 @@ def test_a_board_is_approved_serves_and_leaves_and_the_head_ends(home: Home) -> 
     eventually("it is ready", lambda: boards_of(home)[name] == "ready")
     assert " waiting " not in head.run("boards", "--url", home.url)
     assert embedding(home)
+    for node in (head, board):
+        check_listeners(home, node)
 
     of_board = board.record.all_alive()
     assert len(of_board) > 2
