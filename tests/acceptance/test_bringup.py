@@ -238,13 +238,16 @@ class Listener:
 def listeners_of(node: Node) -> list[Listener]:
     """Return the listening sockets of a node's processes, without those of the loopback."""
     found = set()
+    kernels = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="ascii")
+    ephemeral = int(kernels.split()[0])
     for one in node.record.all_alive():
         with suppress(psutil.NoSuchProcess):
             process = psutil.Process(one.pid)
             for each in process.net_connections("inet"):
-                # A datagram socket without a peer listens as well, such as one of mDNS.
+                # Datagram sockets listen as well, such as one of mDNS; those with a port of the
+                # kernel's choice send only, such as HAProxy's to its log.
                 listens = each.status == psutil.CONN_LISTEN or (
-                    each.type == socket.SOCK_DGRAM and not each.raddr
+                    each.type == socket.SOCK_DGRAM and each.laddr.port < ephemeral
                 )
                 address = ipaddress.ip_address(each.laddr.ip)
                 address = getattr(address, "ipv4_mapped", None) or address
@@ -268,9 +271,10 @@ def check_listeners(home: Home, node: Node) -> None:
         rows = {
             "the endpoint": one.port == endpoint,
             "Routers behind HAProxy": replica and routers[0] <= one.port <= routers[1] > 0,
+            "Serve's own proxy": str(one.port) == given.get("RAY_SERVE_FALLBACK_PROXY_HTTP_PORT"),
             "HAProxy's figures": str(one.port) == given.get("RAY_SERVE_HAPROXY_METRICS_PORT"),
             "Ray, 6379": node.first_port <= one.port <= node.first_port + 7,
-            "Ray's workers": one.process.startswith("ray::") and 10002 <= one.port <= 19999,
+            "Ray's workers": 10002 <= one.port <= 19999,  # and programs such as `serve run`
             "Serve's calls": replica and one.address == "::",
             "boards' channels": "Board-" in one.process and one.address not in ("::", "0.0.0.0"),
             "figures of Ray's dashboard": one.port in (44217, 44227),
@@ -278,7 +282,8 @@ def check_listeners(home: Home, node: Node) -> None:
         return next((name for name, holds in rows.items() if holds), "")
 
     rows = {one: row(one) for one in listeners_of(node)}
-    assert [one for one, name in rows.items() if not name] == [], "listeners without a row"
+    unknown = [f"{one.address} {one.port} {one.process}" for one, name in rows.items() if not name]
+    assert "\n".join(unknown) == "", "listeners without a row"
     assert [name for name in rows.values() if f"| {name}" not in table] == [], "rows to document"
     assert {"Ray, 6379", "Ray's workers"} <= {*rows.values()}, "it looked at the wrong processes"
 
@@ -347,7 +352,7 @@ def test_a_board_is_approved_serves_and_leaves_and_the_head_ends(home: Home) -> 
     name = eventually(
         "a second board", lambda: next((b for b in boards_of(home) if b[:3] == "rk@"), "")
     )
-    eventually("it is ready", lambda: boards_of(home)[name] == "ready")
+    eventually("it is ready", lambda: boards_of(home).get(name) == "ready")
     assert " waiting " not in head.run("boards", "--url", home.url)
     assert embedding(home)
     for node in (head, board):
