@@ -14,11 +14,12 @@ import shutil
 import signal
 import sqlite3
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 from urllib.parse import quote, urlencode
 
@@ -55,13 +56,17 @@ class Reply:
 class Site:
     """One cluster of this machine, below the process ``root``, with its files in ``folder``.
 
-    Use it from any thread: each call has a connection of its own.
+    Use it from any thread: each call has a connection of its own, and names ``key`` if there is
+    one.
     """
 
+    key = ""
+
     def __init__(
-        self, address: tuple[str, int], folder: Path, root: Callable[[], list[int]]
+        self, address: tuple[str, int], folder: Path, root: Callable[[], list[int]], key: str = ""
     ) -> None:
         self.address = address
+        self.key = key
         self._folder = folder
         self._root = root
 
@@ -71,7 +76,7 @@ class Site:
         """Return what a route says; None where it does not answer, or not with a 200."""
         where = f"{path}?{urlencode(query)}" if query else path
         try:
-            status, body = self._call("GET", where, None, 10.0)
+            status, body, _ = self._call("GET", where, None, 10.0)
         except (OSError, http.client.HTTPException):
             return None
         return body if status == http.client.OK else None
@@ -89,27 +94,49 @@ class Site:
         """Take something away. Raises ``BenchFailed`` where no server answers."""
         return self._changed("DELETE", path, b"", "application/json")
 
+    def call(
+        self,
+        method: str,
+        path: str,
+        content: bytes | None = None,
+        kind: str = "",
+        *,
+        headers: Mapping[str, str] = MappingProxyType({}),
+    ) -> tuple[int, Json, Mapping[str, str]]:
+        """Make any call; return its status, body and headers. Raises as ``http.client`` does."""
+        return self._call(method, path, content, CALL_S, kind, headers=headers)
+
     def _changed(self, method: str, path: str, content: bytes, kind: str) -> Reply:
         asked_s = time.monotonic()
         try:
-            status, body = self._call(method, path, content, CALL_S, kind)
+            status, body, _ = self._call(method, path, content, CALL_S, kind)
         except (OSError, http.client.HTTPException) as exc:
             raise BenchFailed(f"{method} {path}: {exc!r}") from exc
         return Reply(status, body, asked_s, time.monotonic())
 
     def _call(
-        self, method: str, path: str, content: bytes | None, timeout_s: float, kind: str = ""
-    ) -> tuple[int, Json]:
+        self,
+        method: str,
+        path: str,
+        content: bytes | None,
+        timeout_s: float,
+        kind: str = "",
+        *,
+        headers: Mapping[str, str] = MappingProxyType({}),
+    ) -> tuple[int, Json, Mapping[str, str]]:
+        named = {**headers, **({"content-type": kind} if kind else {})}
+        if self.key:
+            named["authorization"] = f"Bearer {self.key}"
         connection = http.client.HTTPConnection(*self.address, timeout=timeout_s)
         with contextlib.closing(connection):
-            connection.request(method, path, content, {"content-type": kind} if kind else {})
+            connection.request(method, path, content, named)
             answer = connection.getresponse()
             words = answer.read()
         try:
             body = json.loads(words)
         except json.JSONDecodeError:
             body = {"error": {"message": words.decode(errors="replace")}}
-        return answer.status, body
+        return answer.status, body, {n.lower(): value for n, value in answer.getheaders()}
 
     # -- what it says of itself ---------------------------------------------------------------
 
@@ -167,6 +194,10 @@ class Site:
         return "" if one is None or one.over else one.phase.value
 
     # -- its processes ------------------------------------------------------------------------
+
+    def roots(self) -> list[int]:
+        """Return the roots of its process trees."""
+        return self._root()
 
     def pids(self, part: str) -> set[int]:
         """Return the processes that play a part."""

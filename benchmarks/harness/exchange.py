@@ -84,6 +84,31 @@ class InterruptedAnswer:
         return cls(Exchange.from_json(value["answer"]), value["text"], pauses)
 
 
+@dataclass(frozen=True, slots=True)
+class Truth:
+    """An answer's reference: its text, its finish reason and its usage."""
+
+    text: str
+    finish: str
+    prompt_tokens: int
+    completion_tokens: int
+
+    def difference(self, found: Truth) -> str:
+        """Return the difference of an answer that is not this one, to be put behind a word."""
+        if found.text == self.text:
+            counts = f"{found.prompt_tokens} and {found.completion_tokens} tokens"
+            return f": {found.finish}, {counts}, not {self}"
+        pairs = zip(found.text, self.text, strict=False)
+        shorter = min(len(found.text), len(self.text))
+        at = next((n for n, (a, b) in enumerate(pairs) if a != b), shorter)
+        near = slice(max(0, at - 10), at + 20)
+        was, should = found.text[near], self.text[near]
+        return f" at character {at} of {len(self.text)}: {was!r}, not {should!r}"
+
+    def __str__(self) -> str:
+        return f"{self.finish}, {self.prompt_tokens} and {self.completion_tokens} tokens"
+
+
 def read_exchange(incoming: Incoming) -> Exchange:
     """Parse an answer.
 

@@ -20,19 +20,19 @@ from benchmarks.control.answers import Answer
 from benchmarks.control.faults_site import Site
 from benchmarks.control.load import Streams, ask_once
 from benchmarks.harness import command
+from benchmarks.harness.board_nodes import BoardNodes
 from benchmarks.harness.command import REPORTS, ProgressLine, add_outputs
+from benchmarks.harness.exchange import Truth
 from benchmarks.harness.processes import chat_body
-from benchmarks.kills.report import KillFigures, KillRun, Phase, Truth, judge, render
-from benchmarks.kills.victims import Ground, Victim, strike, ways
-from rkserve.bench.processes import BenchFailed, CommandProcess, Json
+from benchmarks.harness.victims import Ground, Victim, strike, ways
+from benchmarks.kills.report import KillFigures, KillRun, Phase, judge, render, truth_of
+from rkserve.bench.processes import BenchFailed, Json
 from rkserve.bench.results import machine
 from rkserve.bench.systems import MODEL
 from rkserve.config.serve_config import resolve_folder
-from rkserve.core.child_process import free_port
 
 # A replica takes seconds of CPU to come back, and an engine a fraction of one.
 SHARES = {"abort() in the library": 55, "replica, SIGKILL": 15, "library hangs": 25, "node": 5}
-START_S = 300.0
 PROMPTS = 24
 LIMIT_S = 7200.0
 REPORT = REPORTS / "kills.md"
@@ -100,25 +100,18 @@ def kill_boards(
     with ExitStack() as stack:
         progress.begin("cluster")
         progress.note("starting the nodes")
-        cluster = CommandProcess(
-            "benchmarks.kills.cluster", folder / "cluster.log", _environ(folder)
-        )
+        cluster = BoardNodes(folder)
         stack.callback(cluster.close)
-        port = free_port()
-        model = resolve_folder(MODEL)
-        start = {
-            "do": "start",
-            "folder": str(folder),
-            "port": port,
-            "model": str(model),
-            "boards": asked.boards,
-            "time_scale": asked.time_scale,
-            "load_ms": 100.0,
-            "group": GROUP,
-            "router": ROUTER,
-        }
-        cluster.ask(start, START_S)
-        site = Site(("127.0.0.1", port), folder, lambda: [cluster.pid])
+        cluster.start(
+            name="kills",
+            model=str(resolve_folder(MODEL)),
+            boards=asked.boards,
+            time_scale=asked.time_scale,
+            load_ms=100.0,
+            group=GROUP,
+            router=ROUTER,
+        )
+        site = Site(cluster.address, folder, lambda: [cluster.pid])
         ground = Ground(site, cluster, asked.boards, rng)
         ground.all_back()
         bodies = _bodies(asked.tokens)
@@ -175,16 +168,7 @@ def _told(answers: Sequence[Answer]) -> dict[int, Truth]:
     for one in answers:
         if one.exchange.error or not one.whole or one.continued:
             raise BenchFailed(f"an answer broke before the first kill: {one.exchange.error}")
-    return {one.prompt: Truth.of(one) for one in answers}
-
-
-def _environ(folder: Path) -> dict[str, str]:
-    return {
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_AUTH_MODE": "disabled",
-        "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
-        "RAY_TMPDIR": str(folder),
-    }
+    return {one.prompt: truth_of(one) for one in answers}
 
 
 def deliver(

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from benchmarks.control.answers import Answer
+from benchmarks.harness.exchange import Truth
 from benchmarks.harness.figures import machine_line
 from rkserve.bench.results import Machine, figure, table
 
@@ -26,22 +27,6 @@ _HEAD = [
     "next token p50, ms",
     "p99, ms",
 ]
-
-
-@dataclass(frozen=True, slots=True)
-class Truth:
-    """An answer's reference: its text, its finish reason and its usage."""
-
-    text: str
-    finish: str
-    prompt_tokens: int
-    completion_tokens: int
-
-    @classmethod
-    def of(cls, answer: Answer) -> Truth:
-        """Return what this answer is."""
-        usage = answer.exchange
-        return cls(answer.text, answer.finish, usage.prompt_tokens, usage.completion_tokens)
 
 
 @dataclass(frozen=True)
@@ -84,11 +69,11 @@ def judge(phase: Phase, truths: Mapping[int, Truth]) -> KillFigures:
     """Hold every answer of a phase to what it must be, by its prompt."""
     lost = [one for one in phase.answers if one.exchange.error or not one.whole]
     whole = [one for one in phase.answers if not one.exchange.error and one.whole]
-    wrong = [one for one in whole if Truth.of(one) != truths[one.prompt]]
+    wrong = [one for one in whole if truth_of(one) != truths[one.prompt]]
     moved = [one for one in whole if one.continued]
     once = [one for one in moved if one.continued == 1]
     flaws = [f"lost: {one.exchange.error or 'no end'}" for one in lost]
-    flaws += [_difference(one, truths[one.prompt]) for one in wrong]
+    flaws += [f"wrong{truths[one.prompt].difference(truth_of(one))}" for one in wrong]
     return KillFigures(
         phase.name,
         phase.kills,
@@ -115,16 +100,10 @@ def longest_silence_ms(answer: Answer) -> float | None:
     return None if longest_s is None else longest_s * 1e3
 
 
-def _difference(answer: Answer, truth: Truth) -> str:
-    found = Truth.of(answer)
-    if found.text == truth.text:
-        return f"wrong: {found.finish} and {found.completion_tokens} tokens, not {truth.finish}"
-    at = next(
-        (n for n, (a, b) in enumerate(zip(found.text, truth.text, strict=False)) if a != b),
-        min(len(found.text), len(truth.text)),
-    )
-    was, should = found.text[max(0, at - 10) : at + 20], truth.text[max(0, at - 10) : at + 20]
-    return f"wrong at character {at} of {len(truth.text)}: {was!r}, not {should!r}"
+def truth_of(answer: Answer) -> Truth:
+    """Return an answer as the reference of others to the same prompt."""
+    usage = answer.exchange
+    return Truth(answer.text, answer.finish, usage.prompt_tokens, usage.completion_tokens)
 
 
 def quantile(values: Sequence[float], share: float) -> float | None:

@@ -8,13 +8,12 @@ from pathlib import Path
 import pytest
 
 from benchmarks.control.answers import Answer
-from benchmarks.harness.exchange import Exchange
+from benchmarks.harness.exchange import Exchange, Truth
 from benchmarks.kills.__main__ import REPORT, deliver, options
 from benchmarks.kills.report import (
     KillFigures,
     KillRun,
     Phase,
-    Truth,
     judge,
     longest_silence_ms,
     quantile,
@@ -52,7 +51,7 @@ def test_an_answer_as_it_must_be_is_neither_lost_nor_wrong() -> None:
         pytest.param(replace(GOOD, finish="stop"), "wrong: stop", id="another reason"),
         pytest.param(
             replace(GOOD, exchange=replace(GOOD.exchange, completion_tokens=4)),
-            "wrong: length and 4 tokens",
+            "wrong: length, 7 and 4 tokens",
             id="counted twice",
         ),
     ],

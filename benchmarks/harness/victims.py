@@ -1,6 +1,6 @@
-"""Ways to lose boards in the kill run, and the cluster's state between them.
+"""Ways to lose boards under load, and the cluster's state between them.
 
-A working board is chosen, lost in one of four ways, and watched until the loss has happened.
+A working board is chosen, hit in one of the ways, and watched until that has happened.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.control.faults_site import Site, kill, wait_for
+from benchmarks.harness.board_nodes import BoardNodes
 from rkserve.bench.processes import (
     PROC,
     BenchFailed,
-    CommandProcess,
     Json,
     ProcessIdentity,
     identity_of,
@@ -23,7 +23,6 @@ from rkserve.bench.processes import (
 )
 
 HIT_S = 20.0
-JOIN_S = 60.0
 BACK_S = 300.0  # where several boards restart on few busy cores
 BETWEEN_S = (0.02, 0.3)
 EARLIEST, LATEST = 4, 24  # token of a run at which the library fails
@@ -43,9 +42,7 @@ class Victim:
 class Ground:
     """The cluster, whose boards are lost and come back."""
 
-    def __init__(
-        self, site: Site, cluster: CommandProcess, boards: int, rng: random.Random
-    ) -> None:
+    def __init__(self, site: Site, cluster: BoardNodes, boards: int, rng: random.Random) -> None:
         self._site, self._cluster = site, cluster
         self._boards = boards
         self._rng = rng
@@ -103,11 +100,14 @@ class Ground:
         """Let the library never call back again, deaf to aborts, in the middle of a run."""
         return self._struck(victim, "hang_at_token")
 
+    def break_run(self, victim: Victim) -> bool:
+        """Let the library end a run with an error; its engine lives."""
+        return self._struck(victim, "error_at_token", ends=False)
+
     def lose_node(self, victim: Victim) -> bool:
         """Cut the board's node off as a power failure would, and join another one in its place."""
         self._gone |= {victim.replica, victim.engine}
-        self._cluster.ask({"do": "lose", "node": victim.node}, JOIN_S)
-        self._cluster.ask({"do": "join", "node": victim.node}, JOIN_S)
+        self._cluster.replace(victim.node)
         return True
 
     def _killed(self, who: ProcessIdentity) -> bool:
@@ -117,7 +117,7 @@ class Ground:
             kill(who.pid)
         return there
 
-    def _struck(self, victim: Victim, fault: str) -> bool:
+    def _struck(self, victim: Victim, fault: str, *, ends: bool = True) -> bool:
         """Arm a fault and wait until it has struck; False where the engine ended without it."""
         fired = victim.control.with_name(f"{victim.control.name}.fired")
         before = _stamp(fired)
@@ -131,7 +131,8 @@ class Ground:
                 victim.control.unlink()
                 return _stamp(fired) != before
             time.sleep(0.01)
-        self._gone.add(victim.engine)
+        if ends:
+            self._gone.add(victim.engine)
         return True
 
 

@@ -1,4 +1,4 @@
-"""How boards are lost in the kill run: whose report is believed after that. With real processes."""
+"""How boards are lost: whose report is believed after that. With real processes."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from benchmarks.control.faults_site import Site
-from benchmarks.kills.victims import Ground, Victim
-from rkserve.bench.processes import PROC, CommandProcess, ProcessIdentity, identity_of
+from benchmarks.harness.board_nodes import BoardNodes
+from benchmarks.harness.victims import Ground, Victim
+from rkserve.bench.processes import PROC, ProcessIdentity, identity_of
 
 SLEEPS = [sys.executable, "-c", "import time; time.sleep(600)"]
 
@@ -45,9 +46,7 @@ def ground(processes: list[subprocess.Popen[bytes]]) -> Ground:
     replica, engine = processes
     board = {"id": "b", "state": "ready", "pid": replica.pid, "engine_pid": engine.pid}
     site = Told([{**board, "circuit": {"state": "closed"}}])
-    nobody = CommandProcess.__new__(
-        CommandProcess
-    )  # who would lose nodes, which none of these does
+    nobody = BoardNodes.__new__(BoardNodes)  # who would lose nodes, which none of these does
     return Ground(site, nobody, 1, random.Random(0))
 
 
