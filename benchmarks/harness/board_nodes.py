@@ -19,7 +19,7 @@ from rkserve.deployments.haproxy import environ as front_environ
 from rkserve.native.sim.build import ensure_built
 
 APP = "rkserve"
-START_S, JOIN_S = 300.0, 150.0
+START_S, JOIN_S = 900.0, 300.0
 JOIN_TRIES = 3
 # A node that is lost is noticed after two seconds, where its connections do not say so at once.
 _SYSTEM = {"health_check_period_ms": 500, "health_check_failure_threshold": 4}
@@ -41,6 +41,7 @@ class BoardNodes:
         variables = {
             **RAY_ENVIRON,
             "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
+            "RAY_worker_niceness": "0",  # as on real clusters
             "RAY_TMPDIR": str(folder),
             "HOME": str(home),
             **proxy,

@@ -23,7 +23,7 @@ from rkserve.bench.processes import (
 )
 
 HIT_S = 20.0
-BACK_S = 300.0  # where several boards restart on few busy cores
+BACK_S = 600.0  # where several boards restart on few busy cores
 BETWEEN_S = (0.02, 0.3)
 EARLIEST, LATEST = 4, 24  # token of a run at which the library fails
 

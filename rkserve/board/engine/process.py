@@ -454,10 +454,11 @@ def _confinement(spec: EngineSpec) -> str:
     files = [Path(one) for one in (spec.params.model_path, spec.library, *vision)]
     # A link in the model's folder may lead elsewhere, and the kernel looks at its end.
     folders = {str(one.parent) for file in files for one in (file, file.resolve())}
+    environ = _environ(spec)
     # Of the libraries that the vendor's depends on. An empty entry is the working folder.
-    searched = _environ(spec).get("LD_LIBRARY_PATH", "").split(":")
+    searched = environ.get("LD_LIBRARY_PATH", "").split(":")
     folders |= {one for one in searched if one and Path(one).is_dir()}
-    control = spec.environ.get(SIM_CONTROL)
+    control = environ.get(SIM_CONTROL)
     return json.dumps(
         {
             "mode": spec.confine.value,

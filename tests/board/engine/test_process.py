@@ -456,6 +456,19 @@ async def test_a_confined_engine_does_all_that_an_engine_does(sim: Sim, release:
         assert (ended.end, ended.cache_refused) == (RunEnd.FINISHED, None)
 
 
+async def test_a_confined_library_notes_its_faults_where_the_node_s_environment_says(
+    sim: Sim, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RKSIM_CONTROL", str(sim.control))
+    given = sim.spec().environ
+    own = {name: value for name, value in given.items() if name != "RKSIM_CONTROL"}
+    sim.fault("error_at_token:2")
+    async with sim.engine(confine=Confine.AUTO, environ=own) as engine:
+        ended = await engine.run(command(chat("Count to 5"), 1), Recorder())
+        assert ended.end is RunEnd.FAILED
+        assert sim.control.with_name(f"{sim.control.name}.fired").exists()
+
+
 async def test_an_engine_that_does_not_load_confined_is_started_without(sim: Sim) -> None:
     starts, spec = EngineStarts("b"), replace(sim.spec(), confine=Confine.AUTO)
     sim.fault("init_fail")  # once
