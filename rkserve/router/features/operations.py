@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from http import HTTPStatus
 
 from rkserve.api.admin.cluster_status import (
     BoardStatus,
@@ -32,6 +33,7 @@ from rkserve.router.service import Service
 
 AT_REST_S = 2.0  # for what boards sent before they stopped to reach this Router's clients
 LISTED = 100
+RETRY_AFTER_S = 3  # for a change that a board has failed: the board is replaced, or back in seconds
 
 
 @dataclass(frozen=True)
@@ -229,7 +231,13 @@ class Operations:
 def made(body: Mapping[str, object], outcome: OperationOutcome) -> AdminAnswer:
     """Return the answer of an operation."""
     whole = changed(body, outcome.operation, applied=outcome.applied)
-    return AdminAnswer(outcome.status, whole)
+    return AdminAnswer(outcome.status, whole, headers_of(outcome))
+
+
+def headers_of(outcome: OperationOutcome) -> dict[str, str]:
+    """Return the time after which a failure by a board's fault is worth another call."""
+    again = outcome.status == HTTPStatus.SERVICE_UNAVAILABLE
+    return {"retry-after": str(RETRY_AFTER_S)} if again else {}
 
 
 def _limit(asked: ControlRequest) -> int:

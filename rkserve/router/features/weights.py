@@ -53,7 +53,7 @@ from rkserve.core.errors import (
     Forbidden,
     RequestError,
 )
-from rkserve.router.features.operations import AdminAnswer, Operations, made
+from rkserve.router.features.operations import AdminAnswer, Operations, headers_of, made
 from rkserve.router.service import Service
 
 
@@ -480,4 +480,4 @@ def _in_sglangs_words(outcome: OperationOutcome) -> AdminAnswer:
     operation = outcome.operation
     body = disk_body(operation, outcome.status, total_of(operation, "stopped"))
     record = changed({}, operation, applied=outcome.applied)
-    return AdminAnswer(outcome.status, {**body, **record})
+    return AdminAnswer(outcome.status, {**body, **record}, headers_of(outcome))

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
+from rkserve.control.calls import ResumeAction
+from rkserve.control.operations import ControlError, ControlOperation, OperationOutcome
+from rkserve.router.features.operations import made
 from tests.support.cluster.fake_cluster import Control
 from tests.support.http.coordinator_house import BOARDS, Ask, with_both
 
@@ -47,3 +52,17 @@ def test_a_board_that_is_silent_undoes_the_pause_of_the_other(tmp_path: Path) ->
         assert (await ask("GET", "/is_paused")).json()["is_paused"] is False
 
     with_both(tmp_path, work)
+
+
+@pytest.mark.parametrize(
+    ("status", "headers"),
+    [(200, {}), (207, {}), (409, {}), (503, {"retry-after": "3"}), (504, {})],
+)
+def test_a_change_that_a_board_has_failed_says_when_to_come_back(
+    status: int, headers: dict[str, str]
+) -> None:
+    failed = ControlError(status, "board_failed", "Board b is out of order.")
+    error = failed if status >= 400 else None
+    operation = ControlOperation("op-1", ResumeAction(), error=error)
+    answer = made({}, OperationOutcome(status, operation))
+    assert (answer.status, answer.headers) == (status, headers)

@@ -315,6 +315,7 @@ def test_an_update_that_was_undone_says_so_in_sglang_s_words_too() -> None:
     assert (response.status_code, told["success"]) == (503, False)
     assert told["message"] == error.message
     assert told["error"]["code"] == "rebase_failed"
+    assert response.headers["retry-after"] == "3"
 
 
 @pytest.mark.parametrize(
