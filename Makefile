@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip -q --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-quick test-long compiled unit cluster simulate page-test fuzz mutation compat compat-programs compat-lock aarch64 check check-observability check-cluster offline deb format bench bench-control bench-scale bench-kills bench-multi-turn bench-overload docs docs-serve lock release sim sanitize clean
+.PHONY: help demo test test-quick test-long compiled unit cluster simulate page-test fuzz mutation compat compat-programs compat-lock aarch64 check check-observability check-cluster offline deb format bench bench-control bench-scale bench-kills bench-multi-turn bench-overload soak docs docs-serve lock release sim sanitize clean
 
 help:
 	@echo "make demo    a chat model on three simulated boards, an embedding model on a fourth, until Ctrl-C"
@@ -29,6 +29,7 @@ help:
 	@echo "make offline  what a cluster needs, into cluster/offline; TARGETS=\"cp311-aarch64\" LIBRARY= MODELS="
 	@echo "make deb     Debian packages of cluster/offline, into dist"
 	@echo "make format  reformat the code"
+	@echo "make soak    all traffic and all faults on one cluster, for HOURS=24; every answer is judged"
 	@echo "make sanitize  the binding's and the simulator's tests under ASan and UBSan"
 	@echo "make simulate  a thousand clusters in virtual time under faults, judged by their histories"
 	@echo "make bench   measure, and write docs/benchmarks/serving.md"
@@ -189,6 +190,12 @@ bench-multi-turn: $(READY) sim
 bench-overload: $(READY) sim
 	$(BIN)/rkserve bench overload --boards 8 --time-scale 0.3 --max-errors 1 \
 		--out docs/benchmarks/overload
+
+# A day of all traffic and all faults; ARGS="--boards 6 --only node" for others.
+HOURS ?= 24
+ARGS ?=
+soak: $(READY) sim
+	$(BIN)/python -m benchmarks.soak --hours $(HOURS) $(ARGS)
 
 sanitize: $(READY)
 	$(BIN)/python scripts/sanitize.py

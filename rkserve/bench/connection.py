@@ -56,6 +56,11 @@ class Incoming:
         return self.done_s is not None
 
     @property
+    def size(self) -> int:
+        """Bytes that have arrived."""
+        return self._size
+
+    @property
     def reusable(self) -> bool:
         """True if the connection can carry another request."""
         bounded = self._chunked or self._length is not None or self.status in BODILESS

@@ -32,6 +32,7 @@ _PARTS: tuple[tuple[str, str], ...] = (
     ("benchmarks.harness.client", "client"),
     ("benchmarks.control.load", "client"),
     ("rkserve.bench.cluster", "driver"),
+    ("benchmarks.harness.board_nodes", "driver"),
     ("benchmarks.harness.binding", "binding alone"),
     (":Board-", "board replica"),
     (":Router", "router"),
