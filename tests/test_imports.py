@@ -104,8 +104,8 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     | {"router.fleet_update", "router.members", "router.membership"},
     "cli": BASE
     | {"bench", "bringup", "catalog", "client", "deployments", "doctor", "native", "probe"}
-    # The ledger is copied and restored while no cluster runs.
-    | {"coordinator.state", "verdicts"},
+    # The ledger is copied and restored while no cluster runs, and boards' copies are listed.
+    | {"coordinator.state", "board.storage.ledger_copies", "verdicts"},
     "__main__": frozenset({"cli"}),
 }
 OWNERS: dict[str, frozenset[str]] = {

@@ -36,6 +36,7 @@ from rkserve.board.run.request_control import RequestControl
 from rkserve.board.run.runner import RequestRunner
 from rkserve.board.run.settings import BoardSettings
 from rkserve.board.run.supervisor import EngineSupervisor
+from rkserve.board.storage.ledger_copies import LedgerCopies
 from rkserve.board.storage.staged_artifacts import Intake, StagedAdapters, StagedWeights
 from rkserve.core.board_report import BoardReport, BoardState, GenerationState
 from rkserve.core.errors import (
@@ -81,7 +82,9 @@ class Board:
         weights = StagedWeights(settings.weights_dir, settings.board_id, settings.model)
         self._weights = BaseWeights(settings, weights, obligations, caching, start_engine)
         self._model_file = ModelFileDigest(settings.own_file, settings.own_digest_file)
-        self.intake = Intake(self.staged, weights, self._weights.uses)
+        ledgers = LedgerCopies(settings.ledgers_dir, settings.board_id)
+        self.intake = Intake(self.staged, weights, self._weights.uses, ledgers)
+        self.ledger_copies = ledgers.of
         self._failed_in_a_row = 0
         self.supervisor = supervisor = EngineSupervisor(settings, self._weights.load, self)
         self.slot = slot = EngineSlot(settings, supervisor, caching, self.staged.shelf)

@@ -11,13 +11,14 @@ from typing import Annotated
 
 import typer
 
+from rkserve.board.storage.ledger_copies import FOLDER, copies_of_node, named
 from rkserve.bringup.processes import StateFolder
 from rkserve.bringup.settings import HEAD
 from rkserve.bringup.update import FleetUpdater, UpdateOptions
 from rkserve.bringup.versions import VersionFolder
 from rkserve.cli.bringup import State, default_state, note
 from rkserve.cli.context import Exit
-from rkserve.config.serve_config import default_data_dir
+from rkserve.config.serve_config import default_data_dir, default_state_dir
 from rkserve.coordinator.state.ledger import MIGRATIONS
 from rkserve.coordinator.state.ledger_files import (
     FILE,
@@ -26,6 +27,7 @@ from rkserve.coordinator.state.ledger_files import (
     copy_ledger,
     defect_of,
     restore_ledger,
+    schema_of_copy,
 )
 from rkserve.core.errors import ConfigError, LedgerFailed, RkserveError
 from rkserve.deployments import preflight
@@ -133,20 +135,39 @@ DataDir = Annotated[
 ]
 
 
+StateDir = Annotated[
+    Path | None,
+    typer.Option(help="The boards' folder of this node, in place of state_dir of a configuration."),
+]
+
+
 def backup(
     file: Annotated[
         Path | None,
         typer.Argument(metavar="[FILE]", help="Where to. Default: backups/ in the same folder."),
     ] = None,
     *,
+    list_copies: Annotated[
+        bool,
+        typer.Option("--list", help="List the copies that the boards of this node have, instead."),
+    ] = False,
     config: Config = None,
     data_dir: DataDir = None,
+    state_dir: StateDir = None,
 ) -> None:
     """Copy the ledger of this head to a file, also while the application runs.
 
     The ledger has pauses, adapter versions, operations and the audit log; uploaded files are not in
-    it. Exit codes: 0 done; 1 it failed.
+    it. With --list the copies on this node are printed by cluster, the newest first: their time,
+    schema and path, for `rkserve restore` on the head. Exit codes: 0 done; 1 it failed.
     """
+    if list_copies:
+        if file is not None or data_dir is not None:
+            raise typer.BadParameter("--list takes no file and no --data-dir")
+        _run(lambda: _list_copies(_state_dir(config, state_dir)))
+        return
+    if state_dir is not None:
+        raise typer.BadParameter("--state-dir needs --list")
 
     def copy() -> None:
         folder = _folder(config, data_dir)
@@ -167,7 +188,10 @@ def backup(
 def restore(
     file: Annotated[
         Path | None,
-        typer.Argument(metavar="[FILE]", help="The backup. Without it the backups are listed."),
+        typer.Argument(
+            metavar="[FILE]",
+            help="The backup, or a board's copy of one (.gz). Without it the backups are listed.",
+        ),
     ] = None,
     *,
     config: Config = None,
@@ -194,6 +218,35 @@ def _list(folder: Path) -> None:
     for one in backups_of(folder):
         problem = defect_of(one.path)
         note(f"{one.when}  {one.path}{f'  damaged: {problem}' if problem else ''}")
+
+
+def _list_copies(state_dir: Path) -> None:
+    found = copies_of_node(state_dir)
+    if not found:
+        note(f"The boards of this node have no copy of a ledger in {state_dir / FOLDER}.")
+    for cluster, copies in found.items():
+        note(f"Cluster {cluster}:")
+        for path in copies:
+            number, made_s = named(path)
+            when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(made_s))
+            try:
+                about = f"schema {schema_of_copy(path)}"
+            except LedgerFailed as exc:
+                about = f"damaged: {exc}"
+            note(f"  {number}  {when}  {about}  {path}")
+
+
+def _state_dir(config: Path | None, state_dir: Path | None) -> Path:
+    """Return the boards' folder on this node. Raises ``ConfigError``."""
+    if state_dir is not None:
+        return state_dir.expanduser().absolute()
+    if config is None and not CONFIG.is_file():
+        return default_state_dir().expanduser()
+    file = config or CONFIG
+    found = {one.state_dir for one in preflight.applications(preflight.read(file))}
+    if len(found) != 1:
+        raise ConfigError(f"{file} has {len(found)} folders of boards: name one by --state-dir.")
+    return found.pop().expanduser().absolute()
 
 
 def _folder(config: Path | None, data_dir: Path | None) -> Path:

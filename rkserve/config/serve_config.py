@@ -122,6 +122,14 @@ class CoordinatorConfig(Settings):
         description="How long a board may take to load other base weights, with the requests that "
         "it lets end first; then the update is undone.",
     )
+    ledger_copies: int = Field(
+        2,
+        ge=0,
+        le=16,
+        description="Boards, on as many nodes other than the head's, that get a copy of the "
+        "ledger's newest backup, at most every 10 minutes each "
+        "([backup.md](../how-to/backup.md#copies-on-boards)); 0 sends none.",
+    )
     report_s: float = Field(
         0.5, gt=0, description="How often the Coordinator asks the boards what they are."
     )

@@ -39,6 +39,7 @@ from rkserve.control.operations import (
     conflict,
 )
 from rkserve.control.sleep import SleepPolicy
+from rkserve.coordinator.boards.head_files import ArtifactRetriever, LedgerCopier
 from rkserve.coordinator.boards.reconcile import LateResults, Reconciler
 from rkserve.coordinator.boards.roster import Roster
 from rkserve.coordinator.boards.transfer import Put, Stager, TransferLimits
@@ -59,7 +60,7 @@ from rkserve.coordinator.operations.trust import ArtifactTrust, TrustRules
 from rkserve.coordinator.operations.weights import WeightOperations
 from rkserve.coordinator.state.api_keys import KeyKeeper
 from rkserve.coordinator.state.ledger import AuditEntry, Ledger
-from rkserve.coordinator.state.ledger_files import LedgerBackup
+from rkserve.coordinator.state.ledger_files import LOOK_S, LedgerBackup
 from rkserve.coordinator.state.signed_versions import SignedVersions
 from rkserve.coordinator.state.state_store import StateStore, recover, stands
 from rkserve.core.coordinator_metrics import CoordinatorMetrics
@@ -198,6 +199,16 @@ class Coordinator:
         self.caches = PromptCacheKeeper(
             self._context, outside.ledger, outside.system_prompts, outside.cache_times
         )
+        self._copier = LedgerCopier(
+            self._roster,
+            self._metrics,
+            outside.ledger.cluster,
+            config.ledger_copies,
+            now_s=outside.now_s,
+        )
+        self._retriever = ArtifactRetriever(
+            self._roster, outside.store, lambda: self._state.desired, self._metrics
+        )
         self.keys = KeyKeeper(outside.ledger, outside.now_s)
         self._idling = IdleModels(self._context, outside.policies, self.perform)
         self._keyed_runs: dict[
@@ -237,6 +248,8 @@ class Coordinator:
             self._forever(self._round, self._config.report_s),
             self._forever(self._expire, LEASE_TICK_S),
             self._forever(self._garbage_collector.look, RECLAIM_S),
+            self._forever(self._copier.look, LOOK_S),
+            self._forever(self._retriever.look, LOOK_S),
         ]
 
     async def stop(self) -> None:
@@ -551,8 +564,9 @@ class Coordinator:
         return {digest: manifests for digest, manifests in found.items() if manifests}
 
     def backed_up(self, backup: LedgerBackup) -> None:
-        """Have the metrics show the time of the newest backup of the ledger."""
+        """Have the metrics show the time of the newest backup of the ledger, and boards get it."""
         self._metrics.backed_up.set(backup.made_s)
+        self._copier.take(backup)
 
     def metrics(self) -> bytes:
         """Return the metrics in Prometheus' text format."""

@@ -289,6 +289,32 @@ class ModelCopy:
 
 @crosses_versions
 @dataclass(frozen=True, slots=True)
+class LedgerCopy:
+    """A compressed backup of a cluster's ledger on a board; ``digest`` is of the compressed file.
+
+    Its number orders the copies of a cluster: clocks of boards without a battery begin in 1970.
+    ``made_s`` is the time of the backup by the head's clock, in seconds since 1970.
+    """
+
+    cluster: str
+    number: int
+    made_s: int
+    digest: str
+    size_bytes: int
+
+    @property
+    def key(self) -> str:
+        """Its name among the files that boards have."""
+        return f"ledger-{self.cluster}-{self.digest[:12]}"
+
+    @property
+    def title(self) -> str:
+        """Its name in messages."""
+        return f"copy {self.number} of the ledger of cluster {self.cluster}"
+
+
+@crosses_versions
+@dataclass(frozen=True, slots=True)
 class BoardReport:
     """A board's report; counters run since the start of its replica.
 
@@ -304,6 +330,7 @@ class BoardReport:
     replaced. ``epoch`` is that of the desired state that it obeys, None before the first one;
     ``hold`` is the mode of a pause of the whole board, or empty; ``missing`` is the number of
     adapter versions that it still needs; ``staged`` are the keys of those on its disk.
+    ``on_head`` is true for a board of the head's own node.
     ``versions`` are those that it has generated with. ``level`` is the depth of its sleep, None
     when awake; ``idle_s`` is the time since its last request or model load. ``base`` is the
     sha256 of a loaded model file other than the one in its model folder, or empty. ``holdings``
@@ -364,6 +391,7 @@ class BoardReport:
     hold: str = ""
     missing: int = 0
     staged: tuple[str, ...] = ()
+    on_head: bool = False
     versions: tuple[VersionFigures, ...] = ()
     level: int | None = None
     idle_s: float = 0.0

@@ -99,3 +99,17 @@ class CoordinatorMetrics:
             "rkserve_ledger_backup_timestamp_seconds",
             "When the ledger was last backed up, in seconds since 1970; 0 before the first time.",
         )
+        self.copies = gauge(
+            "rkserve_ledger_copies",
+            "Boards that are there and have a copy of a backup of the ledger.",
+        )
+        self.copied = gauge(
+            "rkserve_ledger_copy_timestamp_seconds",
+            "When the backup was made of which boards that are there have the newest copy, in "
+            "seconds since 1970; 0 without a copy.",
+        )
+        self.retrieved = counter(
+            "rkserve_retrieved_artifacts",
+            "Files that the head's store lacked and got back from boards, by the result.",
+            ("result",),
+        )

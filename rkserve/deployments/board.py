@@ -29,6 +29,7 @@ from rkserve.core.board_report import (
     Emitted,
     GenerationInfo,
     KvReport,
+    LedgerCopy,
     ModelCopy,
 )
 from rkserve.core.desired_state import Adoption, Artifact, Desired, Probe
@@ -164,6 +165,7 @@ class BoardReplica:
         self._copy: tuple[Path, ModelIndex] | None = None  # of a model of the catalogue
         self._fetch: ModelFetch | None = None
         self._fetching: asyncio.Task[None] | None = None
+        self._on_head = node.is_head
         # On the head the catalogue itself is served.
         self._copies = None if node.is_head else NodeCopies(state_dir / MODELS, RayModelOrigin)
         self._failures = failures
@@ -263,7 +265,12 @@ class BoardReplica:
         hardware = await self._hardware.read(busy=report.running > 0)
         copy = "" if self._copy is None else self._copy[1].version
         return replace(
-            report, replica=self._replica, hardware=hardware, copy=copy, version=__version__
+            report,
+            replica=self._replica,
+            hardware=hardware,
+            copy=copy,
+            version=__version__,
+            on_head=self._on_head,
         )
 
     async def _report_fetch(self) -> BoardReport:
@@ -391,7 +398,7 @@ class BoardReplica:
         """Abort generations; see ``Board.abort_all``."""
         return self._board.abort_all(request_ids)
 
-    async def stage_begin(self, version: Artifact) -> int:
+    async def stage_begin(self, version: Artifact | LedgerCopy) -> int:
         """Return how many bytes of the version are on this board; see ``Intake.begin``."""
         return await asyncio.to_thread(self._board.intake.begin, version)
 
@@ -399,9 +406,17 @@ class BoardReplica:
         """Write a part of a file; see ``Intake.chunk``."""
         return await asyncio.to_thread(self._board.intake.chunk, digest, offset, data)
 
-    async def stage_commit(self, version: Artifact) -> None:
+    async def stage_commit(self, version: Artifact | LedgerCopy) -> None:
         """Make the version present; see ``Intake.commit``."""
         await asyncio.to_thread(self._board.intake.commit, version)
+
+    async def staged_part(self, version: Artifact, offset: int, size: int) -> bytes:
+        """Return a part of a staged file; see ``Intake.read``."""
+        return await asyncio.to_thread(self._board.intake.read, version, offset, size)
+
+    async def ledger_copies(self, cluster: str) -> tuple[LedgerCopy, ...]:
+        """Return this board's copies of a cluster's ledger; see ``LedgerCopies.of``."""
+        return await asyncio.to_thread(self._board.ledger_copies, cluster)
 
     async def unstage(self, version: Artifact) -> bool:
         """Remove an unused version from the disk; see ``Intake.remove``."""

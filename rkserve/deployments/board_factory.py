@@ -28,6 +28,7 @@ from rkserve.board.engine.protocol import Engine, EngineSpec, with_weights
 from rkserve.board.engine.telemetry import read_soc, read_telemetry
 from rkserve.board.rules.hang_limits import RunTimeouts
 from rkserve.board.run.settings import BoardSettings
+from rkserve.board.storage.ledger_copies import FOLDER as LEDGERS
 from rkserve.board.storage.prompt_cache import CacheFingerprint, CacheStore
 from rkserve.config.board_group import BoardGroupConfig
 from rkserve.config.serve_config import engine_environ, resolve_folder
@@ -107,6 +108,7 @@ def assemble(
         staged_dir=place.state_dir / ADAPTERS / place.board_id,
         weights_dir=place.state_dir / WEIGHTS / place.board_id,
         base_file=place.state_dir / f"{place.board_id}.base",
+        ledgers_dir=place.state_dir / LEDGERS / place.board_id,
         own_file=Path(spec.params.model_path),
         own_digest_file=place.state_dir / f"{place.board_id}.digest",
         text_mode=spec.text_mode,

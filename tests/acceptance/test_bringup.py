@@ -9,6 +9,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import re
+import shutil
 import signal
 import socket
 import stat
@@ -19,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +31,14 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from rkserve.bench.processes import PROC, ProcessIdentity, is_alive, snapshot
+from rkserve.board.storage.ledger_copies import named
 from rkserve.bringup.first_key import ADMIN_KEY
 from rkserve.bringup.processes import NodeRecord, StateFolder, end_processes
+from rkserve.coordinator.boards.head_files import COPY_S
 from rkserve.core.child_process import free_port, free_ports
 from rkserve.deployments.haproxy import available
 from rkserve.native.sim.build import ensure_built
+from rkserve.native.sim.models import write_adapter
 from rkserve.router.membership import new_token
 from tests.bringup.test_head import all_free
 from tests.support.cluster.local_cluster import wait_for
@@ -158,17 +163,17 @@ class Home:
         return {"authorization": f"Bearer {secret}"}
 
 
-def serve_config(folder: Path, port: int) -> Path:
-    """Write a configuration of a simulated board on the head, and of boards that join."""
+def serve_config(folder: Path, port: int, model: str = EMBED, *, own: bool = True) -> Path:
+    """Write a configuration of boards that join, and of a simulated one on the head if ``own``."""
     groups: list[dict[str, Any]] = [
         {"name": "sim", "model": f"models/{CHAT}", "simulated": {"boards": 1, "time_scale": 0.1}},
         {
             "name": "rk",
-            "model": f"models/{EMBED}",
+            "model": f"models/{model}",
             "library": str(ensure_built("1.3.0")),
         },
     ]
-    args = {"boards": groups, "state_dir": str(folder / "s")}
+    args = {"boards": groups if own else groups[1:], "state_dir": str(folder / "s")}
     application = {"name": "rkserve", "import_path": "rkserve.app:build", "args": args}
     content = {
         "proxy_location": "HeadOnly",
@@ -399,6 +404,11 @@ class LoneHead:
     process: subprocess.Popen[bytes] | None = None
 
     @property
+    def data(self) -> Path:
+        """The folder of its ledger."""
+        return self.node.folder / ".local/share/rkserve"
+
+    @property
     def url(self) -> str:
         """Its endpoint."""
         return f"http://127.0.0.1:{self.port}"
@@ -422,6 +432,28 @@ class LoneHead:
         if self.process is not None:
             self.process.kill()
             self.process.wait()
+
+    def operate(self, *words: str) -> str:
+        """Run a command of the operator, and return its output."""
+        done = subprocess.run(
+            [sys.executable, "-m", "rkserve", *words],
+            env={**self.node.environ, "RKSERVE_API_KEY": ADMIN, "RKSERVE_URL": self.url},
+            cwd=self.node.folder,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=STEP_S,
+            check=False,
+        )
+        assert done.returncode == 0, f"{words}: {done.stdout}"
+        return done.stdout
+
+    def answers(self, model: str, key: str = ADMIN) -> bool:
+        """Return whether a request of that key is answered by a model."""
+        body = {"model": model, "max_tokens": 4, "messages": [{"role": "user", "content": "Hi"}]}
+        headers = {"authorization": f"Bearer {key}"}
+        return self.ask("POST", "/v1/chat/completions", json=body, headers=headers) is not None
 
     def ask(self, method: str, path: str, **more: Any) -> Any:
         """Return the JSON of a call as the operator, None where that failed."""
@@ -477,6 +509,76 @@ def test_a_killed_head_comes_back_to_the_state_that_it_had_and_its_board_keeps_i
         finally:
             head.kill()
             board.end()
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not may_be_alone(), reason="this account may not make namespaces")
+def test_a_head_whose_disk_died_is_restored_from_the_copy_of_a_board(
+    figures: Callable[[str], None],
+) -> None:
+    with tempfile.TemporaryDirectory(prefix="rk-", dir="/tmp", ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        board, port = Node.make(folder, "board"), free_port()
+        node = Node.make(folder, "head")
+        ports = ("--ray-port", str(node.first_port), "--dashboard-port", str(node.first_port + 9))
+        config = serve_config(folder, port, CHAT, own=False)
+        words = (str(config), *ports, "--no-mdns", "--temp-dir", str(folder / "r"))
+        head = LoneHead(node, port, words)
+        try:
+            head.start()
+            token = new_token(node.state_folder, 3600.0, time.time())
+            board.run(*join(Home(node, board, head.url, ""), head.url, token), "--detach")
+            eventually("the board serves", lambda: head.answers(CHAT))
+            key, pauses, changed_s = changed(head, folder)
+            look = partial(copy_since, head, folder / "s", int(changed_s))
+            copy = wait_for("a copy with all of it", look, COPY_S + STEP_S)
+            figures(f"a copy of the ledger: there {time.time() - changed_s:.0f} s after a change")
+
+            head.kill()
+            (file,) = [one for one in head.data.glob("artifacts/*") if one.is_file()]
+            content = file.read_bytes()
+            put_on_a_new_disk(head, board, folder)
+            head.operate("restore", str(copy), "--data-dir", str(head.data))
+            figures(
+                f"a head on a new disk: its Router answered {head.start():.1f} s after its start"
+            )
+
+            after = eventually("the Coordinator", lambda: head.ask("GET", "/v1/cluster"))
+            assert after["pauses"] == pauses
+            eventually("the head has the file again", file.exists)
+            assert file.read_bytes() == content
+            eventually("it goes on", lambda: head.ask("POST", "/resume", json={"model": CHAT}))
+            eventually("the adapter and the key", lambda: head.answers("calm", key))
+        finally:
+            head.kill()
+            board.end()
+
+
+def changed(head: LoneHead, folder: Path) -> tuple[str, Any, float]:
+    """Push an adapter, make a key, and pause; return the secret, the pauses and the time."""
+    adapter = write_adapter(folder / "calm.rkllm", "calm")
+    head.operate("lora", "push", str(adapter), "--name", "calm", "--version", "v1")
+    assert head.answers("calm")
+    made = head.ask("POST", "/v1/keys", json={"name": "ann", "scopes": ["infer"]})
+    hold = {"model": CHAT, "mode": "keep", "lease_s": 3600}
+    assert head.ask("POST", "/pause", json=hold) is not None
+    return made["value"], head.ask("GET", "/v1/cluster")["pauses"], time.time()
+
+
+def copy_since(head: LoneHead, state: Path, since_s: int) -> Path | None:
+    """Return the newest copy on a board once it was made after that time."""
+    shown = head.operate("backup", "--list", "--state-dir", str(state))
+    listed = re.findall(r"schema \d+  (\S+\.gz)", shown)
+    return Path(listed[0]) if listed and named(Path(listed[0]))[1] >= since_s else None
+
+
+def put_on_a_new_disk(head: LoneHead, board: Node, folder: Path) -> None:
+    """Remove all that a killed head had, and copy the cluster's token from the board."""
+    home = head.node.folder
+    shutil.rmtree(home)
+    shutil.rmtree(folder / "r")
+    (home / ".ray").mkdir(parents=True, mode=0o700)
+    shutil.copy(board.folder / ".ray/auth_token", home / ".ray/auth_token")
 
 
 def tokens_of(usage: list[dict[str, Any]]) -> int:

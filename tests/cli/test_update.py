@@ -8,11 +8,14 @@ from pathlib import Path
 import pytest
 import yaml
 
+from rkserve.board.storage.ledger_copies import LedgerCopies, copies_of_node
 from rkserve.bringup.update import FleetUpdater, UpdateOptions
 from rkserve.cli import app
 from rkserve.cli.context import Exit
-from rkserve.coordinator.state.ledger import Ledger
-from rkserve.coordinator.state.ledger_files import BACKUPS, FILE, backups_of
+from rkserve.coordinator.boards.head_files import pack
+from rkserve.coordinator.state.ledger import MIGRATIONS, Ledger
+from rkserve.coordinator.state.ledger_files import BACKUPS, FILE, back_up, backups_of
+from rkserve.core.board_report import LedgerCopy
 from rkserve.core.desired_state import Desired
 from tests.support.http.terminal import Runner
 from tests.support.values.config_args import args
@@ -108,3 +111,37 @@ def test_a_backup_replaces_no_file_but_a_backup(tmp_path: Path) -> None:
     for _ in range(2):
         assert run("backup", tmp_path / "copy", "--data-dir", folder)[0] == Exit.DONE
     assert not (folder / BACKUPS).exists()
+
+
+def test_the_copies_of_this_node_are_listed_and_one_is_restored(tmp_path: Path) -> None:
+    folder, state = tmp_path / "data", tmp_path / "state"
+    code, output = run("backup", "--list", "--state-dir", state)
+    assert (code, "no copy of a ledger" in output) == (Exit.DONE, True), output
+    with closing(Ledger.open(folder)) as ledger:
+        ledger.write(desired=Desired(7))
+        content, digest = pack(back_up(folder, 1_700_000_000).path)
+        copy = LedgerCopy(ledger.cluster, 3, 1_700_000_000, digest, len(content))
+    copies = LedgerCopies(state / "ledgers" / "b", "b")
+    copies.begin(copy)
+    copies.chunk(digest, 0, content)
+    copies.commit(copy)
+    ((path,),) = copies_of_node(state).values()
+    path.with_name(path.name.replace("000003", "000002")).write_bytes(b"x" * 100)
+    code, output = run("backup", "--list", "--state-dir", state)
+    assert code == Exit.DONE
+    cluster, newest, older = output.splitlines()
+    assert cluster == f"Cluster {copy.cluster}:"
+    schema = len(MIGRATIONS)
+    assert newest.split() == f"3 2023-11-14 22:13:20 UTC schema {schema} {path}".split()
+    assert "damaged: " in older
+    code, output = run("restore", path, "--data-dir", tmp_path / "new")
+    assert code == Exit.DONE, output
+    with closing(Ledger.open(tmp_path / "new")) as ledger:
+        assert ledger.desired() == Desired(7)
+
+
+@pytest.mark.parametrize(
+    "words", [["x", "--list"], ["--list", "--data-dir", "x"], ["--state-dir", "x"]]
+)
+def test_a_list_and_a_backup_exclude_each_other(words: list[str]) -> None:
+    assert run("backup", *words)[0] == Exit.USAGE

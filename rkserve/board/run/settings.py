@@ -31,7 +31,8 @@ class BoardSettings:
     gives their texts, where answers are made of single steps. A board with ``vision`` takes images,
     and one with ``hidden_size`` embeddings of that size. The decoder of an encoder-decoder model
     needs states of the shape ``encoder``, of up to ``encoder_tokens`` tokens. ``guided`` selects
-    how answers with a grammar are made. ``own_file`` is the base model in the model folder, and
+    how answers with a grammar are made. ``ledgers_dir`` is the board's folder for copies of the
+    ledger; None keeps none. ``own_file`` is the base model in the model folder, and
     ``own_digest_file`` caches its sha256. Each ``engine_growth_period_s`` an engine that has grown
     by more than ``engine_growth_bytes`` is replaced; 0: none is.
     """
@@ -82,6 +83,7 @@ class BoardSettings:
     base_file: Path | None = None
     base_rest_s: float = 30.0
     asleep_file: Path | None = None
+    ledgers_dir: Path | None = None
     own_file: Path | None = None
     own_digest_file: Path | None = None
 

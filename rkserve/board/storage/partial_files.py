@@ -23,6 +23,7 @@ log = logging.getLogger(__name__)
 PARTS = ".parts"
 # Reserve of the disk for logs and lock files of everything else on the board.
 RESERVE_BYTES = 32 << 20
+MOST_READ = 4 << 20
 # A transfer that was not continued for a day is given up.
 PART_AGE_S = 86_400.0
 
@@ -64,13 +65,17 @@ class PartialFiles:
         with self.lock:
             try:
                 make_folder(folder)
-                own_folder(folder / PARTS)
-                self._remove_old(time.time())
+                self.prepare()
             except OSError as exc:
                 raise ConfigError(
                     f"The folder of staged {self._kind} {folder} cannot be used: "
                     f"{exc.strerror or exc}"
                 ) from exc
+
+    def prepare(self) -> None:
+        """Create the folder of partial files, and remove old ones. Raises ``OSError``."""
+        own_folder(self.folder / PARTS)
+        self._remove_old(time.time())
 
     def check(self, digest: str, size_bytes: int) -> None:
         """Raise ``StageFailed`` where digest or size are invalid."""
@@ -156,6 +161,18 @@ class PartialFiles:
             part.unlink(missing_ok=True)
             self._begun.pop(digest, None)
             return found
+
+    def read(self, file: Path, offset: int, size: int) -> bytes:
+        """Return a part of a file in its final place, at most ``MOST_READ`` bytes.
+
+        Raises ``StageFailed``.
+        """
+        with self.disk_errors("its file cannot be read"):
+            descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                return os.pread(descriptor, min(size, MOST_READ), offset)
+            finally:
+                os.close(descriptor)
 
     def failed(self, reason: str) -> StageFailed:
         """Return the error for the sender."""

@@ -15,7 +15,9 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
+from rkserve.board.storage.ledger_copies import LedgerCopies
 from rkserve.board.storage.partial_files import PartialFiles, own_folder
+from rkserve.core.board_report import LedgerCopy
 from rkserve.core.desired_state import AdapterVersion, Artifact, BaseVersion
 from rkserve.core.errors import StageFailed
 from rkserve.core.files import (
@@ -135,6 +137,12 @@ class StagedAdapters:
             _remove_if_empty(place, place.parent)
         log.info("adapter %s@%s is removed", version.ref.name, version.ref.version)
         return True
+
+    def read(self, version: AdapterVersion, offset: int, size: int) -> bytes:
+        """Return a part of a present version's file. Raises ``StageFailed``."""
+        if version not in self._present:
+            raise self._parts.failed(f"it has no {version.title}")
+        return self._parts.read(self._place(version) / ADAPTER_FILE, offset, size)
 
     # -- internal: the caller holds the lock ------------------------------------------------------
 
@@ -315,6 +323,12 @@ class StagedWeights:
             log.info("%s is removed (%s)", base.title, base.digest[:12])
         return found or there
 
+    def read(self, base: BaseVersion, offset: int, size: int) -> bytes:
+        """Return a part of a present version's file. Raises ``StageFailed``."""
+        if (path := self.path(base)) is None:
+            raise self._parts.failed(f"it has no {base.title}")
+        return self._parts.read(path, offset, size)
+
     def failed(self, reason: str) -> StageFailed:
         """Return the error for the sender."""
         return self._parts.failed(reason)
@@ -378,24 +392,33 @@ class StagedWeights:
 
 
 class Intake:
-    """Receives the artifacts sent to a board: adapters and base weights, each into its folder."""
+    """Receives the files sent to a board, each into its folder: adapters, base weights, and copies
+    of the ledger.
+    """
 
     def __init__(
         self,
         adapters: StagedAdapters,
         weights: StagedWeights,
         in_use: Callable[[BaseVersion], bool],
+        ledgers: LedgerCopies | None = None,
     ) -> None:
-        """``in_use`` returns whether the board may still load its model from these weights."""
+        """``in_use`` returns whether the board may still load its model from these weights.
+        Without ``ledgers`` no copies of ledgers are kept.
+        """
         self._adapters = adapters
         self._weights = weights
+        self._ledgers = LedgerCopies(None, "") if ledgers is None else ledgers
         self._in_use = in_use
         self._comes: dict[
-            str, StagedAdapters | StagedWeights
+            str, StagedAdapters | StagedWeights | LedgerCopies
         ] = {}  # the folder in which a digest was begun last
 
-    def begin(self, version: Artifact) -> int:
+    def begin(self, version: Artifact | LedgerCopy) -> int:
         """Return the number of bytes already there. Raises ``StageFailed``."""
+        if isinstance(version, LedgerCopy):
+            self._comes[version.digest] = self._ledgers
+            return self._ledgers.begin(version)
         if isinstance(version, AdapterVersion):
             self._comes[version.digest] = self._adapters
             return self._adapters.begin(version)
@@ -406,13 +429,21 @@ class Intake:
         """Write a chunk of a file that was begun. Raises ``StageFailed``."""
         return self._comes.get(digest, self._adapters).chunk(digest, offset, data)
 
-    def commit(self, version: Artifact) -> None:
+    def commit(self, version: Artifact | LedgerCopy) -> None:
         """Make the version present. Raises ``StageFailed``."""
-        if isinstance(version, AdapterVersion):
+        if isinstance(version, LedgerCopy):
+            self._ledgers.commit(version)
+        elif isinstance(version, AdapterVersion):
             self._adapters.commit(version)
         else:
             self._weights.commit(version)
         self._comes.pop(version.digest, None)
+
+    def read(self, version: Artifact, offset: int, size: int) -> bytes:
+        """Return a part of a present version's file, for the head. Raises ``StageFailed``."""
+        if isinstance(version, AdapterVersion):
+            return self._adapters.read(version, offset, size)
+        return self._weights.read(version, offset, size)
 
     def remove(self, version: Artifact) -> bool:
         """Remove a version from the disk, unless it is in use. Raises ``StageFailed``."""

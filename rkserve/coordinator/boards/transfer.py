@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 from rkserve.control.operations import BoardOutcome, ResultStatus
 from rkserve.coordinator.boards.roster import Roster, result_of
+from rkserve.core.board_report import LedgerCopy
 from rkserve.core.coordinator_metrics import CoordinatorMetrics
 from rkserve.core.desired_state import Artifact
 from rkserve.core.errors import BoardFailed, BoardGone, BoardSilent, RkserveError, StageFailed
@@ -79,7 +80,7 @@ class TransferResult:
 
 
 async def stage(
-    version: Artifact,
+    version: Artifact | LedgerCopy,
     board_ids: Iterable[str],
     read: Read,
     put: Put,
@@ -245,7 +246,7 @@ class _Lane:
     def __init__(
         self,
         board_id: str,
-        version: Artifact,
+        version: Artifact | LedgerCopy,
         *,
         chunks: _Chunks,
         ask: CallBoard,

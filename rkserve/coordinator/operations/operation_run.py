@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from rkserve.config.serve_config import CoordinatorConfig
-from rkserve.control.calls import ArtifactMetadata, OperationRequest
+from rkserve.control.calls import ArtifactMetadata, DeclaredArtifact, OperationRequest
 from rkserve.control.operations import (
     BoardOutcome,
     ControlError,
@@ -72,6 +72,18 @@ class FileStore(Protocol):
 
     def read(self, digest: str, offset: int, size: int) -> bytes:
         """Return a part of a file."""
+
+    def upload_begin(self, declared: DeclaredArtifact) -> str:
+        """Return the ID of a new upload; see ``ArtifactStore``."""
+
+    def upload_part(self, upload: str, offset: int, data: bytes) -> int:
+        """Write the next bytes of an upload."""
+
+    def upload_end(self, upload: str) -> Artifact:
+        """Keep the file if it matches its declaration."""
+
+    def upload_abort(self, upload: str) -> bool:
+        """Remove an upload; False if there is none."""
 
 
 class Routers(Protocol):

@@ -82,6 +82,11 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
         "kind TEXT NOT NULL, key_id TEXT NOT NULL, version INTEGER NOT NULL, "
         "digest TEXT NOT NULL, PRIMARY KEY (model, name, kind, key_id))",
     ),
+    (
+        # Copies of two clusters' ledgers on one board must not be mistaken for each other.
+        "CREATE TABLE identity (id INTEGER PRIMARY KEY CHECK (id = 1), cluster TEXT NOT NULL)",
+        "INSERT INTO identity VALUES (1, lower(hex(randomblob(8))))",
+    ),
 )
 
 
@@ -182,6 +187,12 @@ class Ledger:
     def uses(self) -> int:
         """The number of times that uses of keys were stored since it was opened."""
         return self._uses
+
+    @property
+    def cluster(self) -> str:
+        """The random name of the cluster, which a restored ledger keeps."""
+        ((cluster,),) = self.rows("SELECT cluster FROM identity")
+        return str(cluster)
 
     # -- desired state -------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import gzip
 import json
 import logging
 import os
@@ -15,6 +16,7 @@ import re
 import shutil
 import sqlite3
 import time
+import zlib
 from calendar import timegm
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
@@ -39,6 +41,9 @@ BACKUP_S = 60.0  # between two of them
 # SQLite applies these to any file of that name.
 LOGS = ("-wal", "-shm", "-journal")
 LOOK_S = 5.0
+GZIP_MAGIC = b"\x1f\x8b"
+# The header of a SQLite file, and the place of `PRAGMA user_version` in it.
+_HEADER_BYTES, _USER_VERSION = 100, slice(60, 64)
 HOUR_S = 3600
 _STAMP = "%Y%m%dT%H%M%SZ"
 _NAME = re.compile(r"ledger-(\d{6,})-(\d{8}T\d{6}Z)\.sqlite3")
@@ -313,29 +318,87 @@ def restore_ledger(backup: Path, folder: Path, schema: int, now_s: float) -> Pat
     """Replace the ledger of a folder by a backup; return the new place of the earlier one, None
     without one.
 
-    ``schema`` is the newest that this release reads. A crash leaves the earlier ledger or the
-    backup.
+    ``schema`` is the newest that this release reads. ``backup`` may be compressed by ``gzip``, as
+    the copies on boards are. A crash leaves the earlier ledger or the backup.
 
     Raises:
         LedgerFailed: the application runs, the backup is damaged or of a newer release, or the disk
             is full; the ledger is as before.
     """
-    if problem := defect_of(backup):
+    with _unpacked(backup, folder) as plain:
+        _check_backup(backup, plain, schema)
+        return _put_in_place(backup, plain, folder, now_s)
+
+
+@contextmanager
+def _unpacked(backup: Path, folder: Path) -> Iterator[Path]:
+    """Yield the backup, or an uncompressed one beside the ledger. Raises ``LedgerFailed``."""
+    plain = folder / f"{FILE}.unpacked"
+    try:
+        with backup.open("rb") as file:
+            is_packed = file.read(len(GZIP_MAGIC)) == GZIP_MAGIC
+    except OSError as exc:
+        raise LedgerFailed(f"{backup} is no intact ledger: {exc}.") from exc
+    if not is_packed:
+        yield backup
+        return
+    try:
+        _unpack(backup, plain)
+        yield plain
+    finally:
+        with suppress(OSError):  # the next restoration removes it
+            plain.unlink(missing_ok=True)
+
+
+def _unpack(backup: Path, plain: Path) -> None:
+    try:
+        private_folder(plain.parent)
+        plain.unlink(missing_ok=True)
+        descriptor = open_private(plain, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        with os.fdopen(descriptor, "wb") as target, gzip.open(backup) as source:
+            shutil.copyfileobj(source, target)
+    except (gzip.BadGzipFile, EOFError, zlib.error) as exc:
+        raise LedgerFailed(f"{backup} is no intact ledger: {exc}.") from exc
+    except OSError as exc:
+        raise LedgerFailed(f"{backup} cannot be unpacked to {plain}: {exc}.") from exc
+
+
+def schema_of_copy(copy: Path) -> int:
+    """Return the schema of the tables in a compressed backup, from the head of the file.
+
+    Raises:
+        LedgerFailed: it is damaged, or no backup.
+    """
+    try:
+        with gzip.open(copy) as file:
+            header = file.read(_HEADER_BYTES)
+    except (OSError, EOFError, zlib.error) as exc:
+        raise LedgerFailed(f"{copy} cannot be read: {exc}.") from exc
+    if len(header) < _HEADER_BYTES or not header.startswith(b"SQLite format 3\0"):
+        raise LedgerFailed(f"{copy} is no backup of a ledger.")
+    return int.from_bytes(header[_USER_VERSION], "big")
+
+
+def _check_backup(backup: Path, plain: Path, schema: int) -> None:
+    if problem := defect_of(plain):
         raise LedgerFailed(f"{backup} is no intact ledger: {problem}.")
-    tables, values = _schemas_of(backup)
+    tables, values = _schemas_of(plain)
     for what, found, known in (("", tables, schema), (" of its values", values, SCHEMA)):
         if found > known:
             raise LedgerFailed(
                 f"{backup} has schema {found}{what}, and this release knows {known}: a newer "
                 "rkserve wrote it. Restore it with that one."
             )
+
+
+def _put_in_place(backup: Path, plain: Path, folder: Path, now_s: float) -> Path | None:
     with _locked(folder):
         file, fresh = folder / FILE, folder / f"{FILE}.new"
         aside = folder / f"{FILE}.aside-{time.strftime(_STAMP, time.gmtime(now_s))}"
         try:
             fresh.unlink(missing_ok=True)
             descriptor = open_private(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
-            with os.fdopen(descriptor, "wb") as target, backup.open("rb") as source:
+            with os.fdopen(descriptor, "wb") as target, plain.open("rb") as source:
                 shutil.copyfileobj(source, target)
             sync(fresh)
             kept = _set_aside(file, aside)

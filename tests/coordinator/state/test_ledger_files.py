@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
+import hashlib
 import os
 import sqlite3
 from collections.abc import Callable
@@ -14,6 +16,7 @@ import pytest
 
 from rkserve.control import state_changes
 from rkserve.control.codec import SCHEMA, read_desired
+from rkserve.coordinator.boards.head_files import pack
 from rkserve.coordinator.state import ledger_files
 from rkserve.coordinator.state.api_keys import KeyStore
 from rkserve.coordinator.state.ledger import MIGRATIONS, Ledger
@@ -30,6 +33,7 @@ from rkserve.coordinator.state.ledger_files import (
     copy_ledger,
     newest_intact,
     restore_ledger,
+    schema_of_copy,
     surplus,
     way_back,
 )
@@ -387,3 +391,57 @@ def test_nothing_but_an_intact_ledger_that_can_be_read_is_restored(tmp_path: Pat
         restore_ledger(backup, tmp_path, KNOWN, NOW_S)
     with closing(Ledger.open(tmp_path)) as ledger:
         assert ledger.desired() == labelled("one")
+
+
+def test_a_compressed_backup_is_restored_as_it_is(tmp_path: Path) -> None:
+    old, new = tmp_path / "old", tmp_path / "new"
+    with closing(Ledger.open(old)) as ledger:
+        ledger.write(desired=labelled("one"))
+        cluster = ledger.cluster
+        made = back_up(old, NOW_S)
+    packed = tmp_path / "copy.gz"
+    content, digest = pack(made.path)
+    packed.write_bytes(content)
+    assert hashlib.sha256(content).hexdigest() == digest
+    assert schema_of_copy(packed) == KNOWN
+    assert restore_ledger(packed, new, KNOWN, NOW_S) is None
+    assert {one.name for one in new.iterdir()} == {FILE, "lock"}
+    with closing(Ledger.open(new)) as ledger:
+        assert ledger.cluster == cluster
+        assert ledger.desired() == labelled("one")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        pytest.param(lambda content: content[:-20], "Compressed file ended", id="cut"),
+        pytest.param(
+            lambda content: content[:60] + b"x" * 50 + content[110:],
+            "no intact ledger",
+            id="damaged",
+        ),
+        pytest.param(lambda _: gzip.compress(b"a letter"), "no intact ledger", id="another file"),
+    ],
+)
+def test_a_compressed_backup_that_is_damaged_changes_nothing(
+    tmp_path: Path, spoil: Callable[[bytes], bytes], words: str
+) -> None:
+    folder, packed = tmp_path / "data", tmp_path / "copy.gz"
+    with closing(Ledger.open(folder)) as ledger:
+        ledger.write(desired=labelled("one"))
+        packed.write_bytes(spoil(pack(back_up(folder, NOW_S).path)[0]))
+    before = (folder / FILE).read_bytes()
+    with pytest.raises(LedgerFailed, match=words):
+        restore_ledger(packed, folder, KNOWN, NOW_S)
+    assert (folder / FILE).read_bytes() == before
+    assert not [one for one in folder.iterdir() if "unpacked" in one.name]
+
+
+def test_each_ledger_has_a_name_of_its_own_that_an_upgrade_adds(tmp_path: Path) -> None:
+    Ledger.open(tmp_path / "old", migrations=MIGRATIONS[:5]).close()
+    names = set()
+    for name in ("old", "new", "old"):
+        with closing(Ledger.open(tmp_path / name)) as ledger:
+            names.add(ledger.cluster)
+    assert len(names) == 2
+    assert all(len(one) == 16 for one in names)

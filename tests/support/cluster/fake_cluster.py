@@ -18,7 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from rkserve.config.serve_config import CoordinatorConfig
-from rkserve.control.calls import ArtifactMetadata, OperationKind, OperationRequest
+from rkserve.control.calls import (
+    ArtifactMetadata,
+    DeclaredArtifact,
+    OperationKind,
+    OperationRequest,
+)
 from rkserve.control.operations import OperationOutcome
 from rkserve.control.sleep import SleepPolicy
 from rkserve.coordinator.boards.transfer import TransferLimits
@@ -31,6 +36,7 @@ from rkserve.core.board_report import (
     BoardReport,
     BoardState,
     CacheEntry,
+    LedgerCopy,
     TrialVerdict,
 )
 from rkserve.core.board_report import VersionFigures as Figures
@@ -48,6 +54,7 @@ from rkserve.core.desired_state import (
 )
 from rkserve.core.errors import (
     ArtifactNotFound,
+    ArtifactRefused,
     BoardAsleep,
     BoardGone,
     BoardSilent,
@@ -108,6 +115,10 @@ class FakeBoard:
     trying: str = ""  # the key of an adapter whose trial has its engine
     busy: bool = False  # a run has its engine, and a trial waits
     release: str = ""
+    node: str = ""
+    on_head: bool = False
+    contents: dict[str, bytes] = field(default_factory=dict)  # of the whole files
+    ledgers: list[LedgerCopy] = field(default_factory=list)
     _derived: tuple[Desired, BoardTarget] | None = None  # the target of a desired state
 
     @property
@@ -180,6 +191,8 @@ class FakeBoard:
             versions=self.figures,
             release=self.release,
             trying=self.trying,
+            node=self.node,
+            on_head=self.on_head,
         )
 
     def adopt(self, desired: Desired) -> Adoption:
@@ -222,7 +235,14 @@ class FakeBoard:
         self.base = wanted
         return ""
 
-    def stage_begin(self, version: Artifact) -> int:
+    def ledger_copies(self, cluster: str) -> tuple[LedgerCopy, ...]:
+        copies = [one for one in self.ledgers if one.cluster == cluster]
+        return tuple(sorted(copies, key=lambda one: -one.number))
+
+    def staged_part(self, version: Artifact, offset: int, size: int) -> bytes:
+        return self.contents[version.digest][offset : offset + size]
+
+    def stage_begin(self, version: Artifact | LedgerCopy) -> int:
         if version.key in self.whole:
             return version.size_bytes
         return len(self.files.setdefault(version.digest, bytearray()))
@@ -234,12 +254,16 @@ class FakeBoard:
         there += data
         return len(there)
 
-    def stage_commit(self, version: Artifact) -> None:
+    def stage_commit(self, version: Artifact | LedgerCopy) -> None:
         if version.key in self.whole:
             return
         content = self.files.pop(version.digest)
         if hashlib.sha256(content).hexdigest() != version.digest:
             raise StageFailed(self.board_id, "the sha256 differs")
+        self.contents[version.digest] = bytes(content)
+        if isinstance(version, LedgerCopy):
+            self.ledgers.append(version)
+            return
         self.whole[version.key] = version
 
     def unstage(self, version: Artifact) -> bool:
@@ -393,6 +417,7 @@ class FakeStore:
     said: dict[str, ArtifactMetadata] = field(default_factory=dict)
     bases: dict[str, BaseVersion] = field(default_factory=dict)
     own: str | None = None
+    coming: dict[str, bytearray] = field(default_factory=dict)
 
     def add(self, version: str, content: bytes, name: str = "tone") -> AdapterVersion:
         digest = hashlib.sha256(content).hexdigest()
@@ -431,6 +456,24 @@ class FakeStore:
 
     def digests(self) -> tuple[str, ...]:
         return tuple(sorted(self.files))
+
+    def upload_begin(self, declared: DeclaredArtifact) -> str:
+        self.coming[declared.sha256 or ""] = bytearray()
+        return declared.sha256 or ""
+
+    def upload_part(self, upload: str, offset: int, data: bytes) -> int:
+        assert offset == len(self.coming[upload])
+        self.coming[upload] += data
+        return len(self.coming[upload])
+
+    def upload_end(self, upload: str) -> Artifact:
+        content = bytes(self.coming[upload])
+        if hashlib.sha256(content).hexdigest() != upload:
+            raise ArtifactRefused("sha256 is declared as another one")
+        return self.add("again", content)
+
+    def upload_abort(self, upload: str) -> bool:
+        return self.coming.pop(upload, None) is not None
 
     def remove(self, digest: str, idle_s: float = 0.0) -> bool:
         if time.monotonic() - self.kept_s.get(digest, float("-inf")) < idle_s:

@@ -284,6 +284,7 @@ async def _call(board: Board, method: str, args: tuple[Any, ...]) -> Any:
         "stage_chunk": board.intake.chunk,
         "stage_commit": board.intake.commit,
         "unstage": board.intake.remove,
+        "staged_part": board.intake.read,
         "renew": board.refresh,
         "restart_engine": board.restart,
     }
