@@ -26,6 +26,7 @@ from rkserve.core.errors import StateConflict
 from rkserve.core.messages import AdapterRef, ControlAction, FinishReason, GenerateRequest, Kv
 from tests.support.boards.board_bench import Listener, until
 from tests.support.boards.fakes import run_loop
+from tests.support.sim.releases import BOTH
 from tests.support.sim.sim_board import CALM, FOLDER, GREEDY, Sim, both_releases, chat
 
 LENGTH = 64
@@ -393,7 +394,7 @@ def test_an_engine_that_is_killed_during_the_pause_costs_the_kv_cache_and_nothin
 # -- within a conversation --------------------------------------------------------------------
 
 
-@both_releases
+@pytest.mark.parametrize("release", BOTH)
 @pytest.mark.parametrize("hooked", [False, True], ids=["by a call", "by a hook"])
 def test_where_the_runtime_is_trusted_to_pause_a_conversation_its_history_is_kept_too(
     tmp_path: Path, release: str, hooked: bool
