@@ -204,6 +204,7 @@ class EngineUse:
     most_files: int | None = None
 
 
+@crosses_versions
 @dataclass(frozen=True, slots=True)
 class Hardware:
     """A reading of a board's hardware from its kernel; None or empty is unknown, with the reasons

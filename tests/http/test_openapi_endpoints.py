@@ -162,15 +162,15 @@ def every_key(one: Endpoint) -> dict[str, Any]:
 def drawn(
     config: pytest.Config, places: Iterable[str], values: Mapping[str, str]
 ) -> Iterator[tuple[str, str, str]]:
-    """Yield every ``--odd-every``-th pair of a place and a value, more of a few places.
+    """Yield every ``--odd-every``-th pair of a place and a value, all of a few places.
 
-    The pairs are drawn so that each value is tried somewhere, where there are fewer places at two.
+    The pairs are drawn so that of many places each value is tried somewhere.
     """
+    every = config.getoption("--odd-every")
     there = list(places)
-    every = min(config.getoption("--odd-every"), max(1, len(there) // 2))
     for at, place in enumerate(there):
         for number, (what, value) in enumerate(values.items()):
-            if (at + number) % every == 0:
+            if len(there) < every or (at + number) % every == 0:
                 yield place, what, value
 
 
