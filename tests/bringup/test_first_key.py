@@ -152,13 +152,15 @@ def test_the_command_finds_the_key_of_the_head_for_its_urls_alone(
     assert own_secret(state, "http://127.0.0.1:8000") is None
 
 
-def test_the_command_looks_in_the_default_folder_of_a_node(
-    tmp_path: Path, state: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("of", ["service", "user"])
+def test_the_command_looks_in_the_default_folders_of_a_node(
+    tmp_path: Path, state: Path, monkeypatch: pytest.MonkeyPatch, of: str
 ) -> None:
     first_key(config(tmp_path), state)
     record(state)
-    monkeypatch.setattr(bringup, "SERVICE_STATE", tmp_path / "none")
-    monkeypatch.setattr(bringup, "default_state", lambda: state)
+    none = tmp_path / "none"
+    monkeypatch.setattr(bringup, "SERVICE_STATE", state if of == "service" else none)
+    monkeypatch.setattr(bringup, "user_state", lambda: state if of == "user" else none)
     found = ClusterOptions(url="http://127.0.0.1:8000/v1").key()
     assert found == (state / ADMIN_KEY).read_text().strip()
 

@@ -128,7 +128,8 @@ def test_lists_are_tables_or_json(server: FakeControl, rkserve: Terminal) -> Non
     server.on("GET /v1/operations", ok({"data": [stored("partial", **PARTLY)]}))
     server.on("GET /v1/audit", ok({"data": [{"who": "admin", "kind": "pause", "at_s": 0.0}]}))
     server.on("GET /v1/models", ok({"data": [{"id": "m", "owned_by": "rkserve"}]}))
-    assert "tone@v2  m      active  abababababab  7      2/2     1/2" in rkserve("lora", "list")[1]
+    listed = rkserve("lora", "list")[1]
+    assert "tone@v2  m      active  abababababab  no      7      2/2     1/2" in listed
     assert "1/2" in rkserve("operations")[1]
     assert "admin  pause  1970-01-01" in rkserve("audit")[1]
     assert "m      -" in rkserve("models")[1]
