@@ -364,6 +364,12 @@ class BoardGroupConfig(Settings):
         text = str(self.model)
         return text.removeprefix(CATALOG) if text.startswith(CATALOG) else None
 
+    @field_validator("confine", mode="before")
+    @classmethod
+    def _read_switch(cls, value: object) -> object:
+        # YAML reads the words without quotes as booleans.
+        return {True: Confine.ON, False: Confine.OFF}[value] if isinstance(value, bool) else value
+
     @field_validator("engine_environ")
     @classmethod
     def _variables_are_names(cls, names: tuple[str, ...]) -> tuple[str, ...]:

@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 import pytest
+import yaml
 
 from rkserve.config.serve_config import (
     parse_config,
@@ -78,3 +79,17 @@ def test_two_groups_whose_instances_meet_in_a_domain_are_refused() -> None:
     groups = [real(instances=2, rknpu=0.5), real(name="b", rknpu=0.5, base_domain_id=1)]
     with pytest.raises(ConfigError, match="npu-i1 and b have the same base_domain_id 1"):
         parse_config({"boards": groups})
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        pytest.param("confine: on", "on", id="on, which YAML reads as true"),
+        pytest.param("confine: off", "off", id="off, which YAML reads as false"),
+        pytest.param('confine: "off"', "off", id="a word in quotes"),
+        pytest.param("confine: auto", "auto", id="auto"),
+    ],
+)
+def test_confinement_is_switched_by_words_without_quotes(written: str, meant: str) -> None:
+    group = real(**yaml.safe_load(written))
+    assert parse_config({"boards": [group]}).boards[0].confine == meant
