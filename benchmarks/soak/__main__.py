@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from http import HTTPStatus
 from pathlib import Path
 
 from benchmarks.control.faults_site import Site
@@ -309,11 +310,11 @@ def _key_file(folder: Path, key: str) -> Path:
 def _infer_key(site: Site) -> str:
     """Make the clients' key. Raises ``BenchFailed`` where keys are not asked for."""
     made = site.post("/v1/keys", name="clients", scopes=["infer"])
-    if made.status != 200:  # noqa: PLR2004 - HTTP's own
+    if made.status != HTTPStatus.OK:
         raise BenchFailed(f"no key for the clients: HTTP {made.status}: {made.body}")
     bare = Site(site.address, Path(), site.roots)
     status, _, _ = bare.call("GET", "/v1/models")
-    if status != 401:  # noqa: PLR2004 - HTTP's own
+    if status != HTTPStatus.UNAUTHORIZED:
         raise BenchFailed(f"a call without a key was answered by HTTP {status}")
     return str(made.body["value"])
 

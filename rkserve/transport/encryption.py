@@ -15,7 +15,9 @@ import ssl
 from dataclasses import dataclass
 
 RECORD = 16 * 1024  # the most that one record carries
-_BEGIN, _END = datetime.datetime(2000, 1, 1), datetime.datetime(9999, 1, 1)  # noqa: DTZ001 # UTC by X.509
+_BEGIN, _END = (
+    datetime.datetime(year, 1, 1, tzinfo=datetime.timezone.utc) for year in (2000, 9999)
+)
 
 
 class EncryptionError(Exception):

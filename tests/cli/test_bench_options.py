@@ -10,8 +10,8 @@ import pytest
 
 from rkserve.cli.bench_options import LoadOptions, targets
 from rkserve.cli.context import Exit
-from tests.support.http.bench_terminal import QUICK, bench, report
 from tests.support.http.fake_openai import FakeOpenAi, serving
+from tests.support.http.terminal import QUICK, bench, report
 
 
 @pytest.fixture

@@ -190,7 +190,7 @@ def test_the_end_is_what_the_operation_says_of_its_boards() -> None:
     ],
 )
 def test_what_is_not_about_sleeping_looks_at_no_board(step: Told, line: str) -> None:
-    lines = shown(step, look=lambda: pytest.fail("nobody is to be asked"))
+    lines = shown(step, look=lambda: pytest.fail("no question is expected"))
     assert len(lines) == 1
     assert lines[0].startswith(line)
 
@@ -202,7 +202,7 @@ def test_many_boards_have_one_bar_together() -> None:
 
 def test_a_cluster_that_does_not_answer_costs_only_the_boards_bars() -> None:
     def away() -> Mapping[str, Any]:
-        raise Unreachable("nobody there")
+        raise Unreachable("connection refused")
 
     assert shown(running(), look=away) == ["sleep going|0/None|"]
 

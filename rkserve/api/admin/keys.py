@@ -6,7 +6,6 @@ A secret is in the answer of its creation or rotation, as ``value``, and nowhere
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -167,7 +166,14 @@ def key_entry(key: ApiKey, used_s: float | None = None) -> KeyEntry:
         "redacted_value": key.hint,
         "scopes": [one.value for one in key.scopes],
         "models": list(key.models),
-        "limits": LimitsEntry(**asdict(key.limits)),  # type: ignore[typeddict-item]  # same names
+        "limits": {
+            "requests_per_minute": key.limits.requests_per_minute,
+            "tokens_per_minute": key.limits.tokens_per_minute,
+            "concurrent": key.limits.concurrent,
+            "weight": key.limits.weight,
+            "min_priority": key.limits.min_priority,
+            "board_seconds_per_minute": key.limits.board_seconds_per_minute,
+        },
         "created_at": int(key.created_s),
         "expires_at": None if key.expires_s is None else int(key.expires_s),
         "last_used_at": None if used_s is None else int(used_s),

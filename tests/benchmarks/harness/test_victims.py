@@ -1,4 +1,4 @@
-"""How boards are lost: whose report is believed after that. With real processes."""
+"""Ways to lose a board, and the report that counts afterwards. With real processes."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def ground(processes: list[subprocess.Popen[bytes]]) -> Ground:
     replica, engine = processes
     board = {"id": "b", "state": "ready", "pid": replica.pid, "engine_pid": engine.pid}
     site = Told([{**board, "circuit": {"state": "closed"}}])
-    nobody = BoardNodes.__new__(BoardNodes)  # who would lose nodes, which none of these does
-    return Ground(site, nobody, 1, random.Random(0))
+    nodes = BoardNodes.__new__(BoardNodes)  # no node is lost in these
+    return Ground(site, nodes, 1, random.Random(0))
 
 
 def who(process: subprocess.Popen[bytes]) -> ProcessIdentity:
@@ -75,7 +75,7 @@ def test_a_board_whose_replica_was_killed_is_not_back_as_long_as_only_its_report
     assert there.kill_replica(victim)
     assert there._ready() == []
     processes[0].wait()
-    assert there._ready() == [], "nobody has that pid"
+    assert there._ready() == [], "nodes has that pid"
     assert not there.kill_replica(victim), "it is gone, and whoever has its pid is left alone"
 
 

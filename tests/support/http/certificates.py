@@ -64,7 +64,7 @@ def https_server(
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certificate, key)
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        # The handshake is the thread's of its request: the server itself waits for nobody.
+        # Each request's thread makes its handshake, so that the server accepts the next connection.
         server.socket = context.wrap_socket(
             server.socket, server_side=True, do_handshake_on_connect=False
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from typing import Any
 from unittest.mock import patch
 
@@ -14,6 +15,8 @@ from typer.testing import CliRunner, Result
 from rkserve.cli import app
 from rkserve.client import Client
 from tests.support.cluster.fake_control import FakeControl
+
+QUICK = ("--rate", "200", "--sessions", "4")  # a run of ``rkserve bench``
 
 
 def plain(text: str) -> str:
@@ -59,3 +62,16 @@ class Terminal:
         }
         done = Runner().invoke(app, words, obj=self.open, env=env)
         return done.exit_code, done.stdout, plain(done.stderr)
+
+
+def bench(*words: str, **environ: str) -> tuple[int, str, str]:
+    done = Runner().invoke(
+        app, ["bench", *words], env={"COLUMNS": "200", "RKSERVE_URL": "", **environ}
+    )
+    return done.exit_code, done.stdout, plain(done.stderr)
+
+
+def report(*words: str) -> tuple[int, dict[str, Any]]:
+    code, out, _ = bench(*words, "--json")
+    found: dict[str, Any] = json.loads(out)
+    return code, found
