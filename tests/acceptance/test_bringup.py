@@ -465,50 +465,57 @@ class LoneHead:
         return found.json() if found.status_code == 200 else None
 
 
-@pytest.mark.long
-@pytest.mark.skipif(not may_be_alone(), reason="this account may not make namespaces")
-def test_a_killed_head_comes_back_to_the_state_that_it_had_and_its_board_keeps_its_model(
-    figures: Callable[[str], None],
-) -> None:
+@contextmanager
+def lone_head(config: Callable[[Path, int], Path]) -> Iterator[tuple[Path, Node, LoneHead]]:
+    """Yield a folder, a node for a board, and a head that is not started; end both."""
     with tempfile.TemporaryDirectory(prefix="rk-", dir="/tmp", ignore_cleanup_errors=True) as name:
         folder = Path(name)
         board, port = Node.make(folder, "board"), free_port()
         node = Node.make(folder, "head")
         ports = ("--ray-port", str(node.first_port), "--dashboard-port", str(node.first_port + 9))
-        words = (*ports, "--no-mdns", "--temp-dir", str(folder / "r"))
-        head = LoneHead(node, port, (str(serve_config(folder, port)), *words))
-        home = Home(node, board, head.url, "")
+        words = (str(config(folder, port)), *ports, "--no-mdns", "--temp-dir", str(folder / "r"))
+        head = LoneHead(node, port, words)
         try:
-            head.start()
-            token = new_token(node.state_folder, 3600.0, time.time())
-            board.run(*join(home, head.url, token), "--detach")
-            eventually("the board answers", lambda: embedding(home))
-            response = {"model": CHAT, "input": "Repeat after me: here"}
-            once = {"headers": {"Idempotency-Key": "one"}, "json": response}
-            stored = eventually("an answer", lambda: head.ask("POST", "/v1/responses", **once))
-            hold = {"model": CHAT, "mode": "keep", "lease_s": 3000}
-            assert head.ask("POST", "/pause", json=hold) is not None
-            before = head.ask("GET", "/v1/cluster")
-            engines = parts_of(board, "engine")
-            time.sleep(12)  # usage is stored every ten seconds
-            used = head.ask("GET", "/v1/usage")["data"]
-
-            head.kill()
-            took_s = head.start()
-            eventually("the board answers again", lambda: embedding(home))
-
-            figures(f"a killed head: its Router answered {took_s:.1f} s after its start")
-            after = eventually("the Coordinator", lambda: head.ask("GET", "/v1/cluster"))
-            assert after["pauses"] == before["pauses"]
-            assert head.ask("GET", f"/v1/responses/{stored['id']}") == stored
-            assert head.ask("POST", "/v1/responses", **once) == stored
-            assert head.ask("GET", "/v1/operations")["data"][0]["kind"] == "pause"
-            # The start asks for an answer of one token, too.
-            assert tokens_of(head.ask("GET", "/v1/usage")["data"]) >= tokens_of(used) > 0
-            assert set(engines) <= set(parts_of(board, "engine")), "it loaded its model anew"
+            yield folder, board, head
         finally:
             head.kill()
             board.end()
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not may_be_alone(), reason="this account may not make namespaces")
+def test_a_killed_head_comes_back_to_the_state_that_it_had_and_its_board_keeps_its_model(
+    figures: Callable[[str], None],
+) -> None:
+    with lone_head(serve_config) as (_, board, head):
+        home = Home(head.node, board, head.url, "")
+        head.start()
+        token = new_token(head.node.state_folder, 3600.0, time.time())
+        board.run(*join(home, head.url, token), "--detach")
+        eventually("the board answers", lambda: embedding(home))
+        response = {"model": CHAT, "input": "Repeat after me: here"}
+        once = {"headers": {"Idempotency-Key": "one"}, "json": response}
+        stored = eventually("an answer", lambda: head.ask("POST", "/v1/responses", **once))
+        hold = {"model": CHAT, "mode": "keep", "lease_s": 3000}
+        assert head.ask("POST", "/pause", json=hold) is not None
+        before = head.ask("GET", "/v1/cluster")
+        engines = parts_of(board, "engine")
+        time.sleep(12)  # usage is stored every ten seconds
+        used = head.ask("GET", "/v1/usage")["data"]
+
+        head.kill()
+        took_s = head.start()
+        eventually("the board answers again", lambda: embedding(home))
+
+        figures(f"a killed head: its Router answered {took_s:.1f} s after its start")
+        after = eventually("the Coordinator", lambda: head.ask("GET", "/v1/cluster"))
+        assert after["pauses"] == before["pauses"]
+        assert head.ask("GET", f"/v1/responses/{stored['id']}") == stored
+        assert head.ask("POST", "/v1/responses", **once) == stored
+        assert head.ask("GET", "/v1/operations")["data"][0]["kind"] == "pause"
+        # The start asks for an answer of one token, too.
+        assert tokens_of(head.ask("GET", "/v1/usage")["data"]) >= tokens_of(used) > 0
+        assert set(engines) <= set(parts_of(board, "engine")), "it loaded its model anew"
 
 
 @pytest.mark.long
@@ -516,42 +523,29 @@ def test_a_killed_head_comes_back_to_the_state_that_it_had_and_its_board_keeps_i
 def test_a_head_whose_disk_died_is_restored_from_the_copy_of_a_board(
     figures: Callable[[str], None],
 ) -> None:
-    with tempfile.TemporaryDirectory(prefix="rk-", dir="/tmp", ignore_cleanup_errors=True) as name:
-        folder = Path(name)
-        board, port = Node.make(folder, "board"), free_port()
-        node = Node.make(folder, "head")
-        ports = ("--ray-port", str(node.first_port), "--dashboard-port", str(node.first_port + 9))
-        config = serve_config(folder, port, CHAT, own=False)
-        words = (str(config), *ports, "--no-mdns", "--temp-dir", str(folder / "r"))
-        head = LoneHead(node, port, words)
-        try:
-            head.start()
-            token = new_token(node.state_folder, 3600.0, time.time())
-            board.run(*join(Home(node, board, head.url, ""), head.url, token), "--detach")
-            eventually("the board serves", lambda: head.answers(CHAT))
-            key, pauses, changed_s = changed(head, folder)
-            look = partial(copy_since, head, folder / "s", int(changed_s))
-            copy = wait_for("a copy with all of it", look, COPY_S + STEP_S)
-            figures(f"a copy of the ledger: there {time.time() - changed_s:.0f} s after a change")
+    with lone_head(partial(serve_config, model=CHAT, own=False)) as (folder, board, head):
+        head.start()
+        token = new_token(head.node.state_folder, 3600.0, time.time())
+        board.run(*join(Home(head.node, board, head.url, ""), head.url, token), "--detach")
+        eventually("the board serves", lambda: head.answers(CHAT))
+        key, pauses, changed_s = changed(head, folder)
+        look = partial(copy_since, head, folder / "s", int(changed_s))
+        copy = wait_for("a copy with all of it", look, COPY_S + STEP_S)
+        figures(f"a copy of the ledger: there {time.time() - changed_s:.0f} s after a change")
 
-            head.kill()
-            (file,) = [one for one in head.data.glob("artifacts/*") if one.is_file()]
-            content = file.read_bytes()
-            put_on_a_new_disk(head, board, folder)
-            head.operate("restore", str(copy), "--data-dir", str(head.data))
-            figures(
-                f"a head on a new disk: its Router answered {head.start():.1f} s after its start"
-            )
+        head.kill()
+        (file,) = [one for one in head.data.glob("artifacts/*") if one.is_file()]
+        content = file.read_bytes()
+        put_on_a_new_disk(head, board, folder)
+        head.operate("restore", str(copy), "--data-dir", str(head.data))
+        figures(f"a head on a new disk: its Router answered {head.start():.1f} s after its start")
 
-            after = eventually("the Coordinator", lambda: head.ask("GET", "/v1/cluster"))
-            assert after["pauses"] == pauses
-            eventually("the head has the file again", file.exists)
-            assert file.read_bytes() == content
-            eventually("it goes on", lambda: head.ask("POST", "/resume", json={"model": CHAT}))
-            eventually("the adapter and the key", lambda: head.answers("calm", key))
-        finally:
-            head.kill()
-            board.end()
+        after = eventually("the Coordinator", lambda: head.ask("GET", "/v1/cluster"))
+        assert after["pauses"] == pauses
+        eventually("the head has the file again", file.exists)
+        assert file.read_bytes() == content
+        eventually("it goes on", lambda: head.ask("POST", "/resume", json={"model": CHAT}))
+        eventually("the adapter and the key", lambda: head.answers("calm", key))
 
 
 def changed(head: LoneHead, folder: Path) -> tuple[str, Any, float]:

@@ -22,26 +22,18 @@ from rkserve.core.errors import (
     SignatureInvalid,
     SignatureRequired,
 )
-from rkserve.models.signing import make_manifest, public_line, signed_envelope, trusted_keys
+from rkserve.models.signing import public_line, signed_envelope, trusted_keys
+from tests.models.test_signing import DIGEST, manifest
 
 SECRET = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
 LINE = public_line(SECRET, "release")
 KEYS = trusted_keys([LINE], "test")
 RULES = TrustRules(KEYS, SignatureRule.ADAPTERS)
-DIGEST = "ab" * 32
 CLAIM = DeclaredArtifact("tone", None, "qwen")
 
 
 def claim(**changed: Any) -> DeclaredArtifact:
-    stated: dict[str, Any] = {
-        "kind": "adapter",
-        "name": "tone",
-        "version": 7,
-        "sha256": DIGEST,
-        "size": 10,
-        "base": {"model": "qwen"},
-    }
-    return replace(CLAIM, manifest=signed_envelope(make_manifest(**{**stated, **changed}), SECRET))
+    return replace(CLAIM, manifest=signed_envelope(manifest(**changed), SECRET))
 
 
 def board(**known: Any) -> BoardReport:
