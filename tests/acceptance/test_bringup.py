@@ -428,10 +428,16 @@ class LoneHead:
         return time.monotonic() - began_s
 
     def kill(self) -> None:
-        """Kill all of its processes."""
-        if self.process is not None:
-            self.process.kill()
-            self.process.wait()
+        """Kill all of its processes, and wait for their ends: the kernel ends them one by one."""
+        if self.process is None:
+            return
+        parts = []
+        if self.process.poll() is None:
+            parts = psutil.Process(self.process.pid).children(recursive=True)
+        self.process.kill()
+        self.process.wait()
+        _, alive = psutil.wait_procs(parts, timeout=STEP_S)
+        assert not alive
 
     def operate(self, *words: str) -> str:
         """Run a command of the operator, and return its output."""
