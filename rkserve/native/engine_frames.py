@@ -50,7 +50,7 @@ _RUN = struct.Struct("<III")  # run id, bytes of JSON, entries; then the entries
 
 _EMBEDS = struct.Struct("<III")  # run id, rows, columns; then float32 values
 _ENCODER = struct.Struct("<5I")  # run id, tokens, layers, KV heads, head size; then K, V and so on
-_PICTURE = struct.Struct("<III")  # run id, width, height; then pixels
+_PICTURE = struct.Struct("<IIIQ")  # run id, width, height, owner; then pixels
 _VECTOR = struct.Struct("<II")  # run id, tokens of the text; then float32 values
 
 MAX_ENTRIES = 256  # an entry is one byte of a token frame
@@ -126,9 +126,9 @@ def unpack_vector(payload: bytes) -> tuple[int, int, bytes]:
     return run_id, tokens, payload[_VECTOR.size :]
 
 
-def pack_picture(run_id: int, picture: Picture) -> bytes:
+def pack_picture(run_id: int, picture: Picture, owner: int) -> bytes:
     """Return the frame of an image of the next run. Raises ``FrameCorrupt`` if it is too large."""
-    head = _PICTURE.pack(run_id, picture.width, picture.height)
+    head = _PICTURE.pack(run_id, picture.width, picture.height, owner)
     return _head(1 + len(head) + len(picture.pixels), FrameKind.IMAGE) + head + picture.pixels
 
 
@@ -171,12 +171,12 @@ def unpack_encoder(payload: bytes) -> tuple[int, EncoderStates]:
     return run_id, EncoderStates(shape, tokens, k, v, mask, positions)
 
 
-def unpack_picture(payload: bytes) -> tuple[int, Picture]:
-    """Return the run's id and the image. Raises ``FrameCorrupt``."""
+def unpack_picture(payload: bytes) -> tuple[int, Picture, int]:
+    """Return the run's id, the image and its owner. Raises ``FrameCorrupt``."""
     if len(payload) < _PICTURE.size:
         raise FrameCorrupt(f"an image frame has only {len(payload)} bytes")
-    run_id, width, height = _PICTURE.unpack_from(payload)
-    return run_id, Picture(width, height, payload[_PICTURE.size :])
+    run_id, width, height, owner = _PICTURE.unpack_from(payload)
+    return run_id, Picture(width, height, payload[_PICTURE.size :]), owner
 
 
 def pack_scores(run_id: int, found: Sequence[Scored], *, prompt: bool) -> bytes:

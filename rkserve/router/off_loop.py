@@ -94,7 +94,8 @@ class GrammarChecker:
         """
         self._processes, self._waiting_per_key = processes, waiting_per_key
         self.share(among_keys=keys)
-        self._known: OrderedDict[Guide, tuple[str, str | None]] = OrderedDict()  # by which key
+        # By key and grammar: the time that another key's grammar takes would tell that it is known.
+        self._known: OrderedDict[tuple[str, Guide], str | None] = OrderedDict()
         self._trials: dict[tuple[str, Guide], _Trial] = {}
         self._queues: dict[str, deque[_Trial]] = {}  # by key
         self._begun: Counter[str] = Counter()  # the number of each key's last trial
@@ -116,9 +117,9 @@ class GrammarChecker:
         """
         if (reason := too_long(guide)) is not None:
             refuse(reason, param)
-        if guide in self._known:
-            self._known.move_to_end(guide)
-            _, reason = self._known[guide]
+        if (flow, guide) in self._known:
+            self._known.move_to_end((flow, guide))
+            reason = self._known[flow, guide]
         else:
             reason = await self._result(guide, flow)
         if reason is not None:
@@ -208,11 +209,11 @@ class GrammarChecker:
 
     def _remember(self, trial: _Trial, reason: str | None) -> None:
         """Cache a result; evict the least recently used one of the largest key."""
-        self._known[trial.guide] = (trial.flow, reason)
+        self._known[trial.flow, trial.guide] = reason
         if len(self._known) > KEPT:
-            counts = Counter(flow for flow, _ in self._known.values())
+            counts = Counter(flow for flow, _ in self._known)
             most, _ = counts.most_common(1)[0]
-            oldest = next(guide for guide, (flow, _) in self._known.items() if flow == most)
+            oldest = next(known for known in self._known if known[0] == most)
             del self._known[oldest]
 
     async def _tried(self, guide: Guide) -> str | None:

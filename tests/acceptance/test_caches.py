@@ -8,8 +8,10 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import random
 import signal
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -311,6 +313,41 @@ def test_two_conversations_that_take_turns_never_mix(http: httpx.Client) -> None
                 assert said(answer)["content"] == f"{name} {turn}"
                 assert cached_tokens(answer) > 600
             talk += [said(answer), user(f"Repeat after me: {name} {turn + 1}")]
+
+
+def told_apart(hits: list[float], misses: list[float]) -> float:
+    """Return the chance that a hit takes less time than a miss (AUC); 0.5 tells nothing."""
+    less = sum((hit < miss) + (hit == miss) / 2 for hit in hits for miss in misses)
+    return less / len(hits) / len(misses)
+
+
+@pytest.mark.long
+def test_the_time_to_the_first_token_does_not_tell_that_another_salt_has_sent_the_prompt(
+    app: App, http: httpx.Client, figures: Callable[[str], None]
+) -> None:
+    app.cluster.control(BOARD, "time_scale=0.05")  # 3 s of prefill take 150 ms
+    order = random.Random(29)
+
+    def probe(salt: str, *, sent: bool) -> float:
+        """Return the time of a probe of a prompt that salt "a" has sent just before, or has not."""
+        secret, other = (f"number {next(numbers)} {STORY}" for _ in range(2))
+        say(http, [user(secret)], cache_salt="a", max_tokens=1)
+        begun_s = time.perf_counter()
+        answer = say(http, [user(secret if sent else other)], cache_salt=salt, max_tokens=1)
+        taken_s = time.perf_counter() - begun_s
+        assert (cached_tokens(answer) > 600) == (sent and salt == "a")
+        return taken_s
+
+    def auc(salt: str, samples: int) -> float:
+        drawn = [order.random() < 0.5 for _ in range(samples)]
+        taken = [(sent, probe(salt, sent=sent)) for sent in drawn]
+        return told_apart([s for sent, s in taken if sent], [s for sent, s in taken if not sent])
+
+    own, foreign = auc("a", 100), auc("b", 1000)
+    app.cluster.control(BOARD)
+    figures(f"a probe with the same salt: AUC {own:.3f}, with another one: {foreign:.3f}")
+    assert own > 0.9, "the probe would not see a hit"
+    assert abs(foreign - 0.5) <= 0.05
 
 
 def test_a_short_conversation_is_not_parked(http: httpx.Client) -> None:

@@ -263,8 +263,17 @@ async def test_a_key_with_many_grammars_displaces_its_own_results_only() -> None
             made.gates[guide].set()
             await made.check(guide, "x", flow)
     begun = len(made.begun)
-    await made.check(GOOD, "x", "c")
+    await made.check(GOOD, "x", "b")
     assert len(made.begun) == begun
+
+
+async def test_the_grammar_of_another_key_is_tried_as_if_it_were_new() -> None:
+    made = Gated(keys=True)
+    made.gates[GOOD] = asyncio.Event()
+    made.gates[GOOD].set()
+    for flow in ("b", "c"):
+        await made.check(GOOD, "x", flow)
+    assert made.begun == [GOOD, GOOD]
 
 
 async def test_too_many_new_grammars_are_a_429_that_is_counted() -> None:

@@ -184,7 +184,8 @@ class EngineProcess:
         ids = tuple(entry.ids for entry in command.entries)
         shown: list[bytes] = []
         for entry in command.entries:
-            shown += (engine_frames.pack_picture(command.run_id, one) for one in entry.images)
+            for picture in entry.images:
+                shown.append(engine_frames.pack_picture(command.run_id, picture, entry.images_of))
             if entry.embeds is not None:
                 shown.append(engine_frames.pack_embeds(command.run_id, entry.embeds))
             if entry.encoder is not None:

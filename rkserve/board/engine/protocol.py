@@ -81,12 +81,14 @@ class EntryCommand:
     """One entry of a batch: token ids, or in text mode the rendered prompt and no ids.
 
     Such a prompt may have ``images``, or be ``embeds`` and no text; then it is the only entry. So
-    is one with the states of an ``encoder``, whose ids, if any, precede its text.
+    is one with the states of an ``encoder``, whose ids, if any, precede its text. Encoded images
+    are shared among entries with the same ``images_of``.
     """
 
     ids: tuple[int, ...] = ()
     prompt_text: str | None = None
     images: tuple[Picture, ...] = ()
+    images_of: int = 0
     embeds: Embeds | None = None
     encoder: EncoderStates | None = None
 

@@ -16,6 +16,7 @@ from rkserve.board.run.loaded_engine import LoadedEngine
 from rkserve.board.run.parts import EngineSlot
 from rkserve.board.run.prompt_caching import PromptCaching
 from rkserve.board.run.settings import BoardSettings
+from rkserve.core.block_hashes import seed_of
 from rkserve.core.errors import Misuse, NativeError
 from rkserve.core.messages import Kv
 from rkserve.core.run_params import NEVER_ENDS, Guided, Stepwise
@@ -62,6 +63,7 @@ class RunPlanner:
             ids=job.request.decoder_ids,
             prompt_text=prompt,
             images=job.request.images,
+            images_of=seed_of(job.request.salt),
             embeds=job.request.embeds,
             encoder=job.request.encoder,
         )

@@ -230,20 +230,26 @@ class CachedEncoder:
             )
         self._encoder, self._params = encoder, params
         self._tags = NO_IMAGE_TAGS if tags_at_load else params.tags
-        self._rows: OrderedDict[bytes, bytes] = OrderedDict()  # least recently used first
+        # By owner and digest, the least recently used first.
+        self._rows: OrderedDict[tuple[int, bytes], bytes] = OrderedDict()
         self._bytes = 0  # in the cache
         self.encoded = 0  # images that were not in the cache
 
-    def encode(self, pictures: Sequence[Picture], left: Callable[[], bool]) -> Image | None:
+    def encode(
+        self, pictures: Sequence[tuple[Picture, int]], left: Callable[[], bool]
+    ) -> Image | None:
         """Return the images as a runtime input; None if ``left`` returned True meanwhile.
+
+        Each image comes with its owner: the time of an answer does not tell that another owner
+        has shown the same image.
 
         Raises ``NativeError``.
         """
         rows = []
-        for picture in pictures:
+        for picture, owner in pictures:
             if left():
                 return None
-            rows.append(self._rows_of(picture))
+            rows.append(self._rows_of(picture, owner))
         params = self._params
         return Image(
             data=b"".join(rows),
@@ -254,9 +260,9 @@ class CachedEncoder:
             tags=self._tags,
         )
 
-    def _rows_of(self, picture: Picture) -> bytes:
+    def _rows_of(self, picture: Picture, owner: int) -> bytes:
         # Computed from the pixels themselves: a client's claim cannot select another image's rows.
-        key = hashlib.sha256(picture.pixels).digest()
+        key = (owner, hashlib.sha256(picture.pixels).digest())
         found = self._rows.get(key)
         if found is not None:
             self._rows.move_to_end(key)

@@ -77,7 +77,7 @@ class EngineServer:
         self._runtime: Runtime | None = None
         self._steps: StepwiseRuns | None = None
         self._vision: CachedEncoder | None = None
-        self._pictures: list[tuple[int, Picture]] = []  # of the next run
+        self._pictures: list[tuple[int, Picture, int]] = []  # of the next run
         self._embeds: list[tuple[int, Embeds]] = []
         self._encoder: list[tuple[int, EncoderStates]] = []
         self._needs_encoder = False  # the model is a decoder with cross-attention
@@ -271,7 +271,7 @@ class EngineServer:
 
     def _image(self, run_id: int) -> Image | None:
         """Return the encoded images of a run; None without images and for an aborted run."""
-        pictures = [picture for of, picture in self._pictures if of == run_id]
+        pictures = [(picture, owner) for of, picture, owner in self._pictures if of == run_id]
         if not pictures:
             return None
         if self._vision is None:

@@ -50,8 +50,8 @@ def vision(release: str = "1.3.0", **changes: Any) -> tuple[Encoder, CachedEncod
     )
 
 
-def seen(of: CachedEncoder, *seeds: int) -> Image:
-    found = of.encode([picture(seed) for seed in seeds], lambda: False)
+def seen(of: CachedEncoder, *seeds: int, owner: int = 0) -> Image:
+    found = of.encode([(picture(seed), owner) for seed in seeds], lambda: False)
     assert found is not None
     assert found.data == b"".join(picture(seed).pixels[:ROWS] for seed in seeds)
     return found
@@ -79,6 +79,13 @@ def test_an_image_is_encoded_once_however_often_it_comes() -> None:
     assert one.encoded == 2
 
 
+def test_the_image_of_another_owner_is_encoded_as_if_it_were_new() -> None:
+    encoder, one = vision()
+    for owner in (0, 7, 0, 7):
+        seen(one, 1, owner=owner)
+    assert encoder.given == [picture(1).pixels] * 2
+
+
 @pytest.mark.parametrize(
     ("room", "encoded"),
     [
@@ -97,7 +104,7 @@ def test_what_is_kept_is_bounded(room: int, encoded: list[int]) -> None:
 
 def test_a_run_that_is_left_encodes_no_further_image() -> None:
     encoder, one = vision()
-    assert one.encode([picture(1), picture(2)], lambda: bool(encoder.given)) is None
+    assert one.encode([(picture(1), 0), (picture(2), 0)], lambda: bool(encoder.given)) is None
     assert len(encoder.given) == 1
 
 
