@@ -21,7 +21,7 @@ from rkserve.cli.keys import span
 from rkserve.client import SourceFailed
 from rkserve.client.requests import ADAPTER_FILE, manifest_of
 from rkserve.core.errors import ManifestMismatch, RkserveError, SignatureRequired
-from rkserve.core.files import MAX_SIGNED_VERSION, SIGNED_SUFFIX, file_digest
+from rkserve.core.files import MAX_SIGNED_VERSION, SIGNED_SUFFIX, file_digest, replace_text
 
 if TYPE_CHECKING:
     from rkserve.models.signing import ArtifactManifest, TrustedKey
@@ -133,7 +133,7 @@ def file_(
             expires=None if expires is None else now_s + int(expires),
         )
         place = out or target.with_name(target.name + SIGNED_SUFFIX)
-        _write(place, signed_envelope(manifest, secret))
+        replace_text(place, f"{signed_envelope(manifest, secret)}\n")
     typer.echo(f"signed {manifest.kind} {manifest.name} version {version}: {place}")
 
 
@@ -202,9 +202,3 @@ def _facts(target: Path) -> dict[str, Any]:
 
 def _base(model: str, file: Path | None) -> dict[str, str | None]:
     return {"model": model, "sha256": None if file is None else file_digest(file)}
-
-
-def _write(place: Path, text: str) -> None:
-    fresh = place.with_name(f"{place.name}.new")
-    fresh.write_text(f"{text}\n", encoding="utf-8")
-    fresh.replace(place)

@@ -157,6 +157,19 @@ def replace_private(path: Path, text: str) -> None:
     sync(path.parent)
 
 
+def replace_text(path: Path, text: str) -> None:
+    """Replace a text file, completely or not at all, also across a power cut. Raises ``OSError``.
+
+    Other accounts may read the file, as any that this process makes.
+    """
+    fresh = path.with_name(f"{path.name}.new")
+    fresh.unlink(missing_ok=True)
+    fresh.write_text(text, encoding="utf-8")
+    sync(fresh)
+    fresh.replace(path)
+    sync(path.parent)
+
+
 def _check_file(path: Path, descriptor: int) -> None:
     found = os.fstat(descriptor)
     if not stat.S_ISREG(found.st_mode):

@@ -23,7 +23,7 @@ from rkserve.api.common.renderer import Renderer
 from rkserve.board.engine.telemetry import read_telemetry
 from rkserve.core.child_process import clean_environ
 from rkserve.core.errors import ConfigError
-from rkserve.core.files import file_digest
+from rkserve.core.files import file_digest, replace_text, sync
 from rkserve.models.folder import ModelFolder
 from rkserve.native.quirks import NAMES, QUIRKS_FORMAT
 from rkserve.probe.experiments import PROMPTS, WORD, ExperimentOrder
@@ -347,15 +347,17 @@ def _model(folder: ModelFolder, facts: Mapping[str, str]) -> dict[str, Any]:
 
 
 def write_report(report: ProbeReport, folder: Path) -> None:
-    """Write quirks.json, report.json and report.md. Raises ``OSError``."""
+    """Write quirks.json, report.json and report.md, each as a whole. Raises ``OSError``."""
     folder.mkdir(parents=True, exist_ok=True)
+    sync(folder.resolve().parent)
     texts = {
         "quirks.json": json.dumps(quirks_file(report), indent=2),
         "report.json": json.dumps(report.as_json(), indent=2, ensure_ascii=False),
         "report.md": report.as_markdown().rstrip(),
     }
     for name, text in texts.items():
-        (folder / name).write_text(text + "\n", encoding="utf-8")
+        # Boards read the first one at their starts, and lose their power at any time.
+        replace_text(folder / name, f"{text}\n")
 
 
 def quirks_file(report: ProbeReport) -> dict[str, Any]:

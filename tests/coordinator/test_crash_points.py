@@ -13,7 +13,14 @@ from tests.support.cluster.crash_work import WORKS
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("name", WORKS)
+# Formats of which one file of rkserve's own code has the writes; the others in ``make test-long``.
+QUICK = ("ledger", "artifacts", "probe's report")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in QUICK else pytest.mark.long) for name in WORKS],
+)
 def test_nothing_confirmed_is_lost_and_nothing_is_there_by_half(
     tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

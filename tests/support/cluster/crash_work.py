@@ -16,10 +16,12 @@ from typing import NamedTuple
 from rkserve.api.responses.stored import StoredResponse
 from rkserve.board.storage.cache_files import CacheFolder
 from rkserve.board.storage.staged_artifacts import Intake, StagedAdapters, StagedWeights
+from rkserve.config.router import IdempotencyConfig
 from rkserve.control.calls import DeclaredArtifact, OperationKind
 from rkserve.control.operations import OperationState
 from rkserve.coordinator.artifacts.store import ArtifactRules, ArtifactStore
-from rkserve.coordinator.state.ledger import AuditEntry, Ledger
+from rkserve.coordinator.state.ledger import MIGRATIONS, AuditEntry, Ledger
+from rkserve.coordinator.state.ledger_files import back_up, backups_of, defect_of, restore_ledger
 from rkserve.core.desired_state import (
     ActivePause,
     AdapterVersion,
@@ -29,7 +31,11 @@ from rkserve.core.desired_state import (
     PauseMode,
     Scope,
 )
+from rkserve.core.files import private_folder
 from rkserve.core.messages import AdapterRef
+from rkserve.probe.probe import write_report
+from rkserve.probe.verdicts import ProbeReport
+from rkserve.router.idempotency.store import AnswerStore, KeyState, name_of
 from rkserve.router.response_store import ResponseStore
 from tests.support.boards.cache_cabinet import SEAL, Cabinet, keep
 from tests.support.cluster.crash_points import ACKS
@@ -250,6 +256,113 @@ def responses_check(root: Path, acks: Sequence[str]) -> None:
         store.close()
 
 
+# -- backups of the ledger ------------------------------------------------------------------------
+
+
+def backups_work(root: Path, ack: Ack) -> None:
+    """Make three backups of a ledger, each of another epoch, and restore the first."""
+    for epoch in (1, 2, 3):
+        ledger = Ledger.open(root, free=lambda _: 2 << 20)
+        ledger.write(desired=state_of(epoch))
+        ledger.close()
+        ack(f"ledger {epoch}")
+        back_up(root, epoch * DAY_S)
+        ack(f"backup {epoch}")
+    restore_ledger(backups_of(root)[-1].path, root, len(MIGRATIONS), 4 * DAY_S)
+    ack("restored")
+
+
+def backups_check(root: Path, acks: Sequence[str]) -> None:
+    """Confirmed backups are there, each one is whole, and so is the ledger."""
+    found = backups_of(root)
+    made = sum(ack.startswith("backup") for ack in acks)
+    assert made <= len(found) <= made + 1, (len(found), acks)
+    for one in found:
+        assert not defect_of(one.path)
+        place = root / f"restored-{one.number}"
+        restore_ledger(one.path, place, len(MIGRATIONS), 0.0)
+        assert ledger_epoch(place) == one.number
+    written = max((int(ack.split()[1]) for ack in acks if ack.startswith("ledger")), default=0)
+    epochs = {1} if "restored" in acks else {written, written + 1, 1 if made == 3 else written}
+    assert ledger_epoch(root) in epochs, acks
+
+
+def ledger_epoch(folder: Path) -> int:
+    """The epoch of a ledger, whose state must be that of the epoch."""
+    ledger = Ledger.open(folder, free=lambda _: 2 << 20)
+    try:
+        desired = ledger.desired()
+        assert desired == state_of(desired.epoch)
+        return desired.epoch
+    finally:
+        ledger.close()
+
+
+# -- answers to requests with a key ---------------------------------------------------------------
+
+
+def answers_work(root: Path, ack: Ack) -> None:
+    """Store the answers of ten keys, and free the key of every fourth without one."""
+    private_folder(root / "keyed")
+    store = AnswerStore(root / "keyed", IdempotencyConfig())
+    for number in range(10):
+        name = name_of("owner", str(number))
+        assert store.claim(name, "digest").state is KeyState.OWN
+        if number % 4 == 3:
+            store.release(name)
+        else:
+            store.finish(name, {"number": str(number)}, content(str(number)))
+        ack(str(number))
+    store.close()
+
+
+def answers_check(root: Path, acks: Sequence[str]) -> None:
+    """Each key has its whole answer or none; the last ones may be lost at a power cut."""
+    private_folder(root / "keyed")
+    store = AnswerStore(root / "keyed", IdempotencyConfig())
+    there = []
+    try:
+        for number in range(10):
+            found = store.claim(name_of("owner", str(number)), "digest")
+            assert found.state in (KeyState.OWN, KeyState.DONE), (number, found.state)
+            if found.state is KeyState.DONE:
+                there.append(number)
+                assert found.body == content(str(number))
+                assert found.headers == {"number": str(number)}
+    finally:
+        store.close()
+    last = max(there, default=-1)
+    assert there == [number for number in range(last + 1) if number % 4 != 3], (there, acks)
+    assert last <= len(acks)
+
+
+# -- the report of a probe ------------------------------------------------------------------------
+
+
+def probed(number: int) -> ProbeReport:
+    """A report that tells its number."""
+    library = {"release": "1.3.0", "library_sha256": str(number)}
+    model = {"model_digest": str(number)}
+    return ProbeReport(True, {}, library, model, results=(), known={})
+
+
+def report_work(root: Path, ack: Ack) -> None:
+    """Write the report of a probe three times into one folder."""
+    for number in range(3):
+        write_report(probed(number), root / "probe")
+        ack(str(number))
+
+
+def report_check(root: Path, acks: Sequence[str]) -> None:
+    """Each file is whole: that of the confirmed report, or of the one being written."""
+    for name in ("quirks.json", "report.json"):
+        file = root / "probe" / name
+        if acks or file.exists():
+            found = json.loads(file.read_text(encoding="utf-8"))
+            library = found if name == "quirks.json" else found["library"]
+            assert int(library["library_sha256"]) in (len(acks) - 1, len(acks)), (name, acks)
+
+
 class Work(NamedTuple):
     """The work on one kind of files, and the check of what is left of it."""
 
@@ -263,6 +376,9 @@ WORKS = {
     "staged files": Work(intake_work, intake_check),
     "prompt caches": Work(caches_work, caches_check),
     "stored responses": Work(responses_work, responses_check),
+    "backups": Work(backups_work, backups_check),
+    "keyed answers": Work(answers_work, answers_check),
+    "probe's report": Work(report_work, report_check),
 }
 
 
