@@ -188,7 +188,8 @@ class RouterMetrics:
         self.decisions = counter(
             "rkserve_routing_decisions",
             "Choices of a board by what it should hold of the prompt: its live context (live), a "
-            "file (file), nothing (none); or that waiting for one costs less time (wait).",
+            "file (file), nothing (none); or that waiting for one costs less time (wait). Requests "
+            "taken back from a board's own queue for a free board are recalled.",
             ("model", "reuse"),
         )
         self.decision = histogram(

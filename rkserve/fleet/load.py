@@ -150,6 +150,11 @@ class Candidate:
         self.ready = False
         self._boards.moved(self)
 
+    def met(self, ahead: int) -> None:
+        """Take over the number of requests that the board had when one of this Router's came."""
+        self.foreign = max(0, ahead - (self.in_flight - 1))
+        self._boards.moved(self)
+
     # -- what it reports ---------------------------------------------------------------------------
 
     def asked(self, now_s: float) -> None:

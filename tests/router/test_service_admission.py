@@ -693,3 +693,29 @@ async def test_time_in_the_queue_of_a_board_is_no_board_time() -> None:
     assert response.json()["choices"][0]["message"]["content"] == "hello"
     assert of.metric("rkserve_board_seconds_total", model=MODEL) == pytest.approx(80, abs=1)
     of.expect_nothing_left()
+
+
+async def test_an_answer_comes_from_the_board_that_is_free_where_two_routers_chose_the_same() -> (
+    None
+):
+    gate = asyncio.Event()
+    of = House(FakeBoards.answering("a", "b"))
+    busy = replace(accepted("x"), queued_ahead=1, waits=True)
+    # Each board has another Router's request at first, and the second one asked is free then.
+    of.boards.scripts = {
+        f"replica of {name}": [[busy, gate, *answer(name, "late")], answer(name, "hello")]
+        for name in "ab"
+    }
+    first = asyncio.create_task(of("POST", CHAT, json=chat()))
+    await eventually(lambda: len(of.boards.opened) == 2)
+    asked = [replica for replica, _ in of.boards.opened]
+    assert len(set(asked)) == 2
+    assert of.boards.closed == asked[:1], "the first board's queue must be left"
+    # Both were busy: it waits at the second one, until a report tells that one is free.
+    assert not first.done()
+    await of.service.fleet.refresh()
+    response = await first
+    assert response.status_code == 200
+    assert response.json()["choices"][0]["message"]["content"] == "hello"
+    assert len(of.boards.opened) == 3
+    of.expect_nothing_left()

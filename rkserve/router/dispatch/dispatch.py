@@ -6,10 +6,10 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import AsyncGenerator, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Coroutine, Mapping
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from rkserve.config.router import RouterConfig
 from rkserve.core.board_report import BoardState
@@ -58,8 +58,10 @@ from rkserve.router.dispatch.unassigned import UnassignedRequests
 from rkserve.router.policies import POLICIES, PolicySettings
 from rkserve.router.queue.admission import QueueTerms
 from rkserve.router.queue.queues import ModelQueues, QueueRules, TriedBoards
+from rkserve.router.queue.reservation import Recalled
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 # Another board may have what this one lacks; nothing of the request was run.
 _LACKING = (CacheNotFound, AdapterBroken)
@@ -103,6 +105,17 @@ class BoardReservation(Protocol):
     @property
     def expected_tokens(self) -> int:
         """The tokens of the cached prefix that is expected at the board."""
+
+    @property
+    def waits(self) -> bool:
+        """Return whether it waits in the board's own queue, and has not had the board before."""
+
+    @property
+    def is_recalled(self) -> bool:
+        """Return whether it leaves the board's queue."""
+
+    async def unless_recalled(self, work: Awaitable[T]) -> T:
+        """Return the result of ``work``. Raises ``Recalled`` if it was recalled first."""
 
     def observe(self, event: Event) -> None:
         """Process an event of the board."""
@@ -188,8 +201,9 @@ class Dispatch:
         """Yield the events of one generation, over as many boards as it takes.
 
         Before acceptance, a board that fails, is full, paused, asleep, behind the desired state, or
-        lacks something that the request needs, is skipped for another one. After a later loss
-        another board continues the answer without repeated or missing text.
+        lacks something that the request needs, is skipped for another one. A request in a board's
+        own queue goes to another board that is free. After a later loss another board continues the
+        answer without repeated or missing text.
 
         Raises:
             ModelNotFound, NoBoard, QueueFull, EnginePaused, BoardBehind: no board takes it.
@@ -208,24 +222,17 @@ class Dispatch:
                 reservation = one.reservation
                 link = self.fleet.links[reservation.group]
                 try:
-                    async with aclosing(
-                        link.open(reservation.request, reservation.replica)
-                    ) as events:
-                        event = await location.unless_changed(
-                            self._first(events, reservation.replica)
-                        )
-                        one.accepted = True
-                        location.enter(reservation.group, reservation.replica)
-                        one.observe(event)
-                        if (sent := progress.observe(event)) is not None:
-                            yield sent
+                    async with (
+                        aclosing(link.open(reservation.request, reservation.replica)) as opened,
+                        aclosing(self._events(location, one, opened)) as events,
+                    ):
                         async for event in events:
-                            one.observe(event)
-                            if progress.waits or location.paused or isinstance(event, Paused):
-                                self._noted(location, event)
-                            if (sent := progress.observe(event)) is not None:
-                                yield sent
+                            yield event
                         self._require_end(one)
+                except Recalled:
+                    one.visit.failure = "moved"
+                    one.left = True
+                    tried.recalled += 1
                 except (ControlChange, *_ELSEWHERE) as exc:
                     self._left(location, one, exc, tried)
                 except BaseException as exc:
@@ -238,9 +245,45 @@ class Dispatch:
                 finally:
                     record.left(one.visit, progress.times)
                     self._give_back(reservation, left=one.left)
-                await self._between(location)
+                await self._between(location, at_once=reservation.is_recalled)
             for last in self.unassigned.end(location):
                 yield last
+
+    async def _events(
+        self, location: RequestLocation, one: _Attempt, opened: AsyncGenerator[Event, None]
+    ) -> AsyncGenerator[Event, None]:
+        """Yield the events of one board as the client gets them.
+
+        Raises:
+            ControlChange: a control call changed the request before the board accepted it.
+            Recalled: it leaves the board's queue for another board.
+            RkserveError: as the board's stream.
+        """
+        reservation = one.reservation
+        first = await location.unless_changed(self._first(opened, reservation.replica))
+        one.observe(first)
+        if reservation.is_recalled:
+            raise Recalled  # before the client is told of this board
+        one.accepted = True
+        location.enter(reservation.group, reservation.replica)
+        if (sent := location.progress.observe(first)) is not None:
+            yield sent
+        while reservation.waits:
+            following = await reservation.unless_recalled(anext(opened, None))
+            if following is None:
+                return
+            if (sent := self._observed(location, one, following)) is not None:
+                yield sent
+        async for event in opened:
+            if (sent := self._observed(location, one, event)) is not None:
+                yield sent
+
+    def _observed(self, location: RequestLocation, one: _Attempt, event: Event) -> Event | None:
+        """Process an event after the acceptance; return it as the client gets it."""
+        one.observe(event)
+        if location.progress.waits or location.paused or isinstance(event, Paused):
+            self._noted(location, event)
+        return location.progress.observe(event)
 
     async def _attempt(
         self,
@@ -277,10 +320,10 @@ class Dispatch:
             wait.ended_s = time.monotonic()
         return None
 
-    async def _between(self, location: RequestLocation) -> None:
+    async def _between(self, location: RequestLocation, *, at_once: bool) -> None:
         """Wait before the next attempt, unless a control call ends the wait."""
         location.leave()
-        if location.ended:
+        if at_once or location.ended:
             return
         with suppress(ControlChange):
             await location.unless_changed(self._pause(location.progress, location.failures))

@@ -30,6 +30,10 @@ from rkserve.router.queue.reservation import RequestSize, Reservation, ServiceTi
 
 # The requests compared for one free board. Those that wait for another board do not count.
 LOOKED_AT = 16
+# Of one request, where Routers choose the same board at the same moment again and again.
+MOST_RECALLS = 4
+# For that time, a board is left free for a recalled request: its client may have left meanwhile.
+RETURN_S = 0.1
 # While no board is better than these, none will become free.
 _CLOSED = (None, PauseEffect.REFUSES, PauseEffect.DRAINED)
 
@@ -39,7 +43,7 @@ class Waiter:
     """One request that waits for a board. Boards in ``barred`` are excluded.
 
     A request that was ``let_in`` before is not rejected for lack of room; one that is ``ahead``
-    never is, and goes before all that are not.
+    never is, and goes before all that are not. It was ``recalled`` so often from boards' queues.
     """
 
     request: GenerateRequest
@@ -48,6 +52,7 @@ class Waiter:
     since_s: float
     ahead: bool = False
     let_in: bool = False
+    recalled: int = 0
     barred: Collection[str] = ()
     shed: bool = False
     held: tuple[float, ServedWeights] | None = (
@@ -119,6 +124,7 @@ class ModelQueue:
         self._expectation = ServiceTimeModel()
         self._limit = self._elsewhere = 0
         self._shared: list[Candidate] = []
+        self._returns_s = -math.inf  # until when a recalled request is to be back
         self._again_s = math.inf  # by request: when a decision to wait is reconsidered
         self._timer: asyncio.TimerHandle | None = None
         self._running: dict[Reservation, _Running] = {}
@@ -156,6 +162,8 @@ class ModelQueue:
                 leaves.what.shed = True
                 self._left(leaves.what, self._admission.full(leaves.terms, supply, now_s))
         waiter.let_in = True
+        if waiter.recalled:
+            self._returns_s = -math.inf
         waiter.granted = asyncio.get_running_loop().create_future()
         self.waiters[waiter.routing.request_id] = waiter
         if waiter.barred or waiter.adapter is not None:
@@ -264,12 +272,31 @@ class ModelQueue:
             else:
                 self._admission.start(entry, now_s)
                 entry.what.resolve(self._place(entry.what, board, entry))
+        self._recall()
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         event_s = min(self._again_s, self._admission.next_event_s() or math.inf)
         if event_s < math.inf:
             self._timer = asyncio.get_running_loop().call_at(event_s, self.pump)
+
+    def _recall(self) -> None:
+        """Take back one request from a board's own queue, if another board is free for it.
+
+        Another Router's request was there first. The next pump takes back the next one, when this
+        one has a board.
+        """
+        if not self.boards.any_open or time.monotonic() < self._returns_s:
+            return
+        for reservation, running in self._running.items():
+            waiter, board = running.waiter, reservation.board
+            if not reservation.waits or waiter.recalled >= MOST_RECALLS:
+                continue
+            if self.boards.free({*waiter.barred, *self._blocked(), board.key}, board.held):
+                self._metrics.decisions.labels(self._model, "recalled").inc()
+                self._returns_s = time.monotonic() + RETURN_S
+                reservation.recall()
+                return
 
     def _next(self, now_s: float) -> tuple[QueueEntry[Waiter], Candidate] | None:
         """Return the next assignment: of the first requests with a board, the policy's choice."""
@@ -352,7 +379,13 @@ class ModelQueue:
         waited_ms = (now_s - waiter.since_s) * 1e3
 
         reservation = Reservation(
-            request, self.boards, board, waiter.routing, waited_ms=waited_ms, freed=self._freed
+            request,
+            self.boards,
+            board,
+            waiter.routing,
+            waited_ms=waited_ms,
+            freed=self._freed,
+            queued=self.pump,
         )
         self._running[reservation] = _Running(waiter, entry)
         return reservation

@@ -48,10 +48,12 @@ LACKING = (CacheNotFound, AdapterBroken)
 class TriedBoards(dict[str, RkserveError]):
     """The boards that rejected a request, by replica, with their errors, over all attempts.
 
-    ``behind_until_s`` is the end of the wait for boards that lag behind the desired state.
+    ``behind_until_s`` is the end of the wait for boards that lag behind the desired state. The
+    request was ``recalled`` so often from boards' queues.
     """
 
     behind_until_s: float | None = None
+    recalled: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,8 +263,10 @@ class ModelQueues:
         if queue is None:
             raise ModelNotFound(request.model)
         routing = routing_request(request, self._fleet.desired, hashed=self._hashed)
-        ahead = bool(tried) or request.continued is not None
-        waiter = Waiter(request, routing, terms, time.monotonic(), ahead=ahead)
+        ahead = bool(tried) or tried.recalled > 0 or request.continued is not None
+        waiter = Waiter(
+            request, routing, terms, time.monotonic(), ahead=ahead, recalled=tried.recalled
+        )
         try:
             reservation = await self._place(queue, waiter, tried)
         except RkserveError as exc:

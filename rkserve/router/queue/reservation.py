@@ -6,9 +6,11 @@ load and the queue's accounts consistent.
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from rkserve.core.block_hashes import BlockHashes, origin_of, seed_of
 from rkserve.core.messages import (
@@ -26,6 +28,7 @@ from rkserve.fleet.load import MIN_REST, Candidate, ModelBoards
 from rkserve.fleet.prefix_index import NOTHING, Reuse
 from rkserve.router.policies import RoutingRequest
 
+T = TypeVar("T")
 LATEST = 0.1  # the weight of one answer in the averages
 FEW = 4  # answers that an estimate needs at least
 SAFE = 2.0  # mean deviations above the mean; few answers exceed that
@@ -183,7 +186,11 @@ class InFlightRequest:
         self._pause(event)
 
     def _accepted(self, event: Accepted) -> None:
-        """Compare the adapter version chosen by the board with the assumed one."""
+        """Take over the board's load, and compare the adapter version chosen by it with the assumed
+        one.
+        """
+        if event.waits:
+            self.candidate.met(event.queued_ahead)
         chain, adapter = self._routing.chain, event.adapter
         if chain is None:
             return
@@ -228,6 +235,10 @@ class InFlightRequest:
         return chain.extended(tuple(self._answer[:-1]))
 
 
+class Recalled(Exception):
+    """A request that waited in a board's own queue is to take its turn at the Router again."""
+
+
 class Reservation:
     """A request's place at a board.
 
@@ -244,17 +255,21 @@ class Reservation:
         *,
         waited_ms: float,
         freed: Callable[[Reservation, Finished | None], None],
+        queued: Callable[[], None],
     ) -> None:
         """``freed`` is called when the board is free for others, with the end of the answer.
 
         At a pause, and without an end of the answer, it gets None; ``over`` tells the two apart.
+        ``queued`` is called when the board has queued the request.
         """
         self.board, self.group, self.replica = board, board.group, board.key
         self.request = request
         self.waited_ms = waited_ms
         self._since_s = time.monotonic()
         self._in_flight = InFlightRequest(boards, board, routing, self._since_s)
-        self._freed = freed
+        self._freed, self._queued = freed, queued
+        self._had_board = request.continued is not None
+        self._recalled = asyncio.Event()
         self.over = self._paused = self._interrupted = False
         self._held_s = 0.0
         self._kept = False  # paused inside the runtime, which occupies the board
@@ -320,6 +335,45 @@ class Reservation:
         now_s = time.monotonic()
         self._held_s, self._kept_s = self.used_s(now_s)
         self._waits, self._since_s = waits, now_s
+        if waits:
+            self._queued()
+        else:
+            self._had_board = True
+
+    # -- in the board's own queue ------------------------------------------------------------------
+
+    @property
+    def waits(self) -> bool:
+        """Return whether it waits in the board's own queue, and has not had the board before."""
+        return self._waits and not self._had_board and not self.over
+
+    @property
+    def is_recalled(self) -> bool:
+        """Return whether it leaves the board's queue."""
+        return self._recalled.is_set()
+
+    def recall(self) -> None:
+        """Take the request back from the board's queue."""
+        self._recalled.set()
+
+    async def unless_recalled(self, work: Awaitable[T]) -> T:
+        """Return the result of ``work``, which is cancelled by a recall.
+
+        Raises:
+            Recalled: it was recalled first.
+        """
+        task = asyncio.ensure_future(work)
+        recalled = asyncio.ensure_future(self._recalled.wait())
+        try:
+            await asyncio.wait({task, recalled}, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                return task.result()
+            raise Recalled
+        finally:
+            recalled.cancel()
+            if not task.done():
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
 
     def _turn(self, *, kept: bool) -> None:
         """Switch between running and paused."""

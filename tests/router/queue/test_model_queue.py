@@ -20,17 +20,20 @@ from rkserve.core.errors import (
     QueueTimeout,
 )
 from rkserve.core.messages import (
+    Accepted,
     AdapterRef,
     Delta,
+    Event,
     FailoverState,
     Kv,
     Paused,
+    QueueChange,
 )
 from rkserve.fleet.load import ModelBoards
 from rkserve.fleet.prefix_index import Reuse
 from rkserve.router.policies import Decision, LeastLoadPolicy, RoutingRequest, SendTo, WaitFor
 from rkserve.router.queue.admission import QueueTerms
-from rkserve.router.queue.model_queue import LOOKED_AT
+from rkserve.router.queue.model_queue import LOOKED_AT, MOST_RECALLS
 from rkserve.router.queue.reservation import Reservation
 from tests.support.boards.fake_boards import finished, report
 from tests.support.boards.queue_hall import MODEL, Hall, board_of, hall, paused
@@ -438,3 +441,67 @@ async def test_decisions_are_counted_by_what_was_expected_of_their_board() -> No
     assert taken == len(expected)
     assert counted("rkserve_prefix_tokens_total", what="expected") == 0
     assert counted("rkserve_prefix_tokens_total", what="found") == 3 * 64
+
+
+def behind(place: Reservation, ahead: int = 1) -> Accepted:
+    """The acceptance of a board that has requests of another Router."""
+    return Accepted(board_of(place), "1.3.0", ahead, waits=True)
+
+
+async def test_a_request_that_meets_another_routers_at_its_board_goes_to_one_that_is_free() -> None:
+    of = await hall("a", "b", limit=9)
+    (first,) = await of.busy(1)
+    first.observe(behind(first))
+    assert first.is_recalled
+    first.ended(left=True)
+    waiting = of.ask(recalled=1)
+    assert board_of(await waiting) == ({"a", "b"} - {board_of(first)}).pop()
+    labels = {"model": MODEL, "reuse": "recalled"}
+    figure = of.counted.registry.get_sample_value("rkserve_routing_decisions_total", labels)
+    assert figure == 1
+
+
+async def test_it_waits_there_while_no_board_is_free_and_goes_to_the_first_that_is() -> None:
+    of = await hall("a", "b", "c", limit=9)
+    places = await of.busy(3)
+    for place in places[:2]:
+        place.observe(behind(place))
+    assert not any(place.is_recalled for place in places)
+    places[2].observe(finished())
+    assert [place.is_recalled for place in places] == [True, False, False]
+    places[0].ended(left=True)
+    assert board_of(await of.ask(recalled=1)) == board_of(places[2])
+    assert not places[1].is_recalled
+    # What another Router had there has ended, as the next report tells.
+    await of.hear(*(report(name, running=1) for name in "bc"), report("a"))
+    assert places[1].is_recalled is (board_of(places[1]) != "a")
+
+
+@pytest.mark.parametrize("had", [QueueChange(waits=False), Delta("x", (1,))])
+async def test_a_request_that_has_had_its_board_stays_there(had: Event) -> None:
+    of = await hall("a", "b", limit=9)
+    places = await of.busy(2)
+    places[0].observe(behind(places[0]))
+    places[0].observe(QueueChange(waits=False))
+    places[0].observe(had)
+    places[0].observe(QueueChange(waits=True))
+    places[1].observe(finished())
+    assert not places[0].is_recalled
+
+
+async def test_a_request_is_recalled_so_often_and_no_more() -> None:
+    of = await hall("a", "b", limit=9)
+    place = await of.ask(recalled=MOST_RECALLS)
+    place.observe(behind(place))
+    assert not place.is_recalled
+
+
+async def test_a_board_that_refuses_or_pauses_is_no_better_place() -> None:
+    of = await hall("a", "b", limit=9)
+    of.fleet.obey(paused(PauseMode.KEEP, "b"))
+    (place,) = await of.busy(1)
+    assert board_of(place) == "a"
+    place.observe(behind(place))
+    assert not place.is_recalled
+    of.fleet.obey(Desired(3))
+    assert place.is_recalled

@@ -9,7 +9,14 @@ from __future__ import annotations
 import asyncio
 import random
 import zlib
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Mapping,
+    Sequence,
+)
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -239,6 +246,11 @@ class Seat:
     waited_ms: float = 0.0
     expected_tokens: int = 0
     ends: list[bool] = field(default_factory=list)
+    waits: bool = False
+    is_recalled: bool = False
+
+    async def unless_recalled(self, work: Awaitable[Any]) -> Any:
+        return await work
 
     def observe(self, event: Event) -> None:
         assert not self.ends

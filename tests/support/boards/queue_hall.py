@@ -86,6 +86,7 @@ class Hall:
         self,
         claim: QueueTerms | None = None,
         tried: dict[str, RkserveError] | None = None,
+        recalled: int = 0,
         **request: Any,
     ) -> asyncio.Task[Reservation]:
         """One more request wants a place."""
@@ -95,7 +96,9 @@ class Hall:
         made = replace(made, **request)
 
         async def take() -> Reservation:
-            place = await self.places.take(made, TriedBoards(tried or {}), claim or QueueTerms())
+            boards = TriedBoards(tried or {})
+            boards.recalled = recalled
+            place = await self.places.take(made, boards, claim or QueueTerms())
             self.taken.append(number)
             return place
 
