@@ -29,15 +29,8 @@ from rkserve.api.admin.join import JoinAnswer, JoinWaiting
 from rkserve.bench.processes import PROC, snapshot
 from rkserve.bringup import serving
 from rkserve.bringup.board_update import HttpHead, MeasuredModel, UpdateFollower, member_key
-from rkserve.bringup.head import (
-    FAILED,
-    RAY_START,
-    RECORD_S,
-    check_localhost,
-    check_ports,
-    haproxy_environ,
-    start_ray,
-)
+from rkserve.bringup.head import FAILED, RAY_START, RECORD_S, start_ray
+from rkserve.bringup.head_plan import check_localhost, check_ports, haproxy_environ
 from rkserve.bringup.processes import NodeSupervisor, StateFolder
 from rkserve.bringup.serving import Note
 from rkserve.bringup.settings import BOARD, GCS_PORT, NodePorts, board_options, environment_of

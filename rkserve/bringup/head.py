@@ -5,15 +5,13 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, BinaryIO
 
 from rkserve.api.admin.join import MemberEntry, MemberState
@@ -21,26 +19,27 @@ from rkserve.bench.processes import PROC, has_ended_below
 from rkserve.bringup import serving
 from rkserve.bringup.discovery import Announcement
 from rkserve.bringup.first_key import first_key, known_key
+from rkserve.bringup.head_plan import (
+    HeadOptions,
+    HeadPlan,
+    check_localhost,
+    check_ports,
+    haproxy_environ,
+    own_address,
+    with_tls,
+)
 from rkserve.bringup.processes import NodeSupervisor, RayStore, StateFolder
 from rkserve.bringup.serving import Note, ServeLog
 from rkserve.bringup.settings import (
-    DASHBOARD_PORT,
-    GCS_PORT,
     HEAD,
     NodePorts,
     environment_of,
     head_options,
     sent_to_boards,
 )
-from rkserve.config.serve_config import resolve_folder
-from rkserve.core.child_process import free_ports
 from rkserve.core.errors import ConfigError
 from rkserve.core.files import replace_private
-from rkserve.deployments import haproxy, haproxy_tls, preflight
-from rkserve.deployments.haproxy_tls import TlsFiles
-from rkserve.doctor.facts import BoardFacts
-from rkserve.doctor.node import limits
-from rkserve.doctor.rules import localhost
+from rkserve.deployments import haproxy, preflight
 from rkserve.router.members import Members
 from rkserve.router.membership import FOLDER, TERMS, ClusterTerms, new_token, write_terms
 
@@ -66,114 +65,6 @@ FIRST_KEY = (
 )
 
 
-@dataclass(frozen=True)
-class HeadOptions:
-    """The options of ``rkserve up``.
-
-    ``address`` is the one at which boards reach this machine; ``temp_dir`` is Ray's folder;
-    with ``approval`` new boards wait for ``rkserve approve``; ``mdns`` announces the head;
-    ``tls_cert`` and ``tls_key`` are HAProxy's files.
-    """
-
-    config: Path
-    state: Path
-    address: str | None = None
-    ray_port: int = GCS_PORT
-    dashboard_port: int = DASHBOARD_PORT
-    temp_dir: Path | None = None
-    haproxy: bool = True
-    approval: bool = False
-    mdns: bool = True
-    tls_cert: Path | None = None
-    tls_key: Path | None = None
-
-
-@dataclass(frozen=True)
-class HeadPlan:
-    """The part of a configuration file that concerns the head."""
-
-    url: str
-    port: int
-    real: bool  # some group has real boards, which join later
-    measures: tuple[tuple[str, str], ...] = ()  # library and model folder of each such group
-    host: str = preflight.HOST
-    certificate: Path | None = None  # the endpoint's, where clients use TLS
-
-    @classmethod
-    def of(cls, config: Path, tls: TlsFiles | None = None) -> HeadPlan:
-        """Read a file that has been checked; ``tls`` are HAProxy's files.
-
-        Raises:
-            ConfigError: it has no application, or other nodes would serve without TLS.
-        """
-        content = preflight.read(config)
-        options = content.get("http_options") or {}
-        host, port = str(options.get("host", preflight.HOST)), options.get("port", preflight.PORT)
-        host_here = "127.0.0.1" if host in ("0.0.0.0", "::") else host  # noqa: S104 - compared
-        found = preflight.applications(content)
-        if not found:
-            raise ConfigError(f"{config} has no application with {preflight.APPLICATION}.")
-        groups = [group for one in found for group in one.boards if group.simulated is None]
-        measures = [(str(one.library), str(resolve_folder(one.model))) for one in groups]
-        named = f"[{host_here}]" if ":" in host_here else host_here
-        if tls is not None and groups and content.get("proxy_location") != "HeadOnly":
-            raise ConfigError(
-                f"{config} has no proxy_location: HeadOnly, so that every board would serve "
-                "clients, too, and without TLS."
-            )
-        own = options.get("ssl_certfile")
-        certificate = tls.certificate if tls is not None else Path(str(own)) if own else None
-        url = f"{'http' if certificate is None else 'https'}://{named}:{port}"
-        return cls(url, int(port), bool(groups), tuple(measures), host, certificate)
-
-    def join_url(self, address: str) -> str:
-        """Return the URL of the endpoint as boards see it."""
-        return f"{self.url.partition(':')[0]}://{address}:{self.port}"
-
-
-def own_address() -> str:
-    """Return the address of this machine in its network, as Ray looks for it.
-
-    Raises:
-        ConfigError: it has none but the loopback.
-    """
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("8.8.8.8", 80))  # sends nothing; it asks for the route
-            found = str(probe.getsockname()[0])
-        except OSError:
-            try:
-                found = socket.gethostbyname(socket.gethostname())
-            except OSError:
-                found = "127.0.0.1"
-    if found.startswith("127."):
-        raise ConfigError(
-            f"The address of this machine is {found}, which boards cannot reach: give the one in "
-            "their network by --address."
-        )
-    return found
-
-
-def check_ports(ports: Iterable[int]) -> None:
-    """Raise ``ConfigError`` if a port of Ray is in use."""
-    for port in ports:
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(("0.0.0.0", port))  # noqa: S104 - closed at once
-            except OSError as exc:
-                raise ConfigError(
-                    f"Ray needs port {port}, which cannot be listened on: {exc.strerror}. End the "
-                    "Ray that runs here, or give other ports by --ray-port and --dashboard-port."
-                ) from exc
-
-
-def check_localhost() -> None:
-    """Raise ``ConfigError`` where ``localhost`` is no loopback address, without which Ray hangs."""
-    for one in localhost(BoardFacts(process=limits())):
-        raise ConfigError(f"{one.sentence} Run: {one.command}")
-
-
 def run_head(options: HeadOptions, note: Note) -> int:
     """Start the head, and keep it until Ctrl-C, SIGTERM or a failure. Returns the exit code.
 
@@ -185,7 +76,7 @@ def run_head(options: HeadOptions, note: Note) -> int:
     state.refuse_second(DOWN)
     preflight.check_file(options.config, starts=True, key=False)
     check_localhost()
-    environ, tls = _with_tls(options)
+    environ, tls = with_tls(options)
     plan = HeadPlan.of(options.config, tls)
     address = options.address or own_address()
     check_ports((*range(ports.first, ports.last + 1), options.dashboard_port))
@@ -228,27 +119,6 @@ def _ray_command(options: HeadOptions, ports: NodePorts, address: str) -> list[s
     command = [*RAY_START, *head_options(ports, address, options.dashboard_port)]
     folder = options.temp_dir
     return command if folder is None else [*command, f"--temp-dir={folder}"]
-
-
-def _with_tls(options: HeadOptions) -> tuple[dict[str, str], TlsFiles | None]:
-    """Return the environment with HAProxy's files, and these, after a look at them.
-
-    Raises:
-        ConfigError: they cannot be used, or HAProxy is off.
-    """
-    given = {haproxy_tls.CERT: options.tls_cert, haproxy_tls.KEY: options.tls_key}
-    named = {name: str(file.absolute()) for name, file in given.items() if file is not None}
-    environ = {**os.environ, **named}
-    runs = options.haproxy and haproxy.available() and environ.get(haproxy.FLAG, "1") == "1"
-    preflight.check_tls(options.config, haproxy=runs)
-    if not runs:
-        haproxy.own_environ({**environ, haproxy.FLAG: "0"})
-        return environ, None
-    tls = TlsFiles.of(environ)
-    if tls is not None:
-        tls.pem()
-        os.environ.update(tls.environ())  # HAProxy's environment is made of this process's
-    return environ, tls
 
 
 def _write_terms(
@@ -317,24 +187,6 @@ def decide_here(
 def has_terms(folder: Path) -> bool:
     """Return whether ``rkserve up`` has run with this state folder."""
     return (folder / TERMS).exists()
-
-
-def haproxy_environ(
-    environ: dict[str, str], ray_port: int, stack: ExitStack, default: str = "1"
-) -> dict[str, str]:
-    """Return HAProxy's variables; the folder of another than the usual Ray goes with ``stack``.
-
-    ``default`` is the flag where the environment has none.
-    """
-    if environ.get(haproxy.FLAG, default) != "1":
-        return {}
-    if ray_port == GCS_PORT or "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC" in environ:
-        on = {haproxy.FLAG: "1"}
-        made = haproxy.own_environ({**on, **environ})
-        return {**on, **made, **haproxy.ports_where_taken(environ, free_ports())}
-    # Short, for the paths of its sockets.
-    folder = Path(stack.enter_context(TemporaryDirectory(prefix="rkserve-", dir="/tmp")))
-    return haproxy.environ(folder, free_ports())
 
 
 @dataclass

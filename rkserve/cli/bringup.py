@@ -16,7 +16,8 @@ import typer
 
 from rkserve.bringup.board import JOINED, LEAVE, JoinOptions, run_board
 from rkserve.bringup.discovery import suggest_heads
-from rkserve.bringup.head import DOWN, HeadOptions, join_command, run_head
+from rkserve.bringup.head import DOWN, join_command, run_head
+from rkserve.bringup.head_plan import HeadOptions
 from rkserve.bringup.processes import StateFolder, end_child
 from rkserve.bringup.settings import BOARD, DASHBOARD_PORT, GCS_PORT, HEAD
 from rkserve.cli.context import Exit

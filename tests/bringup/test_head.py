@@ -8,9 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -18,22 +16,12 @@ import pytest
 import yaml
 
 from rkserve.bench.processes import PROC, is_alive
-from rkserve.bringup import head
 from rkserve.bringup.board import JoinOptions, run_board
-from rkserve.bringup.head import (
-    HeadOptions,
-    HeadPlan,
-    check_ports,
-    haproxy_environ,
-    own_address,
-    run_head,
-)
+from rkserve.bringup.head import run_head
+from rkserve.bringup.head_plan import HeadOptions, check_ports
 from rkserve.bringup.processes import RayStore, StateFolder
-from rkserve.bringup.settings import GCS_PORT
 from rkserve.core.child_process import free_port, free_ports
 from rkserve.core.errors import ConfigError
-from rkserve.deployments import haproxy
-from rkserve.deployments.haproxy_tls import TlsFiles
 from tests.support.http.certificates import ELSEWHERE, write_certificate
 from tests.support.paths import PROJECT
 
@@ -84,11 +72,11 @@ server.serve_forever()
 """
 UP = """
 import pathlib, sys
-from rkserve.bringup import head, serving
+from rkserve.bringup import head, head_plan, serving
 folder = pathlib.Path(sys.argv[1])
 head.RAY_START = (sys.executable, str(folder / "ray.py"))
 serving.SERVE = (sys.executable, str(folder / "serve.py"))
-options = head.HeadOptions(
+options = head_plan.HeadOptions(
     folder / "serve_config.yaml", folder / "state", "192.0.2.1", int(sys.argv[2]), int(sys.argv[3]),
     haproxy=False, mdns=False,
 )
@@ -279,109 +267,6 @@ def test_a_head_with_serves_own_tls_asks_itself_by_https(tmp_path: Path) -> None
     assert process.returncode == 0
     assert "The Router answers at https://127.0.0.1:" in output
     assert "sim-chat at https://127.0.0.1:" in output
-
-
-@pytest.mark.parametrize(
-    ("given", "http_options", "sentence"),
-    [
-        pytest.param(
-            {"haproxy": False}, {}, "HAProxy is off, so that clients would talk in clear", id="off"
-        ),
-        pytest.param({"tls_cert": Path("/no/cert")}, {}, "/no/cert cannot be read", id="no file"),
-        pytest.param(
-            {}, {"ssl_certfile": "/c"}, "ssl_certfile .* is for Serve without HAProxy", id="both"
-        ),
-    ],
-)
-def test_a_certificate_that_would_not_be_used_is_refused(
-    given: dict[str, Any],
-    http_options: dict[str, str],
-    sentence: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(haproxy, "available", lambda: True)
-    certificate, key = write_certificate(tmp_path, "own")
-    file = config(tmp_path)
-    content = yaml.safe_load(file.read_text(encoding="utf-8"))
-    content["http_options"].update(http_options)
-    file.write_text(yaml.safe_dump(content), encoding="utf-8")
-    options = HeadOptions(
-        file, tmp_path / "state", **{"tls_cert": certificate, "tls_key": key, **given}
-    )
-    with pytest.raises(ConfigError, match=sentence):
-        head._with_tls(options)
-
-
-def test_with_tls_no_board_may_serve_clients_in_clear(tmp_path: Path) -> None:
-    tls = TlsFiles(tmp_path / "c", tmp_path / "k")
-    content = yaml.safe_load(
-        (PROJECT / "cluster" / "serve_config.rk3588.yaml").read_text(encoding="utf-8")
-    )
-    file = tmp_path / "serve_config.yaml"
-    file.write_text(yaml.safe_dump(content), encoding="utf-8")
-    plan = HeadPlan.of(file, tls)
-    assert (plan.url, plan.certificate) == ("https://127.0.0.1:8000", tls.certificate)
-    assert plan.join_url("192.0.2.1") == "https://192.0.2.1:8000"
-    del content["proxy_location"]
-    file.write_text(yaml.safe_dump(content), encoding="utf-8")
-    with pytest.raises(ConfigError, match="has no proxy_location: HeadOnly"):
-        HeadPlan.of(file, tls)
-
-
-def test_a_configuration_says_whether_boards_join_later(tmp_path: Path) -> None:
-    assert not HeadPlan.of(PROJECT / "serve_config.yaml").real
-    real = PROJECT / "cluster" / "serve_config.rk3588.yaml"
-    assert HeadPlan.of(real) == HeadPlan(
-        "http://127.0.0.1:8000",
-        8000,
-        real=True,
-        measures=(("/usr/lib/librkllmrt.so", "/opt/models/Qwen2.5-1.5B-Instruct"),),
-    )
-    other = tmp_path / "serve_config.yaml"
-    other.write_text("applications: [{import_path: other.app}]")
-    with pytest.raises(ConfigError, match="has no application with rkserve"):
-        HeadPlan.of(other)
-
-
-def test_a_port_in_use_is_named() -> None:
-    with socket.socket() as taken:
-        taken.bind(("0.0.0.0", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match=rf"port {port}, which cannot be listened on"):
-            check_ports([port])
-
-
-@pytest.mark.skipif(not haproxy.available(), reason="Ray has no HAProxy for this platform")
-def test_a_head_with_the_usual_ports_has_ports_of_its_own_where_those_are_taken(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    name, other = "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT", "RAY_SERVE_HAPROXY_METRICS_PORT"
-    taken = free_port()
-    monkeypatch.setattr(haproxy, "DEFAULT_PORTS", {name: taken, other: taken})
-    with (
-        tempfile.TemporaryDirectory(prefix="rk-", dir="/tmp") as home,
-        socket.create_server(("", taken)),
-        ExitStack() as stack,
-    ):
-        monkeypatch.setattr(haproxy, "default_folder", lambda: Path(home) / "front")
-        made = haproxy_environ({other: "9101"}, GCS_PORT, stack)
-        assert made["RAY_SERVE_HAPROXY_CONFIG_FILE_LOC"] == f"{home}/front/haproxy.cfg"
-        assert int(made[name]) != taken
-        assert made[haproxy.FLAG] == "1"
-        assert haproxy_environ({haproxy.FLAG: "0"}, GCS_PORT, stack) == {}
-        assert other not in made
-
-
-def test_a_machine_without_a_network_needs_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    def unreachable(*_: Any) -> None:
-        raise OSError("Network is unreachable")
-
-    monkeypatch.setattr(socket.socket, "connect", unreachable)
-    monkeypatch.setattr(socket, "gethostbyname", lambda _: "127.0.1.1")
-    with pytest.raises(ConfigError, match=r"127\.0\.1\.1, which boards cannot reach"):
-        own_address()
 
 
 def test_a_machine_without_localhost_is_refused_before_ray_starts(

@@ -11,7 +11,7 @@ import typer
 
 from rkserve.bringup.board import JOINED
 from rkserve.bringup.discovery import FoundHead, suggest_heads
-from rkserve.bringup.head import HeadOptions
+from rkserve.bringup.head_plan import HeadOptions
 from rkserve.cli import app, bringup
 from rkserve.cli.bringup import cpu_list
 from rkserve.cli.context import Exit

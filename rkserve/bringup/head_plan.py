@@ -1,0 +1,168 @@
+"""The options of ``rkserve up``, and what is known and checked before the head's start."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from rkserve.bringup.settings import DASHBOARD_PORT, GCS_PORT
+from rkserve.config.serve_config import resolve_folder
+from rkserve.core.child_process import free_ports
+from rkserve.core.errors import ConfigError
+from rkserve.deployments import haproxy, haproxy_tls, preflight
+from rkserve.deployments.haproxy_tls import TlsFiles
+from rkserve.doctor.facts import BoardFacts
+from rkserve.doctor.node import limits
+from rkserve.doctor.rules import localhost
+
+
+@dataclass(frozen=True)
+class HeadOptions:
+    """The options of ``rkserve up``.
+
+    ``address`` is the one at which boards reach this machine; ``temp_dir`` is Ray's folder;
+    with ``approval`` new boards wait for ``rkserve approve``; ``mdns`` announces the head;
+    ``tls_cert`` and ``tls_key`` are HAProxy's files.
+    """
+
+    config: Path
+    state: Path
+    address: str | None = None
+    ray_port: int = GCS_PORT
+    dashboard_port: int = DASHBOARD_PORT
+    temp_dir: Path | None = None
+    haproxy: bool = True
+    approval: bool = False
+    mdns: bool = True
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+
+
+@dataclass(frozen=True)
+class HeadPlan:
+    """The part of a configuration file that concerns the head."""
+
+    url: str
+    port: int
+    real: bool  # some group has real boards, which join later
+    measures: tuple[tuple[str, str], ...] = ()  # library and model folder of each such group
+    host: str = preflight.HOST
+    certificate: Path | None = None  # the endpoint's, where clients use TLS
+
+    @classmethod
+    def of(cls, config: Path, tls: TlsFiles | None = None) -> HeadPlan:
+        """Read a file that has been checked; ``tls`` are HAProxy's files.
+
+        Raises:
+            ConfigError: it has no application, or other nodes would serve without TLS.
+        """
+        content = preflight.read(config)
+        options = content.get("http_options") or {}
+        host, port = str(options.get("host", preflight.HOST)), options.get("port", preflight.PORT)
+        host_here = "127.0.0.1" if host in ("0.0.0.0", "::") else host  # noqa: S104 - compared
+        found = preflight.applications(content)
+        if not found:
+            raise ConfigError(f"{config} has no application with {preflight.APPLICATION}.")
+        groups = [group for one in found for group in one.boards if group.simulated is None]
+        measures = [(str(one.library), str(resolve_folder(one.model))) for one in groups]
+        named = f"[{host_here}]" if ":" in host_here else host_here
+        if tls is not None and groups and content.get("proxy_location") != "HeadOnly":
+            raise ConfigError(
+                f"{config} has no proxy_location: HeadOnly, so that every board would serve "
+                "clients, too, and without TLS."
+            )
+        own = options.get("ssl_certfile")
+        certificate = tls.certificate if tls is not None else Path(str(own)) if own else None
+        url = f"{'http' if certificate is None else 'https'}://{named}:{port}"
+        return cls(url, int(port), bool(groups), tuple(measures), host, certificate)
+
+    def join_url(self, address: str) -> str:
+        """Return the URL of the endpoint as boards see it."""
+        return f"{self.url.partition(':')[0]}://{address}:{self.port}"
+
+
+def own_address() -> str:
+    """Return the address of this machine in its network, as Ray looks for it.
+
+    Raises:
+        ConfigError: it has none but the loopback.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("8.8.8.8", 80))  # sends nothing; it asks for the route
+            found = str(probe.getsockname()[0])
+        except OSError:
+            try:
+                found = socket.gethostbyname(socket.gethostname())
+            except OSError:
+                found = "127.0.0.1"
+    if found.startswith("127."):
+        raise ConfigError(
+            f"The address of this machine is {found}, which boards cannot reach: give the one in "
+            "their network by --address."
+        )
+    return found
+
+
+def check_ports(ports: Iterable[int]) -> None:
+    """Raise ``ConfigError`` if a port of Ray is in use."""
+    for port in ports:
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("0.0.0.0", port))  # noqa: S104 - closed at once
+            except OSError as exc:
+                raise ConfigError(
+                    f"Ray needs port {port}, which cannot be listened on: {exc.strerror}. End the "
+                    "Ray that runs here, or give other ports by --ray-port and --dashboard-port."
+                ) from exc
+
+
+def check_localhost() -> None:
+    """Raise ``ConfigError`` where ``localhost`` is no loopback address, without which Ray hangs."""
+    for one in localhost(BoardFacts(process=limits())):
+        raise ConfigError(f"{one.sentence} Run: {one.command}")
+
+
+def with_tls(options: HeadOptions) -> tuple[dict[str, str], TlsFiles | None]:
+    """Return the environment with HAProxy's files, and these, after a look at them.
+
+    Raises:
+        ConfigError: they cannot be used, or HAProxy is off.
+    """
+    given = {haproxy_tls.CERT: options.tls_cert, haproxy_tls.KEY: options.tls_key}
+    named = {name: str(file.absolute()) for name, file in given.items() if file is not None}
+    environ = {**os.environ, **named}
+    runs = options.haproxy and haproxy.available() and environ.get(haproxy.FLAG, "1") == "1"
+    preflight.check_tls(options.config, haproxy=runs)
+    if not runs:
+        haproxy.own_environ({**environ, haproxy.FLAG: "0"})
+        return environ, None
+    tls = TlsFiles.of(environ)
+    if tls is not None:
+        tls.pem()
+        os.environ.update(tls.environ())  # HAProxy's environment is made of this process's
+    return environ, tls
+
+
+def haproxy_environ(
+    environ: dict[str, str], ray_port: int, stack: ExitStack, default: str = "1"
+) -> dict[str, str]:
+    """Return HAProxy's variables; the folder of another than the usual Ray goes with ``stack``.
+
+    ``default`` is the flag where the environment has none.
+    """
+    if environ.get(haproxy.FLAG, default) != "1":
+        return {}
+    if ray_port == GCS_PORT or "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC" in environ:
+        on = {haproxy.FLAG: "1"}
+        made = haproxy.own_environ({**on, **environ})
+        return {**on, **made, **haproxy.ports_where_taken(environ, free_ports())}
+    # Short, for the paths of its sockets.
+    folder = Path(stack.enter_context(TemporaryDirectory(prefix="rkserve-", dir="/tmp")))
+    return haproxy.environ(folder, free_ports())
