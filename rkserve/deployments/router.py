@@ -1,5 +1,4 @@
-"""Ray's replica of a Router, which answers HTTP with a ``Service``, and its calls to the
-Coordinator over a Ray handle.
+"""Ray's replica of a Router, which answers HTTP with a ``Service``, and the clients behind HAProxy.
 
 Ray's exceptions become rkserve's here.
 """
@@ -7,8 +6,6 @@ Ray's exceptions become rkserve's here.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import contextvars
 import logging
 import os
 import platform
@@ -23,10 +20,9 @@ from typing import Any
 import ray
 from prometheus_client import CollectorRegistry
 from ray import serve
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import RayError
 from ray.serve._private.constants import RAY_SERVE_ENABLE_HA_PROXY
 from ray.serve.context import _get_global_client
-from ray.serve.exceptions import RayServeException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rkserve import __version__
@@ -35,7 +31,7 @@ from rkserve.config.serve_config import RkserveConfig, config_digest
 from rkserve.core.answer_metrics import RouterUsage
 from rkserve.core.board_report import GenerationInfo, RouterGenerations
 from rkserve.core.desired_state import Scope as ClusterScope
-from rkserve.core.errors import CoordinatorAway, RkserveError
+from rkserve.core.errors import RkserveError
 from rkserve.core.exposition import RouterFigures
 from rkserve.core.logs import LogPage, LogQuery
 from rkserve.core.messages import ControlAction
@@ -46,7 +42,7 @@ from rkserve.deployments.haproxy import check_environ, is_loopback
 from rkserve.deployments.haproxy_config import CLIENT_HEADER
 from rkserve.deployments.ray_metrics import RayRouterMetrics
 from rkserve.deployments.replica import Node, find_node, log_with_serve
-from rkserve.deployments.router_peers import SHORT_ID, RayPeers
+from rkserve.deployments.router_peers import SHORT_ID, RayCoordinatorLink, RayPeers
 from rkserve.deployments.tracing import OpenTelemetry, open_tracing
 from rkserve.http.app import make_app
 from rkserve.http.auth import PEER, host_names, machine_names
@@ -415,47 +411,3 @@ def router_name(state_dir: Path, node: Node, replica: str) -> tuple[NodeSlot | N
         log.warning("this Router's metrics begin anew at each start: %s", exc)
         return None, replica[:SHORT_ID]
     return slot, str(slot.index) if node.is_head else f"{slot.index}@{node.name}"
-
-
-class RayCoordinatorLink:
-    """``HeadLink`` over Ray's handle of the Coordinator's deployment."""
-
-    def __init__(self, handle: Any) -> None:
-        self._handle = handle
-
-    async def call(self, method: str, *args: Any, timeout_s: float) -> Any:
-        """Call a method of the Coordinator; see ``HeadLink``."""
-        # In a context of its own: a client that hangs up must not cancel what the call began.
-        remote = getattr(self._handle, method).remote
-        response = contextvars.Context().run(remote, *args)
-
-        async def answer() -> Any:
-            return await response
-
-        done = False
-        try:
-            result = await asyncio.wait_for(answer(), timeout_s)
-            done = True
-        except (TimeoutError, asyncio.TimeoutError):  # two classes before Python 3.11
-            raise CoordinatorAway(
-                f"The Coordinator did not answer '{method}' within {timeout_s:g} s."
-            ) from None
-        except RayTaskError as exc:
-            done = True
-            if isinstance(exc.cause, RkserveError):
-                raise exc.cause from None
-            log.exception("the Coordinator raised what it should not")
-            raise CoordinatorAway("The Coordinator failed; its log says why.") from exc
-        except (RayError, RayServeException) as exc:
-            raise CoordinatorAway(
-                f"The Coordinator cannot be reached ({type(exc).__name__}); GET /v1/operations "
-                "tells later what became of the call."
-            ) from exc
-        else:
-            return result
-        finally:
-            if not done:
-                # A waiting call must not outlive its caller; one that changes the cluster is
-                # the Coordinator's own task, which a cancelled call does not end.
-                with contextlib.suppress(RayError, RayServeException):
-                    response.cancel()

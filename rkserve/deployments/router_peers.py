@@ -1,5 +1,4 @@
-"""Calls over Ray handles to all Routers of an application: of Routers to each other, and of the
-Coordinator.
+"""Calls over Ray handles: of Routers to each other and to the Coordinator, and of that to them.
 
 Ray's exceptions become rkserve's here.
 """
@@ -7,6 +6,7 @@ Ray's exceptions become rkserve's here.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import logging
 import time
@@ -21,7 +21,7 @@ from rkserve.api.responses.stored import StoredResponse
 from rkserve.core.answer_metrics import RouterUsage
 from rkserve.core.board_report import GenerationInfo, RouterGenerations
 from rkserve.core.desired_state import Scope as ClusterScope
-from rkserve.core.errors import BoardFailed, RkserveError
+from rkserve.core.errors import BoardFailed, CoordinatorAway, RkserveError
 from rkserve.core.exposition import RouterFigures
 from rkserve.core.logs import LogPage
 from rkserve.core.messages import ControlAction
@@ -186,6 +186,50 @@ class RayRouters:
             self._handle, "abort_waiting", scope, request_ids, timeout_s=timeout_s
         )
         return sum(found)
+
+
+class RayCoordinatorLink:
+    """``HeadLink`` over Ray's handle of the Coordinator's deployment."""
+
+    def __init__(self, handle: Any) -> None:
+        self._handle = handle
+
+    async def call(self, method: str, *args: Any, timeout_s: float) -> Any:
+        """Call a method of the Coordinator; see ``HeadLink``."""
+        # In a context of its own: a client that hangs up must not cancel what the call began.
+        remote = getattr(self._handle, method).remote
+        response = contextvars.Context().run(remote, *args)
+
+        async def answer() -> Any:
+            return await response
+
+        done = False
+        try:
+            result = await asyncio.wait_for(answer(), timeout_s)
+            done = True
+        except (TimeoutError, asyncio.TimeoutError):  # two classes before Python 3.11
+            raise CoordinatorAway(
+                f"The Coordinator did not answer '{method}' within {timeout_s:g} s."
+            ) from None
+        except RayTaskError as exc:
+            done = True
+            if isinstance(exc.cause, RkserveError):
+                raise exc.cause from None
+            log.exception("the Coordinator raised what it should not")
+            raise CoordinatorAway("The Coordinator failed; its log says why.") from exc
+        except (RayError, RayServeException) as exc:
+            raise CoordinatorAway(
+                f"The Coordinator cannot be reached ({type(exc).__name__}); GET /v1/operations "
+                "tells later what became of the call."
+            ) from exc
+        else:
+            return result
+        finally:
+            if not done:
+                # A waiting call must not outlive its caller; one that changes the cluster is
+                # the Coordinator's own task, which a cancelled call does not end.
+                with contextlib.suppress(RayError, RayServeException):
+                    response.cancel()
 
 
 async def _broadcast(handle: Any, method: str, *args: Any, timeout_s: float) -> list[Any]:

@@ -1,100 +1,20 @@
-"""A hang-up between Serve and ASGI, Ray's errors of the Coordinator's handle in rkserve's terms,
-and the names of Routers.
-"""
+"""A hang-up between Serve and ASGI, the names of Routers, and the clients behind HAProxy."""
 
 from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
-from ray.exceptions import ActorDiedError, RayTaskError, TaskCancelledError
-from ray.serve._private.common import DeploymentID
-from ray.serve.exceptions import DeploymentUnavailableError
+from ray.exceptions import TaskCancelledError
 from starlette.types import Message
 
-from rkserve.core.errors import CoordinatorAway, OperationNotFound, RkserveError
 from rkserve.deployments.haproxy_config import CLIENT_HEADER
 from rkserve.deployments.replica import Node
-from rkserve.deployments.router import ProxyPeers, RayCoordinatorLink, _until_gone, router_name
+from rkserve.deployments.router import ProxyPeers, _until_gone, router_name
 from rkserve.http.auth import PEER
 
 pytestmark = pytest.mark.virtual_time
-
-UNAVAILABLE = DeploymentUnavailableError(DeploymentID(name="Coordinator"))
-
-
-def task_error(cause: Exception) -> RayTaskError:
-    return RayTaskError("call", "traceback", cause)
-
-
-class Response:
-    """A response of Ray's; ``answer`` is a value, an error, or None for none at all."""
-
-    def __init__(self, answer: Any) -> None:
-        self._answer = answer
-        self.cancelled = False
-
-    def __await__(self) -> Any:
-        return self._wait().__await__()
-
-    async def _wait(self) -> Any:
-        await asyncio.sleep(1e9 if self._answer is None else 0.0)
-        if isinstance(self._answer, Exception):
-            raise self._answer
-        return self._answer
-
-    def cancel(self) -> None:
-        self.cancelled = True
-        raise UNAVAILABLE  # as Ray does for a call that never reached a replica
-
-
-class Handle:
-    """The handle of a deployment with one replica."""
-
-    def __init__(self, answer: Any) -> None:
-        self.response = Response(answer)
-        self.calls: list[tuple[str, tuple[Any, ...]]] = []
-
-    def __getattr__(self, method: str) -> Any:
-        return SimpleNamespace(remote=lambda *args: self._called(method, args))
-
-    def _called(self, method: str, args: tuple[Any, ...]) -> Response:
-        self.calls.append((method, args))
-        return self.response
-
-
-async def test_the_coordinators_answer_is_returned() -> None:
-    handle = Handle(["op"])
-    assert await RayCoordinatorLink(handle).call("operations", 5, timeout_s=1.0) == ["op"]
-    assert handle.calls == [("operations", (5,))]
-    assert not handle.response.cancelled
-
-
-@pytest.mark.parametrize(
-    ("answer", "kind", "words", "cancelled"),
-    [
-        pytest.param(
-            task_error(OperationNotFound("op-1")), OperationNotFound, "op-1", False, id="its own"
-        ),
-        pytest.param(
-            task_error(ZeroDivisionError("x")), CoordinatorAway, "its log says", False, id="a bug"
-        ),
-        pytest.param(ActorDiedError(), CoordinatorAway, "ActorDiedError", True, id="its death"),
-        pytest.param(UNAVAILABLE, CoordinatorAway, "DeploymentUnavailable", True, id="no replica"),
-        pytest.param(None, CoordinatorAway, "'operation' within 2 s", True, id="no answer"),
-    ],
-)
-async def test_an_error_of_the_coordinators_handle_is_translated(
-    answer: Any, kind: type[RkserveError], words: str, cancelled: bool
-) -> None:
-    handle = Handle(answer)
-    with pytest.raises(kind, match=words):
-        await RayCoordinatorLink(handle).call("operation", "op-1", timeout_s=2.0)
-    assert handle.response.cancelled is cancelled, "a call that still waits is cancelled"
-
 
 class Client:
     """As Serve: it hands the body out, raises at the hang-up, and is then silent for good."""

@@ -1,4 +1,6 @@
-"""Calls to all Routers: their answers merged, one silent Router among them, Ray's errors."""
+"""Calls to all Routers: their answers merged, one silent Router among them, Ray's errors; and those
+to the Coordinator.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +18,10 @@ from ray.serve.exceptions import DeploymentUnavailableError
 from rkserve.core.answer_metrics import RouterUsage
 from rkserve.core.board_report import GenerationInfo, GenerationState, RouterGenerations
 from rkserve.core.desired_state import Scope
-from rkserve.core.errors import BoardFailed, OperationNotFound, RkserveError
+from rkserve.core.errors import BoardFailed, CoordinatorAway, OperationNotFound, RkserveError
 from rkserve.core.exposition import RouterFigures
 from rkserve.core.messages import ControlAction
-from rkserve.deployments.router_peers import RayPeers, RayRouters
+from rkserve.deployments.router_peers import RayCoordinatorLink, RayPeers, RayRouters
 
 pytestmark = pytest.mark.virtual_time
 
@@ -237,3 +239,72 @@ async def test_the_beginning_and_the_end_of_a_router_are_announced(peers: Any, a
     await of.began("0")
     await of.ended(RouterFigures("0"))
     assert handle.calls == [("router_began", ("0",)), ("router_ended", (RouterFigures("0"),))]
+
+
+# -- the Coordinator ------------------------------------------------------------------------------
+
+
+class CoordinatorResponse:
+    """A response of Ray's; ``answer`` is a value, an error, or None for none at all."""
+
+    def __init__(self, answer: Any) -> None:
+        self._answer = answer
+        self.cancelled = False
+
+    def __await__(self) -> Any:
+        return self._wait().__await__()
+
+    async def _wait(self) -> Any:
+        await asyncio.sleep(1e9 if self._answer is None else 0.0)
+        if isinstance(self._answer, Exception):
+            raise self._answer
+        return self._answer
+
+    def cancel(self) -> None:
+        self.cancelled = True
+        raise UNAVAILABLE  # as Ray does for a call that never reached a replica
+
+
+class CoordinatorHandle:
+    """The handle of a deployment with one replica."""
+
+    def __init__(self, answer: Any) -> None:
+        self.response = CoordinatorResponse(answer)
+        self.calls: list[tuple[str, tuple[Any, ...]]] = []
+
+    def __getattr__(self, method: str) -> Any:
+        return SimpleNamespace(remote=lambda *args: self._called(method, args))
+
+    def _called(self, method: str, args: tuple[Any, ...]) -> CoordinatorResponse:
+        self.calls.append((method, args))
+        return self.response
+
+
+async def test_the_coordinators_answer_is_returned() -> None:
+    handle = CoordinatorHandle(["op"])
+    assert await RayCoordinatorLink(handle).call("operations", 5, timeout_s=1.0) == ["op"]
+    assert handle.calls == [("operations", (5,))]
+    assert not handle.response.cancelled
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind", "words", "cancelled"),
+    [
+        pytest.param(
+            task_error(OperationNotFound("op-1")), OperationNotFound, "op-1", False, id="its own"
+        ),
+        pytest.param(
+            task_error(ZeroDivisionError("x")), CoordinatorAway, "its log says", False, id="a bug"
+        ),
+        pytest.param(ActorDiedError(), CoordinatorAway, "ActorDiedError", True, id="its death"),
+        pytest.param(UNAVAILABLE, CoordinatorAway, "DeploymentUnavailable", True, id="no replica"),
+        pytest.param(None, CoordinatorAway, "'operation' within 2 s", True, id="no answer"),
+    ],
+)
+async def test_an_error_of_the_coordinators_handle_is_translated(
+    answer: Any, kind: type[RkserveError], words: str, cancelled: bool
+) -> None:
+    handle = CoordinatorHandle(answer)
+    with pytest.raises(kind, match=words):
+        await RayCoordinatorLink(handle).call("operation", "op-1", timeout_s=2.0)
+    assert handle.response.cancelled is cancelled, "a call that still waits is cancelled"
