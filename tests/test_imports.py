@@ -97,7 +97,8 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "bench": BASE | {"api.common", "app", "deployments", "native.sim"},
     # Ray is a program there; its processes are read as the benchmarks read theirs.
     "bringup": BASE
-    | {"bench.processes", "deployments.haproxy", "deployments.haproxy_tls", "deployments.preflight"}
+    | {"bench.processes", "deployments.haproxy", "deployments.haproxy_listeners"}
+    | {"deployments.haproxy_tls", "deployments.preflight"}
     # The first key is made before there is a Coordinator.
     | {"api.admin.heartbeat", "api.admin.join", "api.admin.keys", "api.json", "doctor"}
     | {"control.keys", "coordinator.state.api_keys"}

@@ -87,7 +87,7 @@ def own_secret(state: Path, url: str) -> str | None:
     try:
         record = json.loads((state / f"{HEAD}.json").read_text(encoding="utf-8"))
         secret = (state / ADMIN_KEY).read_text(encoding="utf-8").strip()
-        urls = {record["url"], record["join_url"]}
+        urls = {record["url"], record["join_url"], record.get("control_url")}
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return secret if url in urls else None

@@ -26,7 +26,7 @@ from rkserve.bringup.head_plan import (
     check_ports,
     haproxy_environ,
     own_address,
-    with_tls,
+    with_front,
 )
 from rkserve.bringup.processes import NodeSupervisor, RayStore, StateFolder
 from rkserve.bringup.serving import Note, ServeLog
@@ -76,8 +76,8 @@ def run_head(options: HeadOptions, note: Note) -> int:
     state.refuse_second(DOWN)
     preflight.check_file(options.config, starts=True, key=False)
     check_localhost()
-    environ, tls = with_tls(options)
-    plan = HeadPlan.of(options.config, tls)
+    environ, front = with_front(options)
+    plan = HeadPlan.of(options.config, front)
     address = options.address or own_address()
     check_ports((*range(ports.first, ports.last + 1), options.dashboard_port))
     if (made := first_key(options.config, state.folder)) is not None:
@@ -97,8 +97,7 @@ def run_head(options: HeadOptions, note: Note) -> int:
                 environ = {**haproxy_environ(environ, options.ray_port, stack), **environ}
             _write_terms(state.folder, ray_address, environ, plan, options)
             environ[FOLDER] = str(state.folder)
-            about = {"url": plan.url, "join_url": plan.join_url(address)}
-            node = stack.enter_context(NodeSupervisor(state, **about))
+            node = stack.enter_context(NodeSupervisor(state, **plan.places(address)))
             announcement = Announcement.of(
                 address, plan.host, plan.port, note, tls=plan.certificate is not None
             )
@@ -223,6 +222,8 @@ class RunningHead:
         self.children = {"Ray": ray, "serve": started}
         if self._until("The Router is", self._answers, serving.START_TIMEOUT_S):
             self.note(f"The Router answers at {self.plan.url} after {self._passed()}.")
+            if self.plan.control_url:
+                self.note(f"Control calls are answered at {self.plan.control_url} alone.")
             if self.announcement is not None:
                 self.announcement.begin()
             if self.plan.real:

@@ -15,6 +15,7 @@ from rkserve.config.serve_config import resolve_folder
 from rkserve.core.child_process import free_ports
 from rkserve.core.errors import ConfigError
 from rkserve.deployments import haproxy, haproxy_tls, preflight
+from rkserve.deployments.haproxy_listeners import CONTROL, ControlAddress
 from rkserve.deployments.haproxy_tls import TlsFiles
 from rkserve.doctor.facts import BoardFacts
 from rkserve.doctor.node import limits
@@ -27,7 +28,7 @@ class HeadOptions:
 
     ``address`` is the one at which boards reach this machine; ``temp_dir`` is Ray's folder;
     with ``approval`` new boards wait for ``rkserve approve``; ``mdns`` announces the head;
-    ``tls_cert`` and ``tls_key`` are HAProxy's files.
+    ``tls_cert`` and ``tls_key`` are HAProxy's files, and ``control`` its control port.
     """
 
     config: Path
@@ -41,6 +42,7 @@ class HeadOptions:
     mdns: bool = True
     tls_cert: Path | None = None
     tls_key: Path | None = None
+    control: str | None = None
 
 
 @dataclass(frozen=True)
@@ -53,14 +55,16 @@ class HeadPlan:
     measures: tuple[tuple[str, str], ...] = ()  # library and model folder of each such group
     host: str = preflight.HOST
     certificate: Path | None = None  # the endpoint's, where clients use TLS
+    control_url: str = ""  # the control port's, if there is one
 
     @classmethod
-    def of(cls, config: Path, tls: TlsFiles | None = None) -> HeadPlan:
-        """Read a file that has been checked; ``tls`` are HAProxy's files.
+    def of(cls, config: Path, front: FrontSettings | None = None) -> HeadPlan:
+        """Read a file that has been checked; ``front`` is what HAProxy is set to.
 
         Raises:
-            ConfigError: it has no application, or other nodes would serve without TLS.
+            ConfigError: it has no application, or other nodes would serve otherwise.
         """
+        tls, control = (None, None) if front is None else (front.tls, front.control)
         content = preflight.read(config)
         options = content.get("http_options") or {}
         host, port = str(options.get("host", preflight.HOST)), options.get("port", preflight.PORT)
@@ -71,15 +75,28 @@ class HeadPlan:
         groups = [group for one in found for group in one.boards if group.simulated is None]
         measures = [(str(one.library), str(resolve_folder(one.model))) for one in groups]
         named = f"[{host_here}]" if ":" in host_here else host_here
-        if tls is not None and groups and content.get("proxy_location") != "HeadOnly":
+        if (tls or control) and groups and content.get("proxy_location") != "HeadOnly":
+            lacks = "without TLS" if tls is not None else "without a control port"
             raise ConfigError(
                 f"{config} has no proxy_location: HeadOnly, so that every board would serve "
-                "clients, too, and without TLS."
+                f"clients, too, and {lacks}."
             )
         own = options.get("ssl_certfile")
         certificate = tls.certificate if tls is not None else Path(str(own)) if own else None
-        url = f"{'http' if certificate is None else 'https'}://{named}:{port}"
-        return cls(url, int(port), bool(groups), tuple(measures), host, certificate)
+        scheme = "http" if certificate is None else "https"
+        operators = "" if control is None else control.url(scheme)
+        found_all = (int(port), bool(groups), tuple(measures), host, certificate, operators)
+        return cls(f"{scheme}://{named}:{port}", *found_all)
+
+    def places(self, address: str) -> dict[str, str]:
+        """Return what the record of the node has; boards reach the head at ``address``."""
+        certificate = "" if self.certificate is None else str(self.certificate.absolute())
+        return {
+            "url": self.url,
+            "join_url": self.join_url(address),
+            "control_url": self.control_url,
+            "certificate": certificate,
+        }
 
     def join_url(self, address: str) -> str:
         """Return the URL of the endpoint as boards see it."""
@@ -129,25 +146,38 @@ def check_localhost() -> None:
         raise ConfigError(f"{one.sentence} Run: {one.command}")
 
 
-def with_tls(options: HeadOptions) -> tuple[dict[str, str], TlsFiles | None]:
-    """Return the environment with HAProxy's files, and these, after a look at them.
+@dataclass(frozen=True)
+class FrontSettings:
+    """HAProxy's settings of an operator: the files of TLS, and the control port."""
+
+    tls: TlsFiles | None = None
+    control: ControlAddress | None = None
+
+
+def with_front(options: HeadOptions) -> tuple[dict[str, str], FrontSettings]:
+    """Return the environment with HAProxy's settings, and these, after a look at them.
 
     Raises:
         ConfigError: they cannot be used, or HAProxy is off.
     """
     given = {haproxy_tls.CERT: options.tls_cert, haproxy_tls.KEY: options.tls_key}
     named = {name: str(file.absolute()) for name, file in given.items() if file is not None}
+    if options.control is not None:
+        named[CONTROL] = options.control
     environ = {**os.environ, **named}
     runs = options.haproxy and haproxy.available() and environ.get(haproxy.FLAG, "1") == "1"
     preflight.check_tls(options.config, haproxy=runs)
     if not runs:
         haproxy.own_environ({**environ, haproxy.FLAG: "0"})
-        return environ, None
-    tls = TlsFiles.of(environ)
-    if tls is not None:
-        tls.pem()
-        os.environ.update(tls.environ())  # HAProxy's environment is made of this process's
-    return environ, tls
+        return environ, FrontSettings()
+    front = FrontSettings(TlsFiles.of(environ), preflight.check_control(options.config, environ))
+    # HAProxy's environment is made of this process's.
+    if front.tls is not None:
+        front.tls.pem()
+        os.environ.update(front.tls.environ())
+    if front.control is not None:
+        os.environ.update(front.control.environ())
+    return environ, front
 
 
 def haproxy_environ(

@@ -29,13 +29,17 @@ ENDS_S = 60.0  # the time of a child to end in order
 
 @dataclass(frozen=True)
 class NodeRecord:
-    """A running node: its supervisor, every process below it, and its URLs."""
+    """A running node: its supervisor, every process below it, its URLs, and the certificate that
+    they show.
+    """
 
     supervisor: ProcessIdentity
     processes: tuple[ProcessIdentity, ...] = ()
     ready: bool = False
     url: str = ""
     join_url: str = ""
+    control_url: str = ""
+    certificate: str = ""
 
     @property
     def running(self) -> bool:
@@ -107,6 +111,21 @@ class StateFolder:
         end_processes(alive)
         self.file.unlink(missing_ok=True)
         return bool(alive)
+
+
+def own_control(state: Path, kind: str) -> tuple[str, Path | None] | None:
+    """Return the URL of the control port of the head with this state folder, and the certificate
+    that it shows; None if it has none, does not run, or this account may not read that.
+    """
+    try:
+        record = json.loads((state / f"{kind}.json").read_text(encoding="utf-8"))
+        supervisor = ProcessIdentity(**record["supervisor"])
+        url, certificate = str(record["control_url"]), str(record["certificate"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    if not url or not is_alive(PROC, supervisor):
+        return None
+    return url, Path(certificate) if certificate else None
 
 
 class RayStore:

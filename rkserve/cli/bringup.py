@@ -23,6 +23,7 @@ from rkserve.bringup.settings import BOARD, DASHBOARD_PORT, GCS_PORT, HEAD
 from rkserve.cli.context import Exit
 from rkserve.core.errors import RkserveError
 from rkserve.core.tls import CA_FILE
+from rkserve.deployments.haproxy_listeners import CONTROL
 from rkserve.deployments.haproxy_tls import CERT, KEY
 
 POLL_S = 0.5
@@ -105,6 +106,16 @@ def up(
         Path | None,
         typer.Option("--tls-key", envvar=KEY, help="Its key, where that is another file."),
     ] = None,
+    control: Annotated[
+        str | None,
+        typer.Option(
+            "--control",
+            envvar=CONTROL,
+            metavar="ADDRESS:PORT",
+            help="A port for operators, such as 127.0.0.1:8001: that of clients answers no call "
+            "that needs another scope than infer.",
+        ),
+    ] = None,
 ) -> None:
     """Start the head: Ray, HAProxy and the application, until Ctrl-C.
 
@@ -113,7 +124,7 @@ def up(
     folder = _folder(state)
     options = HeadOptions(
         *(config.absolute(), folder, address, ray_port, dashboard_port, temp_dir),
-        *(haproxy, approve, mdns, tls_cert, tls_key),
+        *(haproxy, approve, mdns, tls_cert, tls_key, control),
     )
     if detach:
         _detached(folder, HEAD, DOWN)

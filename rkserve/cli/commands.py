@@ -44,6 +44,7 @@ from rkserve.client.answers import PARTIAL, SUCCEEDED
 from rkserve.core.answer_metrics import DAYS_KEPT
 from rkserve.core.errors import ConfigError
 from rkserve.deployments.haproxy import default_folder, prepare
+from rkserve.deployments.haproxy_listeners import CONTROL
 from rkserve.deployments.haproxy_tls import CERT, KEY
 from rkserve.native.sim import models as sim_models
 
@@ -203,11 +204,23 @@ def front(
         Path | None,
         typer.Option("--tls-key", envvar=KEY, help="Its key, where that is another file."),
     ] = None,
+    control: Annotated[
+        str | None,
+        typer.Option(
+            "--control",
+            envvar=CONTROL,
+            metavar="ADDRESS:PORT",
+            help="A port for operators, such as 127.0.0.1:8001: that of clients answers no call "
+            "that needs another scope than infer.",
+        ),
+    ] = None,
 ) -> None:
     """Prepare Ray's HAProxy on this node, and print the environment to start Ray in."""
     for name, file in ((CERT, tls_cert), (KEY, tls_key)):
         if file is not None:
             os.environ[name] = str(file.absolute())
+    if control is not None:
+        os.environ[CONTROL] = control
     try:
         made = prepare(folder.expanduser().absolute() if folder else default_folder())
     except ConfigError as exc:

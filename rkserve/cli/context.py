@@ -11,7 +11,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Generic, TypeAlias, TypeVar
@@ -22,6 +22,8 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from typer.core import TyperCommand, TyperGroup
 
+from rkserve.bringup.processes import own_control
+from rkserve.bringup.settings import HEAD
 from rkserve.client import (
     CallError,
     Client,
@@ -240,9 +242,14 @@ def _error(exc: ClientError, url: str) -> dict[str, Any]:
 class ClusterOptions:
     """The options of all commands that call a cluster."""
 
-    url: Annotated[str, typer.Option("--url", envvar="RKSERVE_URL", help="Where rkserve is.")] = (
-        DEFAULT_URL
-    )
+    url: Annotated[
+        str,
+        typer.Option(
+            "--url",
+            envvar="RKSERVE_URL",
+            help="Where rkserve is; without it the head that runs here with a control port.",
+        ),
+    ] = DEFAULT_URL
     admin_key_file: Annotated[
         Path | None,
         typer.Option(
@@ -289,6 +296,19 @@ def _key_of_head(url: str) -> str | None:
     return next(filter(None, (own_secret(folder, url) for folder in folders)), None)
 
 
+def _at_own_control_port(options: ClusterOptions) -> ClusterOptions:
+    """Return the options for the control port of this machine's head, if it has one."""
+    # Late: that module has commands of this one.
+    from rkserve.cli.bringup import SERVICE_STATE, user_state
+
+    for folder in (SERVICE_STATE, user_state()):
+        if (found := own_control(folder, HEAD)) is not None:
+            url, certificate = found
+            named = options.ca_file or tls.named_authorities(os.environ)
+            return replace(options, url=url, ca_file=named or certificate)
+    return options
+
+
 CLUSTER_OPTIONS = OptionGroup(ClusterOptions)
 
 
@@ -301,6 +321,9 @@ class ClusterCommand(GroupedCommand):
     def invoke(self, ctx: Any) -> Any:
         """Open the client, run the command, and turn the client's errors into exit codes."""
         options = CLUSTER_OPTIONS.take(ctx.params)
+        source = ctx.get_parameter_source("url")
+        if source is not None and source.name == "DEFAULT":
+            options = _at_own_control_port(options)
         if options.ca_file is not None:
             os.environ[tls.CA_FILE] = str(options.ca_file)  # where the client looks for it
         try:

@@ -110,7 +110,8 @@ def head_folder(state: Path | None, url: str) -> Path | None:
     record = StateFolder(folder, HEAD).read()
     if record is None or not record.running:
         return None
-    return folder if url.rstrip("/") in (DEFAULT_URL, record.url, record.join_url) else None
+    own = (DEFAULT_URL, record.url, record.join_url, record.control_url)
+    return folder if url.rstrip("/") in own else None
 
 
 def members(context: CommandContext, state: Path | None) -> Sequence[Mapping[str, Any]]:

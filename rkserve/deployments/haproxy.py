@@ -30,6 +30,7 @@ from rkserve.deployments.haproxy_config import (
     check_template,
     prepare_config,
 )
+from rkserve.deployments.haproxy_listeners import CONTROL, ControlAddress, Listeners
 from rkserve.deployments.haproxy_tls import (
     CERT,
     PEM,
@@ -140,11 +141,12 @@ def prepare(folder: Path) -> dict[str, str]:
     """Make the private folder with the launcher, and return the environment that Ray needs.
 
     Raises:
-        ConfigError: the folder is not private or its path too long, there is no HAProxy, a limit in
-            the environment is wrong, its certificate cannot be used, or the installed Ray writes a
-            configuration that is unknown.
+        ConfigError: the folder is not private or its path too long, there is no HAProxy, a limit or
+            the control port in the environment is wrong, its certificate cannot be used, or the
+            installed Ray writes a configuration that is unknown.
     """
     ProxyLimits.of(os.environ)
+    control = ControlAddress.of(os.environ)
     check_template()
     if (tls := TlsFiles.of(os.environ)) is not None:
         tls.pem()
@@ -163,6 +165,7 @@ def prepare(folder: Path) -> dict[str, str]:
         FLAG: "1",
         BINARY: str(launcher),
         **(tls.environ() if tls is not None else {}),
+        **(control.environ() if control is not None else {}),
         **ONE_LOOP,
         "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": str(METRICS_MS),
         "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": str(READY_S),
@@ -199,7 +202,7 @@ def own_environ(environ: Mapping[str, str]) -> dict[str, str]:
     Raises:
         ConfigError: as ``prepare``.
     """
-    _refuse_unused_tls(environ)
+    _refuse_unused(environ)
     if environ.get(FLAG) != "1" or _is_launcher(environ.get(BINARY, "")):
         return {}
     place = environ.get("RAY_SERVE_HAPROXY_CONFIG_FILE_LOC")
@@ -213,7 +216,7 @@ def check_environ(environ: Mapping[str, str]) -> None:
     Raises:
         ConfigError: the message contains the fix.
     """
-    _refuse_unused_tls(environ)
+    _refuse_unused(environ)
     if environ.get(FLAG) == "1" and not _is_launcher(environ.get(BINARY, "")):
         raise ConfigError(
             f"{FLAG}=1 turns on Ray's HAProxy with Ray's own configuration, in which hang-ups do "
@@ -222,8 +225,15 @@ def check_environ(environ: Mapping[str, str]) -> None:
         )
 
 
-def _refuse_unused_tls(environ: Mapping[str, str]) -> None:
-    if environ.get(FLAG) != "1" and TlsFiles.of(environ) is not None:
+def _refuse_unused(environ: Mapping[str, str]) -> None:
+    if environ.get(FLAG) == "1":
+        return
+    if ControlAddress.of(environ) is not None:
+        raise ConfigError(
+            f"{CONTROL} is HAProxy's control port, and HAProxy is off, so that clients' port would "
+            f"answer every call. Set {FLAG}=1, or leave {CONTROL} (--control) out."
+        )
+    if TlsFiles.of(environ) is not None:
         raise ConfigError(
             f"{CERT} is HAProxy's certificate, and HAProxy is off, so that clients would talk in "
             f"clear. Set {FLAG}=1, or leave {CERT} out and set http_options.ssl_certfile and "
@@ -299,7 +309,8 @@ def _prepare_file(path: Path) -> None:
             )
         private_folder(folder)
     tls = _prepare_tls(path.parent)
-    prepared = prepare_config(text, ProxyLimits.of(os.environ), _most_files(), tls)
+    limits, listeners = ProxyLimits.of(os.environ), Listeners.of(os.environ)
+    prepared = prepare_config(text, limits, _most_files(), tls, listeners)
     _replace(path, prepared, 0o600)
     for socket in path.parent.glob("*.sock"):
         if stat.S_ISSOCK(socket.lstat().st_mode):

@@ -16,6 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from rkserve.core.errors import ConfigError
+from rkserve.deployments.haproxy_listeners import BIND_NAME, Listeners
 from rkserve.deployments.haproxy_tls import BIND
 
 MAXCONN = "RAY_SERVE_HAPROXY_MAXCONN"
@@ -86,18 +87,26 @@ class ProxyTls:
     script: Path
 
 
-def prepare_config(text: str, limits: ProxyLimits, files: int, tls: ProxyTls | None = None) -> str:
+def prepare_config(
+    text: str,
+    limits: ProxyLimits,
+    files: int,
+    tls: ProxyTls | None = None,
+    listeners: Listeners | None = None,
+) -> str:
     """Return Ray's configuration with some lines replaced by rkserve's.
 
-    ``files`` is the number of files that HAProxy may open; with ``tls`` clients have to use TLS. A
-    prepared configuration is returned unchanged.
+    ``files`` is the number of files that HAProxy may open; with ``tls`` clients have to use TLS.
+    ``listeners`` are those beside the port of clients. A prepared configuration is returned
+    unchanged.
 
     Raises:
         ConfigError: the configuration lacks lines to be replaced.
     """
     if text.startswith(PREPARED):
         return text
-    edits = _edits(limits, files, tls, routed=_ROUTED.search(text) is not None)
+    routed = _ROUTED.search(text) is not None
+    edits = _edits(limits, files, tls, listeners or Listeners(), routed=routed)
     found = [0] * len(edits)
     lines = [f"{PREPARED}; Ray writes it anew with every change."]
     section = ""
@@ -158,7 +167,7 @@ def _refuse_leftovers(lines: list[str]) -> None:
 
 
 def _edits(
-    limits: ProxyLimits, files: int, tls: ProxyTls | None, *, routed: bool
+    limits: ProxyLimits, files: int, tls: ProxyTls | None, listeners: Listeners, *, routed: bool
 ) -> list[TemplateEdit]:
     """Return the edits; ``routed`` means that an application is known to Ray's HAProxy."""
     return [
@@ -203,9 +212,10 @@ def _edits(
             "frontend http_frontend",
             re.compile(r"bind \S+:\d+"),
             lambda match: [
-                match[0] if tls is None else f"{match[0]} {BIND.format(pem=tls.pem)}",
+                *_binds(match[0], tls, listeners),
                 *_per_address(limits),
                 *_client_headers(),
+                *listeners.rules(),
                 _hide_serve(),
                 *_retries(),
                 _serve_errors(),
@@ -224,6 +234,16 @@ def _maxconn(given: str, files: int) -> str:
     if MAXCONN in os.environ:
         return f"maxconn {given}"
     return f"maxconn {max(1, min(MOST_CONNECTIONS, (files - OWN_FILES) * 2 // 5))}"
+
+
+def _binds(line: str, tls: ProxyTls | None, listeners: Listeners) -> list[str]:
+    """Return the line of the clients' port, and that of the control port, which is of the same
+    frontend: it has the same TLS, limits and rules.
+    """
+    lines = [line]
+    if listeners.control is not None:
+        lines.append(f"bind {listeners.control} name {BIND_NAME}")
+    return lines if tls is None else [f"{one} {BIND.format(pem=tls.pem)}" for one in lines]
 
 
 def _per_address(limits: ProxyLimits) -> list[str]:

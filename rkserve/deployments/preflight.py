@@ -38,6 +38,7 @@ from rkserve.config.serve_config import RkserveConfig, parse_config
 from rkserve.coordinator.state.api_keys import has_keys
 from rkserve.core.errors import ConfigError, RkserveError
 from rkserve.deployments.haproxy import FLAG, is_loopback, own_environ
+from rkserve.deployments.haproxy_listeners import CONTROL, ControlAddress
 from rkserve.deployments.haproxy_tls import CERT, KEY
 from rkserve.models.folder import open_model_folder
 from rkserve.native import quirks
@@ -146,7 +147,11 @@ def lacks_key(file: Path) -> bool:
     """
     content = read(file)
     options = content.get("http_options") or {}
-    if content.get("proxy_location") == "Disabled" or is_loopback(str(options.get("host", HOST))):
+    control = ControlAddress.of(os.environ)
+    local_only = control is None or control.local_only
+    if is_loopback(str(options.get("host", HOST))) and local_only:
+        return False
+    if content.get("proxy_location") == "Disabled":
         return False
     return any(_is_without_key(one) for one in applications(content))
 
@@ -166,8 +171,10 @@ def check_key(file: Path) -> None:
         ConfigError, LedgerFailed: as ``lacks_key``, or that is so.
     """
     if lacks_key(file):
+        named = f" or {CONTROL}" if ControlAddress.of(os.environ) is not None else ""
         raise ConfigError(
-            f"http_options.host in {file} opens the service to the network, and there is no key. "
+            f"http_options.host in {file}{named} opens the service to the network, and there is no "
+            "key. "
             "Make one: rkserve keys create admin --scope admin --config "
             f"{shlex.quote(str(file))}; or set security.open: true in args, to do without."
         )
@@ -242,6 +249,24 @@ def check_tls(file: Path, *, haproxy: bool) -> None:
             f"http_options.ssl_certfile in {file} is for Serve without HAProxy: leave it out, and "
             f"name the files in {CERT} and {KEY}, or by `rkserve up --tls-cert --tls-key`."
         )
+
+
+def check_control(file: Path, environ: Mapping[str, str]) -> ControlAddress | None:
+    """Return the control port of an environment, None without one.
+
+    Raises:
+        ConfigError: it is the endpoint's port, or cannot be listened on.
+    """
+    control = ControlAddress.of(environ)
+    if control is not None:
+        options = read(file).get("http_options") or {}
+        if control.port == int(options.get("port", PORT)):
+            raise ConfigError(
+                f"The control port {control} is that of the endpoint (http_options.port in "
+                f"{file.name}): give another one by --control or {CONTROL}."
+            )
+        control.check_free()
+    return control
 
 
 def check_port(file: Path, options: Mapping[str, Any]) -> None:
@@ -343,6 +368,7 @@ def _check_given(name: str, file: Path, address: str | None) -> None:
     check_file(file, starts=starts)
     if starts:
         check_tls(file, haproxy=os.environ.get(FLAG) == "1")
+        check_control(file, os.environ)
     if name == "deploy":
         _check_something_stays(file)
     warning = check_token(os.environ, starts=starts)

@@ -6,6 +6,7 @@ Ray's exceptions become rkserve's here.
 from __future__ import annotations
 
 import asyncio
+import hmac
 import logging
 import os
 import platform
@@ -40,12 +41,19 @@ from rkserve.deployments.board_factory import NodeSlot, claim_slot
 from rkserve.deployments.board_link import RayLink
 from rkserve.deployments.haproxy import check_environ, is_loopback
 from rkserve.deployments.haproxy_config import CLIENT_HEADER
+from rkserve.deployments.haproxy_listeners import (
+    ANY_PORT,
+    CLIENT_PORT,
+    CONTROL_PORT,
+    MARK_HEADER,
+    Listeners,
+)
 from rkserve.deployments.ray_metrics import RayRouterMetrics
 from rkserve.deployments.replica import Node, find_node, log_with_serve
 from rkserve.deployments.router_peers import SHORT_ID, RayCoordinatorLink, RayPeers
 from rkserve.deployments.tracing import OpenTelemetry, open_tracing
 from rkserve.http.app import make_app
-from rkserve.http.auth import PEER, host_names, machine_names
+from rkserve.http.auth import LISTENER, PEER, Listener, host_names, machine_names
 from rkserve.http.gradio_routes import GradioCalls, PendingCall
 from rkserve.models.folder import open_model_folder
 from rkserve.router.auth.key_ring import KeyRing, open_keys
@@ -92,26 +100,50 @@ class _Handover:
 
 
 class ProxyPeers:
-    """The clients behind Ray's HAProxy, by the header that it sets.
+    """The clients behind Ray's HAProxy, by the headers that it sets.
 
-    Only an address of the cluster's nodes may be HAProxy's: another peer that reaches a Router has
-    written the header itself. Unless HAProxy listens to this machine only, none of its clients
-    counts as a program of this machine.
+    A mark with the proof is HAProxy's. Where Ray has no token there is none: an address of the
+    cluster's nodes counts as HAProxy's then. Unless HAProxy listens to this machine only, none of
+    its clients counts as a program of this machine.
     """
 
-    def __init__(self, *, local_only: bool, nodes: Callable[[], Iterable[str]]) -> None:
+    def __init__(
+        self,
+        *,
+        local_only: bool,
+        nodes: Callable[[], Iterable[str]],
+        listeners: Listeners | None = None,
+    ) -> None:
         self._local_only, self._nodes = local_only, nodes
+        self._listeners = listeners or Listeners()
         self._known: frozenset[str] = frozenset()
         self._looked_s = float("-inf")
 
     def named(self, scope: Scope) -> Scope:
-        """Return the scope with the client's address."""
+        """Return the scope with the client's address and HAProxy's listener, without the mark."""
         client = scope.get("client")
         peer = "" if client is None else str(client[0])
-        names = [value for name, value in scope["headers"] if name == CLIENT_HEADER.encode()]
-        if names and self._is_node(peer):
+        marks = [value for name, value in scope["headers"] if name == _MARK]
+        listener = self._listener(marks, peer)
+        names = [value for name, value in scope["headers"] if name == _CLIENT]
+        if names and listener is not Listener.BESIDE:
             peer = names[-1].decode("latin-1")
-        return {**scope, PEER: peer or "unknown", "client": client if self._local_only else None}
+        return {
+            **scope,
+            "headers": [one for one in scope["headers"] if one[0] != _MARK],
+            "client": client if self._local_only else None,
+            PEER: peer or "unknown",
+            LISTENER: listener,
+        }
+
+    def _listener(self, marks: list[bytes], peer: str) -> Listener:
+        word, _, proof = marks[-1].partition(b" ") if len(marks) == 1 else (b"", b"", b"")
+        expected = self._listeners.proof.encode()
+        believed = hmac.compare_digest(proof, expected) if expected else self._is_node(peer)
+        listener = _WORDS.get(word) if believed else None
+        if listener is Listener.ANY and self._listeners.control is not None:
+            return Listener.CLIENT  # of another node's HAProxy, which knows no control port
+        return listener or Listener.BESIDE
 
     def _is_node(self, peer: str) -> bool:
         if is_loopback(peer) or peer in self._known:
@@ -120,6 +152,10 @@ class ProxyPeers:
             self._looked_s = time.monotonic()
             self._known = frozenset(self._nodes())
         return peer in self._known
+
+
+_MARK, _CLIENT = MARK_HEADER.encode(), CLIENT_HEADER.encode()
+_WORDS = {word.encode(): Listener(word) for word in (ANY_PORT, CLIENT_PORT, CONTROL_PORT)}
 
 
 def http_host() -> str | None:
@@ -382,10 +418,11 @@ class RouterReplica:
 def open_access(config: RkserveConfig) -> tuple[KeyRing, ProxyPeers | None]:
     """Return the keys that a Router of this cluster takes, and the clients behind HAProxy, if any.
 
-    Raises ``ConfigError``: a key file cannot be used.
+    Raises ``ConfigError``: a key file, the control port or Ray's token cannot be used.
     """
-    host = http_host()
-    local_only = is_loopback(host)
+    host, listeners = http_host(), Listeners.of(os.environ)
+    control = listeners.control
+    local_only = is_loopback(host) and (control is None or control.local_only)
     keys = KeyRing(
         open_keys(config.router),
         open_to_all=config.security.open,
@@ -397,7 +434,7 @@ def open_access(config: RkserveConfig) -> tuple[KeyRing, ProxyPeers | None]:
         log.warning("security.open: every client that reaches %s generates without a key", host)
     if not RAY_SERVE_ENABLE_HA_PROXY:
         return keys, None
-    return keys, ProxyPeers(local_only=local_only, nodes=node_addresses)
+    return keys, ProxyPeers(local_only=local_only, nodes=node_addresses, listeners=listeners)
 
 
 def router_name(state_dir: Path, node: Node, replica: str) -> tuple[NodeSlot | None, str]:

@@ -22,7 +22,7 @@ from rkserve import __version__
 from rkserve.api.json.schemas import Example
 from rkserve.core.errors import MethodNotAllowed, NoBoard, RequestError, RkserveError, RouteNotFound
 from rkserve.core.request_record import record_of_request
-from rkserve.http.auth import BrowserGuard, Gate, HostAllowList, host_names
+from rkserve.http.auth import BrowserGuard, Gate, HostAllowList, ListenerGuard, host_names
 from rkserve.http.board_routes import add_boards
 from rkserve.http.bodies import DIRECT
 from rkserve.http.catalog_routes import add_catalog
@@ -147,7 +147,8 @@ def make_app(
     _begin_counts(app, service)
     hosts = hosts or host_names(service.config)
     guarded = BrowserGuard(inner, hosts, allowed, _refusal)
-    return _Recorded(guarded, service)  # outside of everything, so that a 500 counts as well
+    # Outside of everything, so that a 500 counts as well.
+    return _Recorded(ListenerGuard(guarded, _refusal), service)
 
 
 class HealthAnswer(TypedDict):
@@ -302,7 +303,7 @@ def add_page(app: FastAPI) -> None:
         """Send the chat page."""
         return _send(request, found[FRONT])
 
-    @route("GET,HEAD /cluster", OPEN, *_FILE, headers=(_KNOWN,))
+    @route("GET,HEAD /cluster", OPEN, *_FILE, headers=(_KNOWN,), operators=True)
     async def cluster_page(request: Request) -> Response:
         """Send the cluster's page."""
         return _send(request, found[CLUSTER_FRONT])

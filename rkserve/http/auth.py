@@ -15,12 +15,14 @@ from typing import TypeVar
 
 from starlette.datastructures import Headers
 from starlette.requests import Request
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rkserve.config.router import RouterConfig
 from rkserve.core.api_keys import KeyScope
 from rkserve.core.errors import (
+    ControlPortOnly,
     Forbidden,
+    HaproxyBypassed,
     HostNotAllowed,
     InvalidApiKey,
     OriginNotAllowed,
@@ -97,6 +99,44 @@ class HostAllowList:
             or name.endswith(".localhost")
             or any(_matches(name, pattern) for pattern in self._configured)
         )
+
+
+class Listener(Enum):
+    """The port at which a request came to HAProxy, by the words of HAProxy's mark.
+
+    ``ANY``: there is no control port; ``BESIDE``: the request did not come by HAProxy, which runs.
+    """
+
+    ANY = "any"
+    CLIENT = "client"
+    CONTROL = "control"
+    BESIDE = "beside"
+
+
+LISTENER = "rkserve.listener"  # the listener in a scope; none is there without HAProxy
+
+
+class ListenerGuard:
+    """ASGI middleware that refuses requests beside HAProxy, before their bodies are read."""
+
+    def __init__(self, app: ASGIApp, refuse: Refuse) -> None:
+        self._app, self._refuse = app, refuse
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope.get(LISTENER) is not Listener.BESIDE:
+            await self._app(scope, receive, send)
+            return
+        if scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008, "reason": HaproxyBypassed.code})
+            return
+
+        async def last(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                # The server would read the rest of the request for the sake of the next one.
+                message = {**message, "headers": [*message["headers"], (b"connection", b"close")]}
+            await send(message)
+
+        await self._refuse(Request(scope, receive), HaproxyBypassed())(scope, receive, last)
 
 
 class BrowserGuard:
@@ -219,11 +259,22 @@ class Access(Enum):
     OPERATE = (KeyScope.OPERATE,)
     ADMIN = (KeyScope.ADMIN,)
 
+    @property
+    def is_control(self) -> bool:
+        """True for the calls that clients of models do not make: the control port has them."""
+        return bool(self.value) and KeyScope.INFER not in self.value
+
 
 _NOBODY = Grant(frozenset(), "anonymous")
 _ANYBODY = Grant(frozenset((KeyScope.INFER, KeyScope.READ)), "anonymous")
 _ADMITTED = "rkserve.admitted"  # the caller's permissions in a scope
 PEER = "rkserve.peer"  # the client's address in a scope, where a proxy in front has named it
+
+
+def check_listener(request: Request) -> None:
+    """Raise ``ControlPortOnly`` for a control call that came at the port of clients."""
+    if request.scope.get(LISTENER) is Listener.CLIENT:
+        raise ControlPortOnly
 
 
 class Gate:

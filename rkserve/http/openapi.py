@@ -21,7 +21,7 @@ from rkserve.api.common.output import AnthropicErrorAnswer, ErrorAnswer, OllamaE
 from rkserve.api.json.fields import MAX_KEY_CHARS
 from rkserve.api.json.schemas import REF, Example, RequestModel, json_schemas
 from rkserve.core.errors import BoardStartFailed, ConfigError, RkserveError
-from rkserve.http.auth import Access
+from rkserve.http.auth import Access, check_listener
 
 JSON = "application/json"
 OCTETS = "application/octet-stream"
@@ -125,7 +125,9 @@ class EndpointAnswer:
 
 @dataclass(frozen=True)
 class Endpoint:
-    """One method of one path. ``errors`` are the statuses of its error objects."""
+    """One method of one path. ``errors`` are the statuses of its error objects; ``operators``
+    marks a call without a key that is for operators nevertheless.
+    """
 
     method: str
     path: str
@@ -138,6 +140,12 @@ class Endpoint:
     body: RequestBody | None = None
     example: Example = field(default_factory=Example)
     says: str = ""
+    operators: bool = False
+
+    @property
+    def is_control(self) -> bool:
+        """True if the control port alone answers it, where there is one."""
+        return self.operators or self.access.is_control
 
     @property
     def name(self) -> str:
@@ -181,7 +189,11 @@ class DescribedRoute(Route):
     def __init__(
         self, path: str, handler: Callable[..., Any], methods: list[str], description: Endpoint
     ) -> None:
+        is_control = description.is_control
+
         async def answer(request: Request) -> Any:
+            if is_control:
+                check_listener(request)
             request.app.state.gate.admit(request, description.access)
             return await handler(request, **request.path_params)
 
@@ -217,6 +229,7 @@ class Routes:
         headers: tuple[EndpointParameter, ...] = (),
         example: Example | None = None,
         says: str = "",
+        operators: bool = False,
     ) -> Callable[[H], H]:
         """Return the decorator of a route's handler. ``call`` is as in ``GET,HEAD /ready /live``.
 
@@ -224,7 +237,7 @@ class Routes:
         ``errors`` lack those statuses that follow from ``access`` and from the presence of a body.
         ``paths`` has the meanings of the parameters of the path. ``asked`` are parameters that may
         be in the query or in a body that may be left out, as one with ``may_be_empty``; with
-        ``file`` the body may be a file instead.
+        ``file`` the body may be a file instead. ``operators`` is that of the endpoint.
         """
         methods, *routes = call.split()
         named = [
@@ -248,6 +261,7 @@ class Routes:
             RequestBody(content, not (may_be_empty or asked)) if taken else None,
             example or Example(),
             says,
+            operators,
         )
 
         def add(handler: H) -> H:
@@ -394,6 +408,7 @@ class ApiDescription:
             },
             "security": [] if one.access is Access.OPEN else _WITH_KEY,
             "x-scopes": [scope.value for scope in one.access.value],
+            "x-control-port": one.is_control,
         }
         if one.says:
             made["description"] = one.says

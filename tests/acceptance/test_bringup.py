@@ -37,6 +37,8 @@ from rkserve.bringup.processes import NodeRecord, StateFolder, end_processes
 from rkserve.coordinator.boards.head_files import COPY_S
 from rkserve.core.child_process import free_port, free_ports
 from rkserve.deployments.haproxy import available
+from rkserve.deployments.haproxy_config import CLIENT_HEADER
+from rkserve.deployments.haproxy_listeners import MARK_HEADER
 from rkserve.native.sim.build import ensure_built
 from rkserve.native.sim.models import write_adapter
 from rkserve.router.membership import new_token
@@ -225,10 +227,24 @@ def check_parts(home: Home) -> None:
         answer = httpx.get(f"{home.url}/-/healthz", timeout=60)
         assert answer.status_code == 200
         assert any("haproxy" in name_of(one.pid) for one in home.head.record.all_alive())
+        check_ports_behind_haproxy(home)
     figures = eventually("both Routers and a backup of the ledger", lambda: figures_of(home))
     assert figures["rkserve_router_up"] == 2
     (backup, *_) = (home.head.folder / ".local/share/rkserve/backups").glob("ledger-*.sqlite3")
     assert backup.stat().st_mode & 0o077 == 0
+
+
+def check_ports_behind_haproxy(home: Home) -> None:
+    """Check that Routers and Serve's own proxy take no request that has no proof of HAProxy's."""
+    given = environ_of(home.head, "raylet")
+    first, last = (int(given[f"RAY_SERVE_DIRECT_INGRESS_{end}_HTTP_PORT"]) for end in ENDS)
+    ports = {one.port for one in listeners_of(home.head) if first <= one.port <= last}
+    assert len(ports) == 2, "Routers"
+    for port in (*ports, int(given["RAY_SERVE_FALLBACK_PROXY_HTTP_PORT"])):
+        forged = {**home.admin, MARK_HEADER: "control", CLIENT_HEADER: "127.0.0.1"}
+        answer = httpx.get(f"http://127.0.0.1:{port}/v1/models", headers=forged, timeout=60)
+        assert answer.status_code == 403
+        assert answer.json()["error"]["code"] == "haproxy_bypassed"
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -25,7 +26,9 @@ from benchmarks.harness.prompts import PROFILE
 from rkserve.bench.processes import PROC, snapshot
 from rkserve.bench.systems import BenchProcesses, SimulatedDeployment
 from rkserve.config.board_group import SimulatedConfig
+from rkserve.core.child_process import free_port
 from rkserve.deployments.haproxy import available
+from rkserve.deployments.haproxy_listeners import CONTROL
 from tests.support.boards.fakes import run_loop
 from tests.support.cluster.local_cluster import MODEL
 from tests.support.http.scraping import Scraper
@@ -41,9 +44,19 @@ ROUTERS = 2
 
 
 @pytest.fixture(scope="module")
-def crew() -> Iterator[BenchProcesses]:
+def control() -> Iterator[int]:
+    """The control port of HAProxy."""
+    with pytest.MonkeyPatch.context() as patched:
+        port = free_port()
+        patched.setenv(CONTROL, f"127.0.0.1:{port}")
+        yield port
+
+
+@pytest.fixture(scope="module")
+def crew(control: int) -> Iterator[BenchProcesses]:
     """A Ray with HAProxy, two Routers behind it, and two boards."""
     assert SimulatedConfig().profile == PROFILE
+    assert control
     with tempfile.TemporaryDirectory(prefix="rk-", dir="/tmp") as folder:
         one = BenchProcesses(Path(folder), lambda _: None, front=True)
         try:
@@ -68,7 +81,8 @@ def talk(
 
 @asynccontextmanager
 async def _client(crew: BenchProcesses) -> AsyncIterator[httpx.AsyncClient]:
-    host, port = crew.address
+    """Return a client of the control port, which answers everything."""
+    host, port = crew.address[0], os.environ[CONTROL].rpartition(":")[2]
     async with httpx.AsyncClient(base_url=f"http://{host}:{port}", timeout=120) as http:
         yield http
 
@@ -102,6 +116,60 @@ def test_it_is_haproxy_that_answers(crew: BenchProcesses) -> None:
         assert (await http.get("/v1/models")).json()["data"][0]["id"] == MODEL
 
     talk(crew, main)
+
+
+def test_clients_have_a_port_without_control_and_no_port_behind_haproxy(
+    crew: BenchProcesses,
+) -> None:
+    control = ("GET /metrics", "POST /pause", "GET /cluster", "GET /v1/cluster", "POST /v1/keys")
+    spelled = ("GET /%6detrics", "POST /%70ause", "POST http://localhost/pause")
+
+    async def main(http: httpx.AsyncClient) -> None:
+        base = "http://{}:{}".format(*crew.address)
+        async with httpx.AsyncClient(base_url=base, timeout=120) as clients:
+            assert (await ask(clients, "Hello!", temperature=0)).done
+            for path in ("/v1/models", "/health", "/ready", "/openapi.json", "/"):
+                assert (await clients.get(path)).status_code == 200, path
+            for call in control:
+                method, path = call.split()
+                answer = await clients.request(method, path)
+                assert answer.status_code == 403, call
+                assert answer.json()["error"]["code"] == "control_port_only"
+                assert (await http.request(method, path)).status_code != 403, call
+            assert (await http.post("/resume")).status_code == 200
+        for call in spelled:
+            assert b'"code":"control_port_only"' in await said(crew.address, call), call
+        ports = listening(crew)
+        assert len(ports) == ROUTERS + 1, "Routers, and Serve's own proxy"
+        for port in ports:
+            for call in ("GET /v1/models", "POST /pause", "GET /", "GET /nothing"):
+                refusal = await said((crew.address[0], port), call)
+                assert refusal.startswith(b"HTTP/1.1 403 "), call
+                assert b'"code":"haproxy_bypassed"' in refusal, call
+            assert (await said((crew.address[0], port), "GET /-/healthz"))[9:12] == b"200"
+
+    talk(crew, main)
+
+
+async def said(address: tuple[str, int], call: str) -> bytes:
+    """Return the answer to a request as it is written."""
+    reader, writer = await asyncio.open_connection(*address)
+    writer.write(f"{call} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n".encode())
+    answer = await reader.read()
+    writer.close()
+    return answer
+
+
+def listening(crew: BenchProcesses) -> list[int]:
+    """The ports of Routers and of Serve's own proxy."""
+    found = set()
+    for pid in (*processes(crew, "router"), *processes(crew, "proxy")):
+        if (PROC / str(pid) / "comm").read_text() == "haproxy\n":
+            continue
+        for each in psutil.Process(pid).net_connections("inet"):
+            if each.status == psutil.CONN_LISTEN and each.laddr.ip == crew.address[0]:
+                found.add(each.laddr.port)
+    return sorted(found)
 
 
 def test_answers_stream_and_come_over_the_channel(crew: BenchProcesses) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import tempfile
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +14,20 @@ import pytest
 import yaml
 
 from rkserve.bringup.head_plan import (
+    FrontSettings,
     HeadOptions,
     HeadPlan,
     check_ports,
     haproxy_environ,
     own_address,
-    with_tls,
+    with_front,
 )
 from rkserve.bringup.settings import GCS_PORT
 from rkserve.core.child_process import free_port
 from rkserve.core.errors import ConfigError
 from rkserve.deployments import haproxy
-from rkserve.deployments.haproxy_tls import TlsFiles
+from rkserve.deployments.haproxy_listeners import CONTROL, ControlAddress
+from rkserve.deployments.haproxy_tls import CERT, KEY, TlsFiles
 from tests.bringup.test_head import config
 from tests.support.http.certificates import write_certificate
 from tests.support.paths import PROJECT
@@ -58,7 +62,7 @@ def test_a_certificate_that_would_not_be_used_is_refused(
         file, tmp_path / "state", **{"tls_cert": certificate, "tls_key": key, **given}
     )
     with pytest.raises(ConfigError, match=sentence):
-        with_tls(options)
+        with_front(options)
 
 
 def test_with_tls_no_board_may_serve_clients_in_clear(tmp_path: Path) -> None:
@@ -68,13 +72,55 @@ def test_with_tls_no_board_may_serve_clients_in_clear(tmp_path: Path) -> None:
     )
     file = tmp_path / "serve_config.yaml"
     file.write_text(yaml.safe_dump(content), encoding="utf-8")
-    plan = HeadPlan.of(file, tls)
+    plan = HeadPlan.of(file, FrontSettings(tls))
     assert (plan.url, plan.certificate) == ("https://127.0.0.1:8000", tls.certificate)
     assert plan.join_url("192.0.2.1") == "https://192.0.2.1:8000"
     del content["proxy_location"]
     file.write_text(yaml.safe_dump(content), encoding="utf-8")
     with pytest.raises(ConfigError, match="has no proxy_location: HeadOnly"):
-        HeadPlan.of(file, tls)
+        HeadPlan.of(file, FrontSettings(tls))
+    with pytest.raises(ConfigError, match=r"HeadOnly, .* and without a control port"):
+        HeadPlan.of(file, FrontSettings(control=ControlAddress("127.0.0.1", 8001)))
+
+
+def test_the_control_port_is_in_the_record_of_the_head_with_the_certificate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(haproxy, "available", lambda: True)
+    for name in (CONTROL, CERT, KEY):
+        monkeypatch.setenv(name, "")
+    certificate, key = write_certificate(tmp_path, "own")
+    file, port = config(tmp_path), free_port()
+    options = HeadOptions(file, tmp_path / "s", tls_cert=certificate, tls_key=key)
+    options = replace(options, control=f"0.0.0.0:{port}")
+    environ, front = with_front(options)
+    assert environ[CONTROL] == os.environ[CONTROL] == f"0.0.0.0:{port}", "for Ray, and HAProxy"
+    places = HeadPlan.of(file, front).places("192.0.2.1")
+    assert places["control_url"] == f"https://127.0.0.1:{port}"
+    assert places["certificate"] == str(certificate)
+    assert HeadPlan.of(file).places("192.0.2.1")["control_url"] == ""
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        pytest.param({"haproxy": False}, "HAProxy is off, so that clients' port", id="off"),
+        pytest.param({"control": "head:1"}, "'head:1' is no IP address with a port", id="a name"),
+        pytest.param(
+            {"control": "127.0.0.1:{port}"}, "is that of the endpoint .*--control", id="the same"
+        ),
+    ],
+)
+def test_a_control_port_that_would_not_be_used_is_refused(
+    given: dict[str, Any], sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(haproxy, "available", lambda: True)
+    monkeypatch.setenv(CONTROL, "127.0.0.1:8001")
+    file = config(tmp_path)
+    port = yaml.safe_load(file.read_text(encoding="utf-8"))["http_options"]["port"]
+    given = {k: v.format(port=port) if isinstance(v, str) else v for k, v in given.items()}
+    with pytest.raises(ConfigError, match=sentence):
+        with_front(HeadOptions(file, tmp_path / "state", **given))
 
 
 def test_a_configuration_says_whether_boards_join_later(tmp_path: Path) -> None:

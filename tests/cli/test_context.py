@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -13,10 +15,14 @@ import pytest
 from rich.console import Console
 from rich.progress import Progress, TextColumn
 
+from rkserve.bench.processes import PROC, identity_of
+from rkserve.bringup.processes import NodeRecord
+from rkserve.cli import bringup
 from rkserve.cli.context import MOST_ROWS, Exit, OperationProgress, count, describe
 from rkserve.client import Progress as Told
 from rkserve.client import Unreachable
 from rkserve.client.answers import operation
+from rkserve.core import tls
 from tests.support.cluster.fake_control import PARTLY, FakeControl, ok, stored
 from tests.support.http.terminal import Terminal
 
@@ -34,6 +40,44 @@ def test_the_address_and_the_key_come_from_options_or_the_environment(
         ("http://127.0.0.1:8000", None),
         ("http://head:1", "from the environment"),
         ("http://head:2", "from a file"),
+    ]
+
+
+@pytest.fixture
+def head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Write the record of a head of this machine whose supervisor is this process."""
+    monkeypatch.setattr(bringup, "SERVICE_STATE", tmp_path / "none")
+    monkeypatch.setattr(bringup, "user_state", lambda: tmp_path)
+    own = identity_of(PROC, os.getpid())
+    assert own is not None
+
+    def write(control_url: str, certificate: str = "", started: int = own.started) -> None:
+        monkeypatch.setenv(tls.CA_FILE, "")  # the command sets it
+        supervisor = replace(own, started=started)
+        urls = ("http://127.0.0.1:8000", "http://192.0.2.1:8000", control_url)
+        record = NodeRecord(supervisor, (), True, *urls, certificate)
+        (tmp_path / "head.json").write_text(json.dumps(asdict(record)))
+        (tmp_path / "admin_key").write_text("of the head")
+
+    return write
+
+
+def test_a_command_on_the_head_finds_its_control_port_and_certificate(
+    server: FakeControl, rkserve: Terminal, head: Callable[..., None]
+) -> None:
+    server.on("GET /v1/models", ok({"data": []}))
+    head("http://127.0.0.1:8001", "/etc/rkserve/tls.crt")
+    rkserve("models")
+    assert os.environ[tls.CA_FILE] == "/etc/rkserve/tls.crt"
+    head("http://127.0.0.1:8001")
+    rkserve("models", RKSERVE_URL="http://127.0.0.1:8000")
+    head("")
+    rkserve("models")
+    head("http://127.0.0.1:8001", started=1)  # of a head that was killed
+    rkserve("models")
+    assert rkserve.opened == [
+        ("http://127.0.0.1:8001", "of the head"),
+        *[("http://127.0.0.1:8000", "of the head")] * 3,
     ]
 
 

@@ -57,6 +57,7 @@ from rkserve.deployments.haproxy_config import (
     REPEATED_BYTES,
     SPARE_CONNECTIONS,
 )
+from rkserve.deployments.haproxy_listeners import CONTROL, MARK_HEADER, proof_of
 from rkserve.deployments.haproxy_tls import CERT, KEY, PEM
 from rkserve.http.auth import Access, Gate
 from rkserve.router.auth.key_ring import KeyRing, Keys
@@ -393,11 +394,11 @@ class Front:
             time.sleep(0.05)
         raise AssertionError("HAProxy was not ready in time")
 
-    def connect(self) -> socket.socket:
-        return socket.create_connection(("127.0.0.1", self.port), timeout=PATIENCE_S)
+    def connect(self, port: int = 0) -> socket.socket:
+        return socket.create_connection(("127.0.0.1", port or self.port), timeout=PATIENCE_S)
 
-    def client(self, source: str = "127.0.0.1") -> closing[HTTPConnection]:
-        where, bound = ("127.0.0.1", self.port), (source, 0)
+    def client(self, source: str = "127.0.0.1", port: int = 0) -> closing[HTTPConnection]:
+        where, bound = ("127.0.0.1", port or self.port), (source, 0)
         if self.tls is not None:
             return closing(
                 HTTPSConnection(*where, timeout=PATIENCE_S, source_address=bound, context=self.tls)
@@ -480,6 +481,11 @@ def test_a_client_that_leaves_is_seen_although_its_request_came_in_two_segments(
             id="another proxy before it, or one that pretends to be",
         ),
         pytest.param([("x-rkserve-forwarded", "0")], [], id="a forged mark"),
+        pytest.param(
+            [("x-rkserve-listener", "control"), ("X-Rkserve-Listener", "control")],
+            [],
+            id="a forged listener",
+        ),
         pytest.param([("x-request-id", "a-b_9")], [("x-request-id", "a-b_9")], id="a request id"),
         pytest.param([("x-request-id", 'a" forged')], [], id="an odd request id"),
         pytest.param([("x-request-id", "x" * 65)], [], id="a long request id"),
@@ -499,7 +505,8 @@ def test_routers_get_the_address_that_haproxy_sees_whatever_its_client_says(
         client.endheaders()
         assert client.getresponse().read() == b"ok"
     found = [(name, value) for name, value in router.headers if name.startswith("x-")]
-    assert sorted(found) == sorted([("x-rkserve-client", "127.0.0.2"), *seen])
+    always = [("x-rkserve-client", "127.0.0.2"), ("x-rkserve-listener", "any")]
+    assert sorted(found) == sorted([*always, *seen])
 
 
 @with_haproxy
@@ -857,4 +864,83 @@ def test_a_certificate_that_cannot_be_used_is_refused_before_the_start(
     assert (made[CERT], made[KEY]) == (str(certificate), str(key))
     key.unlink()
     with pytest.raises(ConfigError, match=r"first\.key cannot be read"):
+        prepare(short / "front")
+
+
+# -- the control port ---------------------------------------------------------------------------
+
+TARGETS = [
+    *("/pause", "//v1/pause", "/v1/%70ause", "/v1/x/../pause", "/v1/pause/", "/V1/PAUSE"),
+    *("/llm/v1/pause", "/v1/pause;x", "/v1/pause?x#y", "http://head:8000/v1/pause", "*"),
+]
+
+
+@with_haproxy
+@pytest.mark.parametrize("token", ["", "5" * 64], ids=["without a token", "with Ray's token"])
+def test_each_request_is_marked_with_the_port_at_which_it_came_however_it_is_written(
+    opened_front: Callable[..., Front], token: str
+) -> None:
+    router, control = Router(), next(free_ports())
+    env = {CONTROL: f"127.0.0.1:{control}"}
+    if token:
+        env |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
+    proof = proof_of(env)
+    assert (len(proof), token in proof) == ((64, False) if token else (0, True))
+    forged = "x-rkserve-listener: control\r\nX-RKSERVE-LISTENER: control\r\n"
+    with opened_front(router, **env).running() as one:
+        for port, word in ((one.port, "client"), (control, "control")):
+            marks, refused = set(), set()
+            for target in TARGETS:
+                method = "OPTIONS" if target == "*" else "POST"
+                with closing(one.connect(port)) as client:
+                    client.sendall(
+                        f"{method} {target} HTTP/1.1\r\nhost: head:8000\r\n{forged}"
+                        f"connection: {MARK_HEADER}, close\r\ncontent-length: 0\r\n\r\n".encode()
+                    )
+                    status = rest(client).split(b" ", 2)[1]
+                if status == b"200":
+                    marks |= {value for name, value in router.headers if name == MARK_HEADER}
+                else:
+                    refused.add(target)
+                router.headers = []
+            assert marks == {f"{word} {proof}".strip()}
+            assert refused == {"*", "/v1/pause?x#y"}, "HAProxy itself refuses them"
+        # One connection to a Router serves both ports.
+        with one.client() as clients, one.client(port=control) as operators:
+            for word in ("client", "control") * 3:
+                assert ask(clients if word == "client" else operators)[0] == HTTPStatus.OK
+                assert (MARK_HEADER, f"{word} {proof}".strip()) in router.headers
+
+
+@with_haproxy
+def test_the_control_port_has_the_tls_and_the_limits_of_the_port_of_clients(
+    opened_front: Callable[..., Front], tmp_path: Path
+) -> None:
+    certificate, key = write_certificate(tmp_path, "first")
+    control = next(free_ports())
+    env = {CERT: str(certificate), KEY: str(key), CONTROL: f"127.0.0.1:{control}"}
+    made = opened_front(None, **env, **{PER_ADDRESS: "3", PROXIES: "127.0.0.1"})
+    made.tls = trusting(certificate)
+    with made.running(), ExitStack() as stack:
+        greedy = [
+            stack.enter_context(made.client("127.0.0.2", port))
+            for port in (made.port, control, made.port, control)
+        ]
+        assert [ask(client)[0] for client in greedy] == [HTTPStatus.OK] * 3 + [429]
+        with made.connect(control) as plain:
+            plain.sendall(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+            assert rest(plain) == b""
+
+
+@with_haproxy
+def test_a_control_port_is_kept_in_the_environment_of_ray_and_refused_without_haproxy(
+    short: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(CONTROL, "127.0.0.1:08001")
+    assert prepare(short / "front")[CONTROL] == "127.0.0.1:8001"
+    for given in ({}, {FLAG: "0"}):
+        with pytest.raises(ConfigError, match=r"HAProxy is off, so that .*Set .*=1, or leave"):
+            check_environ({**given, CONTROL: "127.0.0.1:8001"})
+    monkeypatch.setenv(CONTROL, "localhost:8001")
+    with pytest.raises(ConfigError, match=r"'localhost:8001' is no IP address with a port"):
         prepare(short / "front")

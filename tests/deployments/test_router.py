@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 from ray.exceptions import TaskCancelledError
-from starlette.types import Message
+from starlette.types import Message, Scope
 
 from rkserve.deployments.haproxy_config import CLIENT_HEADER
+from rkserve.deployments.haproxy_listeners import MARK_HEADER, ControlAddress, Listeners
 from rkserve.deployments.replica import Node
 from rkserve.deployments.router import ProxyPeers, _until_gone, router_name
-from rkserve.http.auth import PEER
+from rkserve.http.auth import LISTENER, PEER, Listener
 
 pytestmark = pytest.mark.virtual_time
+
 
 class Client:
     """As Serve: it hands the body out, raises at the hang-up, and is then silent for good."""
@@ -76,6 +79,19 @@ def test_a_router_without_a_state_folder_is_called_by_its_replica(tmp_path: Path
 
 # -- clients behind HAProxy -----------------------------------------------------------------------
 
+PROOF = "5f" * 32
+
+
+def behind(
+    peer: str | None, *headers: tuple[str, str], local_only: bool = True, **given: Any
+) -> Scope:
+    """Return the scope that Routers get of a request of a peer with these headers."""
+    nodes = ("10.0.0.1", "10.0.0.2")
+    peers = ProxyPeers(local_only=local_only, nodes=lambda: nodes, listeners=Listeners(**given))
+    raw = [(name.encode(), value.encode()) for name, value in headers]
+    client = None if peer is None else (peer, 1)
+    return peers.named({"type": "http", "client": client, "headers": raw})
+
 
 @pytest.mark.parametrize(
     ("peer", "header", "address"),
@@ -88,18 +104,16 @@ def test_a_router_without_a_state_folder_is_called_by_its_replica(tmp_path: Path
     ],
 )
 @pytest.mark.parametrize("local_only", [True, False])
-async def test_only_a_node_may_name_another_address_as_its_client(
+def test_only_a_node_may_name_another_address_as_its_client(
     peer: str | None, header: str | None, address: str, local_only: bool
 ) -> None:
-    peers = ProxyPeers(local_only=local_only, nodes=lambda: ["10.0.0.1", "10.0.0.2"])
-    client = None if peer is None else (peer, 1)
-    headers = [] if header is None else [(CLIENT_HEADER.encode(), header.encode())]
-    found = peers.named({"type": "http", "client": client, "headers": headers})
+    headers = [(MARK_HEADER, "any"), *([] if header is None else [(CLIENT_HEADER, header)])]
+    found = behind(peer, *headers, local_only=local_only)
     assert found[PEER] == address
-    assert found["client"] == (client if local_only else None)
+    assert found["client"] == ((peer, 1) if local_only and peer else None)
 
 
-async def test_the_nodes_are_looked_up_at_most_once_in_a_while() -> None:
+def test_the_nodes_are_looked_up_at_most_once_in_a_while() -> None:
     looked: list[int] = []
 
     def nodes() -> list[str]:
@@ -107,7 +121,57 @@ async def test_the_nodes_are_looked_up_at_most_once_in_a_while() -> None:
         return []
 
     peers = ProxyPeers(local_only=False, nodes=nodes)
-    scope = {"client": ("203.0.113.9", 1), "headers": [(CLIENT_HEADER.encode(), b"x")]}
+    scope = {"client": ("203.0.113.9", 1), "headers": [(MARK_HEADER.encode(), b"any")]}
     for _ in range(100):
         peers.named(scope)
     assert len(looked) == 1
+
+
+CONTROL = ControlAddress("127.0.0.1", 8001)
+
+
+@pytest.mark.parametrize(
+    ("marks", "given", "listener"),
+    [
+        pytest.param([f"any {PROOF}"], {}, Listener.ANY, id="no control port"),
+        pytest.param([f"client {PROOF}"], {}, Listener.CLIENT, id="clients' port"),
+        pytest.param([f"control {PROOF}"], {}, Listener.CONTROL, id="the control port"),
+        pytest.param(
+            [f"any {PROOF}"], {"control": CONTROL}, Listener.CLIENT, id="another node knows of none"
+        ),
+        pytest.param([], {}, Listener.BESIDE, id="no mark"),
+        pytest.param(["control"], {}, Listener.BESIDE, id="no proof"),
+        pytest.param([f"control {'0' * 64}"], {}, Listener.BESIDE, id="another cluster's proof"),
+        pytest.param([f"Control {PROOF}"], {}, Listener.BESIDE, id="another word"),
+        pytest.param([f"beside {PROOF}"], {}, Listener.BESIDE, id="a word of the Router's own"),
+        pytest.param([PROOF], {}, Listener.BESIDE, id="no word"),
+        pytest.param(
+            [f"control {PROOF}", f"client {PROOF}"], {}, Listener.BESIDE, id="two of them"
+        ),
+    ],
+)
+@pytest.mark.parametrize("peer", ["127.0.0.1", "10.0.0.1", "203.0.113.9"])
+def test_a_mark_counts_with_the_proof_alone_whoever_sends_it(
+    peer: str, marks: list[str], given: dict[str, Any], listener: Listener
+) -> None:
+    sent = [(MARK_HEADER, mark) for mark in marks]
+    found = behind(peer, *sent, (CLIENT_HEADER, "192.0.2.1"), proof=PROOF, **given)
+    assert found[LISTENER] is listener
+    assert found[PEER] == (peer if listener is Listener.BESIDE else "192.0.2.1")
+    assert found["headers"] == [(CLIENT_HEADER.encode(), b"192.0.2.1")], "the proof goes no further"
+
+
+@pytest.mark.parametrize(
+    ("peer", "listener"),
+    [
+        pytest.param("127.0.0.1", Listener.CONTROL, id="this machine"),
+        pytest.param("10.0.0.1", Listener.CONTROL, id="a node"),
+        pytest.param("203.0.113.9", Listener.BESIDE, id="the network"),
+        pytest.param(None, Listener.BESIDE, id="no address"),
+    ],
+)
+def test_without_a_token_of_ray_a_mark_counts_by_its_sender(
+    peer: str | None, listener: Listener
+) -> None:
+    assert behind(peer, (MARK_HEADER, "control"))[LISTENER] is listener
+    assert behind(peer)[LISTENER] is Listener.BESIDE, "HAProxy never leaves the mark out"

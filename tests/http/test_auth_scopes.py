@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import re
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,7 +17,7 @@ from pydantic import SecretStr
 from rkserve.config.router import RouterConfig
 from rkserve.core.api_keys import ApiKey, KeyScope, KeyTable, digest_of
 from rkserve.core.logs import LogRing
-from rkserve.http.auth import PEER, Access, Gate
+from rkserve.http.auth import LISTENER, PEER, Access, Gate, Listener
 from rkserve.http.openapi import DescribedRoute, Endpoint
 from rkserve.router.auth.key_ring import WRONG_KEYS, KeyRing, open_keys
 from tests.support.boards.fake_boards import FakeBoards
@@ -214,6 +216,155 @@ def test_no_way_of_writing_a_path_gets_around_its_scope(
 
     run_loop(of.app(scope, receive, send_))  # type: ignore[arg-type] # ASGI's own types are wider
     assert statuses[0] in (401, 403, 404)
+
+
+# -- the port of clients, and that of operators ---------------------------------------------------
+
+
+async def raw(
+    of: ReferenceHouse,
+    method: str,
+    path: str,
+    listener: Listener,
+    *,
+    root: str = "",
+    key: str = ADMIN,
+) -> tuple[int, str, Any]:
+    """Make a request that HAProxy has marked; return status, code and route."""
+    scope: dict[str, Any] = {
+        "type": "http",
+        "http_version": "1.1",
+        "method": method,
+        "scheme": "http",
+        "path": root + (httpx.URL(f"http://x{path}").path if path.startswith("/") else path),
+        "raw_path": (root + path).encode(),
+        "query_string": b"unknown=1",
+        "root_path": root,
+        "headers": [
+            (b"host", b"localhost"),
+            (b"authorization", f"Bearer {key}".encode()),
+            (b"content-type", b"text/x-none"),  # refused by handlers that take a body
+        ],
+        "client": (NETWORK, 1),
+        LISTENER: listener,
+    }
+    status, body = 0, b""
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": b"x", "more_body": False}
+
+    async def send_(message: dict[str, Any]) -> None:
+        nonlocal status, body
+        status = message.get("status", status)
+        body += message.get("body", b"")
+
+    await of.app(scope, receive, send_)  # type: ignore[arg-type] # ASGI's own types are wider
+    code = json.loads(body)["error"]["code"] if status == 403 else ""
+    return status, code, scope.get("route")
+
+
+def test_what_clients_of_models_do_not_call_is_for_the_control_port() -> None:
+    control = {ident(one) for one in ENDPOINTS if one.is_control}
+    stays = {ident(one) for one in ENDPOINTS if KeyScope.INFER in one.access.value} | OPEN_ROUTES
+    pages = {"GET /cluster", "HEAD /cluster"}
+    assert control == {ident(one) for one in ENDPOINTS} - (stays - pages)
+    known = {"GET /metrics", "POST /v1/keys", "POST /pause", "GET /v1/cluster", "GET /v1/boards"}
+    assert known | pages <= control
+
+
+METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE")
+
+
+def test_each_method_of_each_control_route_is_refused_at_the_port_of_clients_and_no_other(
+    of: ReferenceHouse,
+) -> None:
+    places = {one.path.format(**one.example.path) for one in ENDPOINTS}
+    every = {(method, path) for path in places for method in METHODS}
+    described = {(one.method, one.path.format(**one.example.path)) for one in ENDPOINTS}
+
+    async def refused(listener: Listener, calls: set[tuple[str, str]]) -> set[str]:
+        found = set()
+        for method, path in calls:
+            # Without a key: what comes through is refused for that, and does nothing.
+            status, code, route = await raw(of, method, path, listener, key="")
+            if code == "control_port_only":
+                found.add(f"{method} {route.path.replace(':path}', '}')}")
+            elif listener is Listener.CLIENT and status != 405:
+                assert not route.description.is_control, (method, path)
+        return found
+
+    control = {ident(one) for one in ENDPOINTS if one.is_control}
+    assert run_loop(refused(Listener.CLIENT, every)) == control
+    for listener in (Listener.CONTROL, Listener.ANY):
+        assert run_loop(refused(listener, described)) == set()
+
+
+@pytest.mark.parametrize("root", ["", "/llm"], ids=["at the root", "below a prefix"])
+def test_no_way_of_writing_a_path_gets_a_control_call_through_the_port_of_clients(
+    of: ReferenceHouse, root: str
+) -> None:
+    async def ask() -> int:
+        routed = 0
+        for path in ("/v1/keys", *TRICKS, "/%6detrics", "//pause", "/x/../pause", "/METRICS/"):
+            for method in ("GET", "POST"):
+                _, code, route = await raw(of, method, path, Listener.CONTROL, root=root)
+                reaches = route is not None and route.description.is_control
+                assert code != "control_port_only"
+                status, code, route = await raw(of, method, path, Listener.CLIENT, root=root)
+                if reaches or code == "control_port_only":
+                    assert (status, code) in ((403, "control_port_only"), (405, ""))
+                    routed += 1
+        return routed
+
+    assert run_loop(ask()) > 5, "percent-encoded ones are routed"
+
+
+def test_the_refusal_names_the_port_and_not_its_address_whatever_the_key(
+    of: ReferenceHouse,
+) -> None:
+    inner = of.app
+
+    async def marked(scope: Any, receive: Any, send_: Any) -> None:
+        await inner({**scope, LISTENER: Listener.CLIENT}, receive, send_)
+
+    async def ask() -> set[str]:
+        transport = httpx.ASGITransport(marked, client=(NETWORK, 1))
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            return {
+                (await client.post("/v1/keys", headers=headers_of(caller))).text
+                for caller in CALLERS
+            }
+
+    (told,) = run_loop(ask())
+    error = json.loads(told)["error"]
+    assert error["code"] == "control_port_only"
+    assert "control port" in error["message"]
+    assert not re.search(r"\d", error["message"])
+
+
+def test_a_request_beside_haproxy_is_refused_before_its_body_is_read(of: ReferenceHouse) -> None:
+    sent: list[dict[str, Any]] = []
+
+    async def receive() -> dict[str, Any]:
+        raise AssertionError("nothing is read")
+
+    async def send_(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    async def ask() -> None:
+        scope = {"type": "http", "http_version": "1.1", "method": "POST", "headers": []}
+        for path in (CHAT, "/health", "/nothing", "/api/chat"):
+            place = {"path": path, "raw_path": path.encode(), "query_string": b"", "root_path": ""}
+            marked = {**scope, **place, "client": None, LISTENER: Listener.BESIDE}
+            await of.app(marked, receive, send_)  # type: ignore[arg-type] # as above
+        await of.app({"type": "websocket", LISTENER: Listener.BESIDE}, receive, send_)  # type: ignore[arg-type]
+
+    run_loop(ask())
+    starts = [one for one in sent if one["type"] == "http.response.start"]
+    assert [one["status"] for one in starts] == [403] * 4
+    assert all((b"connection", b"close") in one["headers"] for one in starts)
+    assert b"haproxy_bypassed" in sent[1]["body"]
+    assert sent[-1] == {"type": "websocket.close", "code": 1008, "reason": "haproxy_bypassed"}
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,8 @@
     |   +-- Forbidden                403  forbidden
     |   |   +-- OriginNotAllowed     403  origin_not_allowed
     |   |   +-- ModelNotAllowed      403  model_not_allowed
+    |   |   +-- ControlPortOnly      403  control_port_only
+    |   |   +-- HaproxyBypassed      403  haproxy_bypassed
     |   +-- InvalidApiKey            401  invalid_api_key
     |   +-- KeyNotFound              404  key_not_found
     |   +-- KeyExists                409  key_exists

@@ -25,6 +25,35 @@ class ModelNotAllowed(Forbidden):
         self.key, self.model, self.param = key, model[:80], "model"
 
 
+class ControlPortOnly(Forbidden):
+    """The call is one of operators, which have a port of their own. Its address is not shown: it
+    may be open to this machine alone.
+    """
+
+    code = "control_port_only"
+    sentence = (
+        "This service answers this call at its control port alone, as it does every call that "
+        "needs another scope than 'infer'. `rkserve` on the head finds that port; elsewhere the "
+        "operator knows its URL (RKSERVE_URL or --url)."
+    )
+
+    def __init__(self) -> None:
+        RkserveError.__init__(self)
+
+
+class HaproxyBypassed(Forbidden):
+    """The request came to a Router, or to Serve's own proxy, beside HAProxy."""
+
+    code = "haproxy_bypassed"
+    sentence = (
+        "This port takes requests from the cluster's own HAProxy alone. Send them to the port of "
+        "the endpoint (http_options.port)."
+    )
+
+    def __init__(self) -> None:
+        RkserveError.__init__(self)
+
+
 class OriginNotAllowed(Forbidden):
     """A web page of another origin made the request."""
 

@@ -47,6 +47,8 @@ SAMPLES: list[RkserveError] = [
     errors.Forbidden("The key is wrong."),
     errors.InvalidApiKey("The key is wrong."),
     errors.ModelNotAllowed("team", "sim-chat"),
+    errors.ControlPortOnly(),
+    errors.HaproxyBypassed(),
     errors.TooManyWrongKeys(20, 3),
     errors.KeysUnknown(),
     errors.KeyNotFound("key_1"),
