@@ -61,13 +61,16 @@ PYTEST := $(BIN)/python -m pytest --dist loadgroup --no-loadscope-reorder
 compiled: $(READY) sim
 	@said=$$($(PYTEST) --collect-only -q 2>&1) || { echo "$$said"; exit 1; }
 
-# Twice as many processes as cores: some tests wait for simulated tokens, and each process collects all.
+# Forks of one process, which collects all tests: that takes as long as thousands of them. Twice as many
+# as cores, because some tests wait for simulated tokens.
+FORKED := $(BIN)/python -m pytest --forks 4
+
 unit: $(READY) sim
-	$(PYTEST) -n 4 -m "not ray"
+	$(FORKED) -m "not ray"
 
 # Without Ray, engine processes, and files that compile, start programs or take long otherwise.
 test-quick: $(READY) sim
-	$(PYTEST) -n 4 -m "not ray and not engine and not slow"
+	$(FORKED) -m "not ray and not engine and not slow"
 
 # To collect the tests of all files takes longer than some of them.
 RAY := $(shell grep -rl 'mark\.ray' --include='test_*.py' tests)

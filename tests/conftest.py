@@ -22,6 +22,7 @@ from rkserve.native.binding.library import detect
 from rkserve.native.sim.build import RELEASES, ensure_built
 from tests.support.boards import fakes, own_time
 from tests.support.cluster.local_cluster import App, LocalCluster, running_cluster
+from tests.support.forks import Forks
 
 # Each option with the environment variable that stands in for it.
 BOARD_OPTIONS = {
@@ -58,6 +59,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     for option, variable in BOARD_OPTIONS.items():
         text = f"path of {what[option]} for --board (or ${variable})"
         group.addoption(option, metavar="PATH", default=os.environ.get(variable), help=text)
+    group = parser.getgroup("processes")
+    text = "run the tests in so many forks of this process, a file's in one"
+    group.addoption("--forks", type=int, default=0, metavar="N", help=text)
     group = parser.getgroup("left out by default")
     for name, reason in OPTIONAL.items():
         group.addoption(f"--{name}", action="store_true", help=f"also run each test that {reason}")
@@ -93,7 +97,7 @@ def uses_engine(module: ModuleType) -> bool:
     return any(name.startswith(ENGINE_SUPPORT) for name in (*names, *plugins))
 
 
-# Applications that several files share. The processes of pytest-xdist have a Ray cluster each:
+# Applications that several files share. Each process has a Ray cluster of its own:
 # files that share an application run in one, so that the other need not deploy it, too.
 SHARED_APPS = ("three_boards", "controlled", "two_routers")
 
@@ -154,6 +158,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         item.add_marker(pytest.mark.skip(reason=NO_BOARD))
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Collect without the garbage collector, which looks through all tests again and again."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Keep the collector away from thousands of collected tests: loops collect after each test."""
     # pytest-xdist passes groups on in the names of tests; pytest 9.2 ignored that without a word.
@@ -161,6 +173,19 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         assert all(item.nodeid.endswith(f"@{_group_of(item)}") for item in session.items)
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> bool | None:
+    """Run the tests in forks of this process, if asked to; each group is a job of one of them."""
+    count = session.config.getoption("--forks")
+    if count < 1 or session.config.option.collectonly or session.testsfailed or not session.items:
+        return None
+    jobs: dict[str, list[pytest.Item]] = {}
+    for item in session.items:
+        jobs.setdefault(_group_of(item), []).append(item)
+    Forks(session, list(jobs.values())).run(count)
+    return True
 
 
 @pytest.hookimpl(tryfirst=True)
