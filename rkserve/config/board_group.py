@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, field_validator, model_validator
 
-from rkserve.core.run_params import Confine, Guided
+from rkserve.core.run_params import Confine, Guided, SimulatedRelease
 
 GROUP_NAME = re.compile(r"[A-Za-z][A-Za-z0-9-]{0,31}")
 HOOK_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
@@ -37,9 +37,6 @@ class Settings(BaseModel):
             for name, one in type(self).model_fields.items()
         }
         super().__setstate__({**state, "__dict__": values})
-
-
-SimulatedRelease = Literal["1.2.3", "1.3.0", "1.3.1"]  # releases that the simulator can imitate
 
 
 class SimulatedConfig(Settings):

@@ -8,8 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Literal
 
 from rkserve.core.skew import crosses_versions
+
+# Releases that the simulator can imitate; not beside the pydantic models of the configuration,
+# whose import takes longer than that of the simulator.
+SimulatedRelease = Literal["1.2.3", "1.3.0", "1.3.1"]
 
 
 @crosses_versions

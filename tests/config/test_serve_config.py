@@ -10,10 +10,7 @@ import pytest
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from rkserve.config.board_group import (
-    BoardGroupConfig,
-    SimulatedRelease,
-)
+from rkserve.config.board_group import BoardGroupConfig
 from rkserve.config.serve_config import (
     PROJECT,
     RkserveConfig,
@@ -24,6 +21,7 @@ from rkserve.config.serve_config import (
     resolve_folder,
 )
 from rkserve.core.errors import ConfigError
+from rkserve.core.run_params import SimulatedRelease
 from rkserve.models.folder import open_model_folder
 from tests.support.values.config_args import REAL, SETTINGS, args
 

@@ -22,8 +22,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import get_args
 
-from rkserve.config.board_group import SimulatedRelease
 from rkserve.core.errors import LibraryMissing
+from rkserve.core.run_params import SimulatedRelease
 from rkserve.native.sim import profiles
 
 HERE = Path(__file__).resolve().parent
