@@ -79,9 +79,13 @@ RAY := $(shell grep -rl 'mark\.ray' --include='test_*.py' tests)
 cluster: $(READY) sim
 	$(PYTEST) -n 2 -m ray $(RAY)
 
+# Tests of which make test tries some cases, others in each run.
+SAMPLED := $(shell grep -rlE 'sampled: Sampler|(odd|schemas)-every' --include='test_*.py' tests)
+
 # What make test leaves out: sanitizers, installations with pip, and trials that go on for long.
 test-long: $(READY) sim
 	$(PYTEST) -n 2 --long -m long
+	$(FORKED) --long --odd-every 1 --schemas-every 1 $(SAMPLED)
 
 # Clusters in virtual time, a seed each; STORY=--story prints what was done, for a seed that failed.
 FIRST ?= 0

@@ -10,6 +10,7 @@ import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import httpx._transports.default
 import httpx2._transports.default
@@ -23,6 +24,7 @@ from rkserve.native.sim.build import RELEASES, ensure_built
 from tests.support.boards import fakes, own_time
 from tests.support.cluster.local_cluster import App, LocalCluster, running_cluster
 from tests.support.forks import Forks
+from tests.support.sampler import Sampler
 
 # Each option with the environment variable that stands in for it.
 BOARD_OPTIONS = {
@@ -70,8 +72,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         ("--cycles", 12, "random pauses for each n_batch"),
         ("--machine-seed", random.SystemRandom().randrange(2**32), "what the random ones begin at"),
         ("--soak-seconds", 4, "how long 16 clients disturb one board"),
-        ("--schemas-every", 4, "which of a thousand schemas are tried: 1 is all of them"),
-        ("--odd-every", 16, "which of 42,000 odd requests are made: 1 is all of them"),
+        ("--schemas-every", 12, "which of a thousand schemas are tried: 1 is all of them"),
+        ("--odd-every", 64, "which of 42,000 odd requests are made: 1 is all of them"),
+        ("--every", 3, "which cases of exhaustive tests are tried: 1 is all of them"),
         ("--latency-pauses", 4, "pauses of each kind whose latency is measured"),
     ):
         group.addoption(option, type=int, default=default, help=f"{text} (%(default)s)")
@@ -113,19 +116,19 @@ def groups_of(items: list[pytest.Item]) -> dict[Path, str]:
 
 
 def take_turns(items: list[pytest.Item]) -> None:
-    """Mark as long what is left out where the cases of a test take turns over a parameter.
+    """Mark as long what is left out where the cases of a file take turns over parameters.
 
-    A test with one case has all values of the parameter.
+    A file with one case has all values of the parameters.
     """
-    tests: dict[tuple[Path, str], dict[tuple[tuple[str, int], ...], list[pytest.Function]]] = {}
+    files: dict[Path, dict[tuple[Any, ...], list[pytest.Function]]] = {}
     for item in items:
         turns = item.get_closest_marker("turns")
         if turns is not None and isinstance(item, pytest.Function):
             params = item.callspec.params.items()  # not all values can be hashed
             case = tuple((name, id(value)) for name, value in params if name not in turns.args)
-            cases = tests.setdefault((item.path, item.originalname), {})
-            cases.setdefault(case, []).append(item)
-    for cases in tests.values():
+            cases = files.setdefault(item.path, {})
+            cases.setdefault((item.originalname, *case), []).append(item)
+    for cases in files.values():
         for number, values in enumerate(cases.values() if len(cases) > 1 else ()):
             del values[(number + number // 2) % len(values)]
             for item in values:
@@ -227,6 +230,13 @@ def _group_of(item: pytest.Item) -> str:
 def board_notes(pytestconfig: pytest.Config) -> list[str]:
     """What tests saw on a real board; printed at the end, whatever became of the tests."""
     return pytestconfig.stash.setdefault(NOTES, [])
+
+
+@pytest.fixture(scope="session")
+def sampled(pytestconfig: pytest.Config) -> Sampler:
+    """Take some of a test's cases, others in each run; with ``--long`` all of them."""
+    every = 1 if pytestconfig.getoption("--long") else pytestconfig.getoption("--every")
+    return Sampler(every, pytestconfig.getoption("--machine-seed"))
 
 
 @pytest.fixture(scope="session")

@@ -146,9 +146,18 @@ def test_lost_after_any_token_it_goes_on_as_if_nothing_were(
     run_loop(main(), LIMIT_S)
 
 
+LOST_AT = [
+    "prefill",
+    "token:1",
+    pytest.param("token:2", marks=pytest.mark.long),
+    "token:31",
+    pytest.param("token:63", marks=pytest.mark.long),
+]
+
+
 @both_releases
 @answers
-@pytest.mark.parametrize("where", ["prefill", "token:1", "token:2", "token:31", "token:63"])
+@pytest.mark.parametrize("where", LOST_AT)
 def test_killed_where_it_stands_it_goes_on_elsewhere(
     tmp_path: Path, release: str, prompt: tuple[int, ...], where: str
 ) -> None:

@@ -133,7 +133,9 @@ def wait_ready(process: subprocess.Popen[str], folder: Path) -> None:
     raise AssertionError("the head was not ready")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)]
+)
 def test_a_signal_ends_everything_that_was_started(tmp_path: Path, number: int) -> None:
     process = up(tmp_path, failures=1)
     wait_ready(process, tmp_path)
@@ -207,7 +209,7 @@ def test_ray_gets_three_attempts(tmp_path: Path) -> None:
     ("failures", "names", "aside"),
     [
         pytest.param(0, "before 0 ", None, id="it starts with them"),
-        pytest.param(1, "0 ", "before 1 ", id="it starts without them"),
+        pytest.param(1, "0 ", "before 1 ", id="it starts without them", marks=pytest.mark.long),
         pytest.param(2, "1 ", "before 2 ", id="it starts without any", marks=pytest.mark.long),
     ],
 )

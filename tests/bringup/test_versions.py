@@ -109,7 +109,10 @@ def cut_off(versions: VersionFolder, change: Change, at: int) -> str | None:
 
 @pytest.mark.parametrize(
     ("change", "after"),
-    [pytest.param(updates, NEW, id="kept"), pytest.param(fails, OLD, id="back")],
+    [
+        pytest.param(updates, NEW, id="kept"),
+        pytest.param(fails, OLD, id="back", marks=pytest.mark.long),
+    ],
 )
 def test_a_power_cut_at_any_step_leaves_a_whole_version(
     tmp_path: Path, change: Change, after: str

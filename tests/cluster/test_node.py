@@ -110,6 +110,7 @@ def test_a_version_is_installed_once_and_taken_into_use(machine: Machine) -> Non
     assert sorted(p.name for p in machine.prefix.iterdir()) == ["1.0", "venv"]
 
 
+@pytest.mark.long
 def test_a_version_has_what_the_next_update_needs(machine: Machine) -> None:
     """Without them `rkserve update` would need Python's own pip, and download all packages."""
     private = machine.offline / LOCK_FILE
@@ -166,6 +167,7 @@ def test_a_version_that_was_cut_off_is_installed_anew(machine: Machine) -> None:
     assert (machine.prefix / "1.0" / "bin" / "rkserve").exists()
 
 
+@pytest.mark.long
 def test_a_version_that_does_not_run_is_not_complete(machine: Machine) -> None:
     machine.put_wheel("2.0", exits=1)
     assert machine.run("install", str(machine.offline)).returncode != 0

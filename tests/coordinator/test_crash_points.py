@@ -9,6 +9,7 @@ import pytest
 
 from tests.support.cluster.crash_points import Disk, Loss, Record, Replay, disks, recorded
 from tests.support.cluster.crash_work import WORKS
+from tests.support.sampler import Sampler
 
 pytestmark = pytest.mark.slow
 
@@ -22,11 +23,12 @@ QUICK = ("ledger", "artifacts", "probe's report")
     [pytest.param(name, marks=() if name in QUICK else pytest.mark.long) for name in WORKS],
 )
 def test_nothing_confirmed_is_lost_and_nothing_is_there_by_half(
-    tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str], sampled: Sampler
 ) -> None:
     records = recorded(tmp_path, "tests.support.cluster.crash_work", name)
     tried, wrong = Counter[Loss](), list[str]()
-    for number, disk in enumerate(disks(records)):
+    every = list(disks(records))
+    for number, disk in sampled(enumerate(every)):
         place = tmp_path / f"disk-{number}"
         disk.write(place)
         tried[disk.loss] += 1
@@ -39,7 +41,7 @@ def test_nothing_confirmed_is_lost_and_nothing_is_there_by_half(
         print(f"\n{name}: {len(records)} changes, {sum(tried.values())} disks")  # noqa: T201
     assert not wrong, f"{len(wrong)} of {sum(tried.values())}:\n" + "\n".join(wrong[:20])
     assert len(records) > 30
-    assert {Loss.NOTHING, Loss.NAMES, Loss.HALF} <= set(tried)
+    assert {Loss.NOTHING, Loss.NAMES, Loss.HALF} <= {disk.loss for disk in every}
 
 
 def log(*changes: tuple[str, int, str, str, bytes]) -> list[Record]:

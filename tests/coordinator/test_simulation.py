@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 # Seeds that broke a guarantee once: 14, 60 and 66 let a request run under a confirmed pause of mode
 # ``wait``, and 39 let a board serve that the Coordinator did not know.
 KEPT = (14, 39, 60, 66)
-COUNT, LONG_COUNT = 12, 500
+COUNT, LONG_COUNT = 4, 500
 # Set here, it spares each program to start itself once more.
 ENVIRON = {**os.environ, "PYTHONHASHSEED": HASH_SEED}
 COMMAND = (sys.executable, "-m", "tests.support.cluster.simulate")
@@ -49,6 +49,7 @@ def test_every_seed_of_a_long_run_holds() -> None:
     simulate(COUNT, LONG_COUNT)
 
 
+@pytest.mark.long
 def test_one_seed_is_one_history() -> None:
     command = [*COMMAND, "--count=1", "--story", "--first=7"]
     stories = [

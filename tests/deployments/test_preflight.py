@@ -154,8 +154,16 @@ def test_other_applications_are_not_judged(tmp_path: Path, taken: int) -> None:
     ("command", "content", "words"),
     [
         pytest.param("run", config(quue_limit=1), "did you mean 'queue_limit'", id="serve run"),
-        pytest.param("deploy", config(quue_limit=1), "did you mean 'queue_limit'", id="deploy"),
-        pytest.param("run", None, "serve_config.yaml does not exist.", id="no file"),
+        pytest.param(
+            "deploy",
+            config(quue_limit=1),
+            "did you mean 'queue_limit'",
+            id="deploy",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            "run", None, "serve_config.yaml does not exist.", id="no file", marks=pytest.mark.long
+        ),
     ],
 )
 def test_serve_ends_with_one_sentence_and_an_exit_code(
@@ -263,6 +271,7 @@ def test_a_token_that_cannot_be_created_is_refused_by_its_path(token: Path) -> N
         check_token({}, starts=True)
 
 
+@pytest.mark.long
 def test_all_else_of_serve_is_rays() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "rkserve.deployments.preflight", "run", "--help"],

@@ -23,7 +23,7 @@ from rkserve.core.errors import OperationConflict
 from rkserve.core.messages import Delta
 from rkserve.core.run_params import Scored
 from rkserve.http.auth import Access
-from rkserve.http.openapi import JSON, ApiDescription, Endpoint, ErrorShape, document
+from rkserve.http.openapi import JSON, Endpoint, ErrorShape, document, endpoints
 from scripts.api_page import HOST, curl
 from tests.support.boards.fake_boards import answer
 from tests.support.boards.own_time import run_loop
@@ -133,7 +133,7 @@ def test_every_route_is_declared_and_every_endpoint_exists(of: ReferenceHouse) -
 
 def test_a_router_without_the_page_declares_none(tmp_path: Path) -> None:
     of = ReferenceHouse(tmp_path, RouterConfig(page=False))
-    described = ApiDescription(of.framework).endpoints
+    described = endpoints(of.framework)
     assert {(one.method, one.path) for one in described} == routes(of)
     answer = run_loop(of("GET", "/openapi.json"))
     assert answer.json() == json.loads(json.dumps(document(of.framework)))

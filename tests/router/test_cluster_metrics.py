@@ -66,7 +66,7 @@ async def scrape(of: House) -> str:
 # -- several Routers ------------------------------------------------------------------------------
 
 
-async def test_ten_thousand_requests_at_three_routers_are_counted_exactly() -> None:
+async def test_two_thousand_requests_at_three_routers_are_counted_exactly() -> None:
     """Also while one Router is replaced in order and another one is killed."""
     rng = random.Random(7)
     routers = ClusterOfRouters(3, house)
@@ -77,7 +77,7 @@ async def test_ten_thousand_requests_at_three_routers_are_counted_exactly() -> N
 
     await scraped()
     for turn in range(50):
-        for _ in range(200):
+        for _ in range(40):
             await refused(rng.choice([*routers.houses.values()]))
             sent += 1
         for _ in range(2):
@@ -96,7 +96,7 @@ async def test_ten_thousand_requests_at_three_routers_are_counted_exactly() -> N
             routers.join("1")
             await routers.metrics["1"].begin()
         await scraped()
-    assert (sent, chats) == (10_000, 100)
+    assert (sent, chats) == (2_000, 100)
     count = prometheus.increase
     assert count("rkserve_requests_total", route=CHAT, status="200") == chats
     assert count("rkserve_ttft_seconds_count", model="sim-chat") == chats

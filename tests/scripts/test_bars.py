@@ -24,6 +24,7 @@ def test_the_walk_names_files_that_are_there() -> None:
     assert [path for path in walk if not (PROJECT / path).is_file()] == []
 
 
+@pytest.mark.long
 def test_all_figures_are_measured() -> None:
     found = bars.measure()
     assert len({bar.name for bar in found}) == len(found)

@@ -394,7 +394,13 @@ class Machine(RuleBasedStateMachine):
 
 @pytest.mark.parametrize(
     ("n_batch", "release"),
-    [(1, "1.3.0"), (1, "1.2.3"), (2, "1.2.3"), (4, "1.3.0"), (8, "1.3.0")],
+    [
+        pytest.param(1, "1.3.0", marks=pytest.mark.long),
+        (1, "1.2.3"),
+        pytest.param(2, "1.2.3", marks=pytest.mark.long),
+        (4, "1.3.0"),
+        pytest.param(8, "1.3.0", marks=pytest.mark.long),
+    ],
 )
 def test_whatever_is_done_at_random_everyone_gets_what_is_theirs_and_nothing_is_left(
     tmp_path: Path,

@@ -14,6 +14,7 @@ from rkserve.core.messages import ControlAction, Edit, GenerateRequest
 from rkserve.core.run_params import Sampling
 from tests.support.boards.continued_house import Heard, How, Loss, Site, site
 from tests.support.boards.own_time import run_loop
+from tests.support.sampler import Sampler
 
 GREEDY = Sampling(temperature=0.0)
 PROMPT_LENGTH = 3
@@ -212,8 +213,8 @@ def test_whatever_is_lost_the_client_gets_the_answer_of_a_board_that_lives(
 
 @pytest.mark.parametrize("how", How, ids=lambda how: how.name.lower())
 @pytest.mark.parametrize("per_run", [False, True], ids=["1.2.3", "1.3.0"])
-def test_after_any_token_of_an_answer(how: How, per_run: bool) -> None:
-    for prompt in (11, 17, 23):
+def test_after_any_token_of_an_answer(how: How, per_run: bool, sampled: Sampler) -> None:
+    for prompt in sampled((11, 17, 23)):
         case = Case(prompt, 24, per_run=per_run)
         losses = [[Loss(tokens, how)] for tokens in range(26)]
         whole, *broken = run_loop(each(case, [], *losses), limit_s=600.0 * len(losses))

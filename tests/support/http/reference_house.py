@@ -256,8 +256,9 @@ class ReferenceHouse:
         )
 
     def remember(self) -> None:
-        """Have the response stored that examples speak of."""
+        """Have the response stored that examples speak of, as it was at first."""
         store = ResponseStore(self.kept, 1 << 20, 3600.0)
+        store.delete("anybody", RESPONSE)
         store.write("anybody", StoredResponse(RESPONSE, None, (_ITEM,), _RESPONSE))
         store.close()
 

@@ -55,7 +55,7 @@ UNHURRIED = 0.5  # 30 ms for a token: what is asked of the engine is there befor
 
 
 def both_releases(test: Test) -> Test:
-    """Run a test on both releases; where it has several cases they take turns.
+    """Run a file's tests on both releases in turn, and so the cases of each test.
 
     ``make test-long`` runs each case on both. Most differences of the releases are the binding's,
     whose tests run on both.
