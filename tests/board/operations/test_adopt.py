@@ -37,13 +37,13 @@ from rkserve.native.sim import models as sim_models
 from tests.support.boards.board_bench import SETTINGS, Bench, Listener, request, until
 from tests.support.boards.fakes import EOS, Script, run_loop, tokens_of
 from tests.support.boards.holding import (
-    KINDS,
     LINE,
     PACE,
     SAYING,
     Governed,
     Oracle,
     governed,
+    in_turn,
     rest,
     seeded,
 )
@@ -72,7 +72,7 @@ def play(
 
 
 @pytest.mark.promise("Pause", "It is answered when every selected board has stopped emitting")
-@KINDS
+@in_turn
 @pytest.mark.parametrize("native", [False, True], ids=["plain", "native"])
 @pytest.mark.parametrize("clear", [False, True], ids=["kept", "cleared"])
 def test_nothing_comes_after_the_answer_and_the_rest_after_the_release(
@@ -123,7 +123,7 @@ def running(told: Governed) -> EngineRun:
     return run
 
 
-@KINDS
+@in_turn
 @pytest.mark.parametrize("native", [False, True], ids=["plain", "native"])
 def test_a_hold_in_the_prefill_does_not_wait_for_its_end(
     tmp_path: Path, release: str, n_batch: int, native: bool
@@ -152,7 +152,7 @@ def test_a_hold_in_the_prefill_does_not_wait_for_its_end(
     play(tmp_path, body, release, n_batch)
 
 
-@KINDS
+@in_turn
 def test_a_hold_does_not_wait_for_the_end_of_a_decoding_step(
     tmp_path: Path, release: str, n_batch: int
 ) -> None:
@@ -184,7 +184,7 @@ def test_a_hold_does_not_wait_for_the_end_of_a_decoding_step(
     play(tmp_path, body, release, n_batch)
 
 
-@KINDS
+@in_turn
 def test_an_answer_that_is_stopped_again_in_the_prefill_keeps_what_it_has(
     tmp_path: Path, release: str, n_batch: int
 ) -> None:
@@ -210,7 +210,7 @@ def test_an_answer_that_is_stopped_again_in_the_prefill_keeps_what_it_has(
     play(tmp_path, body, release, n_batch)
 
 
-@KINDS
+@in_turn
 def test_released_and_held_again_while_the_muted_run_goes_on(
     tmp_path: Path, release: str, n_batch: int
 ) -> None:
@@ -238,7 +238,7 @@ def test_released_and_held_again_while_the_muted_run_goes_on(
     play(tmp_path, body, release, n_batch)
 
 
-@KINDS
+@in_turn
 def test_what_is_muted_can_be_aborted_left_and_paused_by_its_client(
     tmp_path: Path, release: str, n_batch: int
 ) -> None:
@@ -272,7 +272,7 @@ def test_what_is_muted_can_be_aborted_left_and_paused_by_its_client(
     play(tmp_path, body, release, n_batch)
 
 
-@KINDS
+@in_turn
 @pytest.mark.parametrize("released", [False, True], ids=["held", "released"])
 def test_an_engine_that_dies_in_a_muted_run_costs_nobody_an_answer(
     tmp_path: Path, release: str, n_batch: int, released: bool
@@ -298,7 +298,7 @@ def test_an_engine_that_dies_in_a_muted_run_costs_nobody_an_answer(
     play(tmp_path, body, release, n_batch)
 
 
-@KINDS
+@in_turn
 def test_errands_and_a_clear_wait_for_the_end_of_a_muted_run(
     tmp_path: Path, release: str, n_batch: int
 ) -> None:
@@ -325,7 +325,7 @@ def test_errands_and_a_clear_wait_for_the_end_of_a_muted_run(
     play(tmp_path, body, release, n_batch)
 
 
-@KINDS
+@in_turn
 def test_an_abort_in_the_prefill_does_not_wait_for_its_end(
     tmp_path: Path, release: str, n_batch: int
 ) -> None:
@@ -424,7 +424,7 @@ def test_what_the_cluster_stopped_a_client_can_pause_for_longer(tmp_path: Path) 
     play(tmp_path, body)
 
 
-@KINDS
+@in_turn
 def test_abort_ends_all_and_takes_nothing_new(tmp_path: Path, release: str, n_batch: int) -> None:
     async def body(told: Governed, oracle: Oracle) -> None:
         clients = [told.ask(f"{SAYING} {n}") for n in range(4)]
@@ -445,7 +445,7 @@ def test_abort_ends_all_and_takes_nothing_new(tmp_path: Path, release: str, n_ba
 @pytest.mark.promise(
     "Pause", "`abort` and `wait`: new requests get 503 `engine_paused` with `Retry-After`"
 )
-@KINDS
+@in_turn
 def test_wait_returns_when_all_have_ended(tmp_path: Path, release: str, n_batch: int) -> None:
     async def body(told: Governed, oracle: Oracle) -> None:
         clients = [told.ask(f"{SAYING} {n}") for n in range(4)]
@@ -584,7 +584,7 @@ def test_who_is_overtaken_answers_when_the_later_one_rests(tmp_path: Path) -> No
     play(tmp_path, body)
 
 
-@KINDS
+@in_turn
 def test_an_engine_that_dies_under_a_hold_leaves_it_held_and_nothing_lost(
     tmp_path: Path, release: str, n_batch: int
 ) -> None:
@@ -606,7 +606,7 @@ def test_an_engine_that_dies_under_a_hold_leaves_it_held_and_nothing_lost(
     play(tmp_path, body, release, n_batch)
 
 
-@KINDS
+@in_turn
 def test_a_hang_up_under_a_hold_frees_everything(
     tmp_path: Path, release: str, n_batch: int
 ) -> None:
@@ -762,7 +762,7 @@ class Crowd:
         return whole
 
 
-@seeded(6)
+@seeded(6, 3)
 def test_at_random_nothing_is_lost_or_mixed_up(
     tmp_path: Path, release: str, n_batch: int, seed: int
 ) -> None:

@@ -20,7 +20,7 @@ from rkserve.core.errors import (
 from rkserve.core.messages import ControlAction, FinishReason
 from tests.support.boards.board_bench import until
 from tests.support.boards.fakes import run_loop
-from tests.support.boards.holding import KINDS, Governed, Oracle, governed
+from tests.support.boards.holding import Governed, Oracle, governed, in_turn
 
 pytestmark = pytest.mark.slow
 
@@ -47,7 +47,7 @@ async def drain(told: Governed, *, move: bool = False) -> None:
     await told.tell(drained=mine, moved=mine if move else ())
 
 
-@KINDS
+@in_turn
 def test_requests_of_a_drained_board_run_to_their_end_and_new_ones_are_refused(
     tmp_path: Path, release: str, n_batch: int
 ) -> None:
@@ -71,7 +71,7 @@ def test_requests_of_a_drained_board_run_to_their_end_and_new_ones_are_refused(
 
 
 @pytest.mark.promise("Single boards", "`move`: other boards continue what runs, and lose nothing")
-@KINDS
+@in_turn
 @pytest.mark.parametrize("native", [False, True], ids=["plain", "native"])
 def test_requests_are_handed_over_wherever_they_are_with_all_text_so_far(
     tmp_path: Path, release: str, n_batch: int, native: bool
@@ -118,7 +118,7 @@ def test_a_drain_under_a_pause_hands_over_what_the_pause_holds(tmp_path: Path) -
     play(tmp_path, body)
 
 
-@KINDS
+@in_turn
 def test_an_engine_is_restarted_under_running_requests_which_go_on(
     tmp_path: Path, release: str, n_batch: int
 ) -> None:
@@ -154,7 +154,7 @@ def test_a_restart_ends_a_quarantine(tmp_path: Path) -> None:
     play(tmp_path, body, crash_limit=1, quarantine_s=3600.0)
 
 
-@KINDS
+@in_turn
 def test_a_board_is_measured_while_it_is_idle_or_after_its_present_run(
     tmp_path: Path, release: str, n_batch: int
 ) -> None:

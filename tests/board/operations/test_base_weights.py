@@ -31,7 +31,7 @@ from rkserve.native.sim import models as sim_models
 from rkserve.native.sim.models import reseed
 from tests.support.boards.board_bench import PLAIN, SETTINGS, Bench, Listener, until
 from tests.support.boards.fakes import FakeEngine, run_loop
-from tests.support.boards.holding import KINDS, LINE, rest
+from tests.support.boards.holding import LINE, in_turn, rest
 from tests.support.boards.rebased import (
     BROKEN,
     CONTENT,
@@ -142,7 +142,7 @@ def test_weights_that_are_only_noted_are_not_what_a_load_falls_back_on(tmp_path:
 # -- weights that are no good ---------------------------------------------------------------------
 
 
-@KINDS
+@in_turn
 @pytest.mark.parametrize("flaw", sorted(BROKEN))
 def test_a_file_that_cannot_be_loaded_leaves_everything_as_it_was(
     tmp_path: Path, release: str, n_batch: int, flaw: str
@@ -208,7 +208,7 @@ def test_what_was_refused_is_tried_again_after_a_rest(tmp_path: Path) -> None:
     play(tmp_path, body, base_rest_s=0.0)
 
 
-@KINDS
+@in_turn
 @pytest.mark.parametrize(
     "fault",
     ["init_segv", "init_null_handle", "error_at_token:2", "segv_at_token:2"],

@@ -24,7 +24,7 @@ from rkserve.core.errors import (
 from rkserve.core.messages import ControlAction, FinishReason, GenerateRequest
 from rkserve.native.sim.models import reseed
 from tests.support.boards.board_bench import Listener, until
-from tests.support.boards.holding import KINDS, PACE, SAYING, rest, seeded
+from tests.support.boards.holding import PACE, SAYING, in_turn, rest, seeded
 from tests.support.boards.rebased import (
     BROKEN,
     CONTENT,
@@ -59,7 +59,7 @@ def is_on(it: Rebased, label: str) -> bool:
 # -- what becomes of requests ---------------------------------------------------------------------
 
 
-@KINDS
+@in_turn
 @pytest.mark.parametrize("native", [False, True], ids=["plain", "native"])
 def test_switched_ones_go_on_from_their_words_with_the_other_weights(
     tmp_path: Path, release: str, n_batch: int, native: bool
@@ -87,7 +87,7 @@ def test_switched_ones_go_on_from_their_words_with_the_other_weights(
     play(tmp_path, body, release, n_batch)
 
 
-@KINDS
+@in_turn
 def test_pinned_ones_end_first_and_what_comes_meanwhile_waits(
     tmp_path: Path, release: str, n_batch: int
 ) -> None:
@@ -112,7 +112,7 @@ def test_pinned_ones_end_first_and_what_comes_meanwhile_waits(
     play(tmp_path, body, release, n_batch)
 
 
-@KINDS
+@in_turn
 def test_aborted_ones_keep_what_they_have_and_those_that_wait_get_the_other_weights(
     tmp_path: Path, release: str, n_batch: int
 ) -> None:
@@ -130,7 +130,7 @@ def test_aborted_ones_keep_what_they_have_and_those_that_wait_get_the_other_weig
     play(tmp_path, body, release, n_batch)
 
 
-@KINDS
+@in_turn
 @pytest.mark.parametrize("native", [False, True], ids=["plain", "native"])
 @pytest.mark.parametrize("in_flight", [InFlight.PIN, InFlight.SWITCH], ids=["pin", "switch"])
 def test_whoever_is_paused_by_its_client_is_not_waited_for_and_goes_on_with_the_others(
@@ -156,7 +156,7 @@ def test_whoever_is_paused_by_its_client_is_not_waited_for_and_goes_on_with_the_
     play(tmp_path, body, release, n_batch)
 
 
-@KINDS
+@in_turn
 @WAYS
 def test_under_a_pause_nobody_is_waited_for_and_all_go_on_after_the_release(
     tmp_path: Path, release: str, n_batch: int, in_flight: InFlight
@@ -230,7 +230,7 @@ def test_a_label_alone_loads_nothing(tmp_path: Path) -> None:
 # -- told otherwise meanwhile ---------------------------------------------------------------------
 
 
-@KINDS
+@in_turn
 def test_weights_that_nobody_wants_any_more_are_not_loaded(
     tmp_path: Path, release: str, n_batch: int
 ) -> None:
@@ -249,7 +249,7 @@ def test_weights_that_nobody_wants_any_more_are_not_loaded(
     play(tmp_path, body, release, n_batch)
 
 
-@KINDS
+@in_turn
 @pytest.mark.parametrize("then", ["default", "w2", "w1"])
 def test_what_it_is_told_while_it_loads_counts_in_the_end(
     tmp_path: Path, release: str, n_batch: int, then: str
@@ -423,7 +423,7 @@ def test_prompt_caches_of_other_weights_are_never_used_and_named_ones_come_back_
 ASLEEP = (ActivePause("op", Scope(), PauseMode.KEEP, level=SleepLevel.UNLOADED),)
 
 
-@KINDS
+@in_turn
 def test_a_board_that_sleeps_notes_its_weights_and_loads_them_when_it_wakes(
     tmp_path: Path, release: str, n_batch: int
 ) -> None:
@@ -548,7 +548,10 @@ class Chance:
             await asyncio.sleep(0.02)
 
 
-@pytest.mark.parametrize("kills", [False, True], ids=["calm", "crashes"])
+@pytest.mark.parametrize(
+    "kills",
+    [pytest.param(False, id="calm", marks=pytest.mark.long), pytest.param(True, id="crashes")],
+)
 @seeded(3)
 def test_whatever_happens_every_word_is_of_the_weights_that_it_is_put_down_to(
     tmp_path: Path, release: str, n_batch: int, seed: int, kills: bool

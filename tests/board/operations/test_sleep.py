@@ -14,7 +14,7 @@ from rkserve.core.desired_state import ActivePause, PauseMode, Scope, SleepLevel
 from rkserve.core.errors import EngineAsleep, EnginePaused
 from rkserve.core.messages import ControlAction, Edit, FinishReason, GenerateRequest, Kv
 from tests.support.boards.board_bench import until
-from tests.support.boards.holding import KINDS, LINE, PACE, SAYING, Governed
+from tests.support.boards.holding import LINE, PACE, SAYING, Governed, in_turn
 from tests.support.boards.sleeping import (
     DROPPED,
     LEVELS,
@@ -41,7 +41,7 @@ S = GenerationState
 
 
 @pytest.mark.promise("Sleep", "In-flight requests survive every level, at any progress")
-@KINDS
+@in_turn
 def test_whatever_progress_requests_have_they_go_on_after_any_sleep(
     tmp_path: Path, release: str, n_batch: int
 ) -> None:
@@ -83,7 +83,7 @@ def test_whatever_progress_requests_have_they_go_on_after_any_sleep(
     play(tmp_path, body, release, n_batch)
 
 
-@KINDS
+@in_turn
 @pytest.mark.parametrize("native", [False, True], ids=["plain", "native"])
 def test_what_is_in_its_prefill_is_computed_again_after_the_wake(
     tmp_path: Path, release: str, n_batch: int, native: bool
@@ -133,7 +133,7 @@ def shouts(_: GenerateRequest) -> Hook:
 @pytest.mark.promise(
     "Sleep", "Half a character, half a stop string, hooks, tools, adapters, batches too"
 )
-@KINDS
+@in_turn
 def test_half_a_character_is_held_back_over_a_sleep(
     tmp_path: Path, release: str, n_batch: int
 ) -> None:
@@ -159,7 +159,7 @@ def test_half_a_character_is_held_back_over_a_sleep(
 @pytest.mark.promise(
     "Sleep", "Half a character, half a stop string, hooks, tools, adapters, batches too"
 )
-@KINDS
+@in_turn
 def test_half_a_stop_string_is_matched_over_a_sleep(
     tmp_path: Path, release: str, n_batch: int
 ) -> None:
@@ -190,7 +190,7 @@ async def ids_of(calm: Governed, prompt: tuple[int, ...], count: int) -> list[in
 @pytest.mark.promise(
     "Sleep", "Half a character, half a stop string, hooks, tools, adapters, batches too"
 )
-@KINDS
+@in_turn
 def test_a_hook_counts_on_over_a_sleep(tmp_path: Path, release: str, n_batch: int) -> None:
     async def body(told: Governed, calm: Governed) -> None:
         for level in LEVELS:
@@ -208,7 +208,7 @@ def test_a_hook_counts_on_over_a_sleep(tmp_path: Path, release: str, n_batch: in
 @pytest.mark.promise(
     "Sleep", "Half a character, half a stop string, hooks, tools, adapters, batches too"
 )
-@KINDS
+@in_turn
 def test_a_request_pauses_for_its_tool_after_a_sleep_and_sleeps_on_in_that_pause(
     tmp_path: Path, release: str, n_batch: int
 ) -> None:
@@ -242,7 +242,7 @@ def test_a_request_pauses_for_its_tool_after_a_sleep_and_sleeps_on_in_that_pause
     play(tmp_path, body, release, n_batch)
 
 
-@KINDS
+@in_turn
 def test_what_is_edited_on_a_sleeping_board_goes_on_from_that(
     tmp_path: Path, release: str, n_batch: int
 ) -> None:
@@ -270,7 +270,7 @@ def test_what_is_edited_on_a_sleeping_board_goes_on_from_that(
     play(tmp_path, body, release, n_batch)
 
 
-@KINDS
+@in_turn
 def test_a_pause_becomes_a_sleep_and_a_sleep_becomes_deeper_and_lighter(
     tmp_path: Path, release: str, n_batch: int
 ) -> None:
@@ -303,7 +303,7 @@ def test_a_pause_becomes_a_sleep_and_a_sleep_becomes_deeper_and_lighter(
     play(tmp_path, body, release, n_batch)
 
 
-@KINDS
+@in_turn
 def test_asleep_under_abort_ends_all_and_takes_nothing_new(
     tmp_path: Path, release: str, n_batch: int
 ) -> None:
@@ -331,7 +331,7 @@ def test_asleep_under_abort_ends_all_and_takes_nothing_new(
     play(tmp_path, body, release, n_batch)
 
 
-@KINDS
+@in_turn
 def test_asleep_under_wait_all_that_was_taken_ends_first(
     tmp_path: Path, release: str, n_batch: int
 ) -> None:
@@ -366,7 +366,7 @@ def test_asleep_under_wait_all_that_was_taken_ends_first(
     play(tmp_path, body, release, n_batch)
 
 
-@KINDS
+@in_turn
 def test_a_wait_over_a_sleep_is_answered_and_leaves_what_is_held_to_the_wake(
     tmp_path: Path, release: str, n_batch: int
 ) -> None:
@@ -398,7 +398,7 @@ def test_a_wait_over_a_sleep_is_answered_and_leaves_what_is_held_to_the_wake(
     play(tmp_path, body, release, n_batch)
 
 
-@KINDS
+@in_turn
 def test_an_adapter_is_loaded_again_after_the_wake_and_a_switch_while_asleep_counts(
     tmp_path: Path, release: str, n_batch: int
 ) -> None:

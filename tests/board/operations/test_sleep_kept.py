@@ -24,7 +24,7 @@ from rkserve.core.messages import (
     Paused,
 )
 from tests.support.boards.board_bench import Listener, until
-from tests.support.boards.holding import KINDS, LINE, PACE, SAYING, Governed
+from tests.support.boards.holding import LINE, PACE, SAYING, Governed, in_turn
 from tests.support.boards.sleeping import (
     DROPPED,
     LEVELS,
@@ -207,7 +207,7 @@ def test_a_stream_is_told_the_truth_about_its_kv_cache(tmp_path: Path, release: 
     "Sleep", "Half a character, half a stop string, hooks, tools, adapters, batches too"
 )
 @pytest.mark.promise("KV cache", "Adapters do not share KV caches")
-@KINDS
+@in_turn
 def test_adapters_and_places_of_a_batch_begin_anew(
     tmp_path: Path, release: str, n_batch: int
 ) -> None:
@@ -251,7 +251,7 @@ def children() -> set[int]:
     return found
 
 
-@KINDS
+@in_turn
 @pytest.mark.parametrize("how", ["refused", "crashed", "killed"])
 def test_a_load_that_fails_at_the_wake_is_an_error_for_everyone(
     tmp_path: Path, release: str, n_batch: int, how: str
@@ -286,7 +286,7 @@ async def told_in_state(told: Governed, state: BoardState) -> None:
     await until(lambda: told.board.report().state in (state, *later))
 
 
-@KINDS
+@in_turn
 def test_an_engine_that_is_killed_while_it_is_put_to_sleep_costs_nobody_an_answer(
     tmp_path: Path, release: str, n_batch: int
 ) -> None:

@@ -9,11 +9,11 @@ import itertools
 import os
 import signal
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
@@ -60,22 +60,43 @@ from tests.support.sim.sim_board import (
 )
 from tests.support.sim.sim_driver import FAST
 
+Test = TypeVar("Test", bound=Callable[..., object])
+
 ALL_KINDS = {"1.2.3": ("1.2.3", 1), "1.3.0": ("1.3.0", 1), "batch": ("1.3.0", 3)}
 # The older release alone and the newer one in a batch differ in all that a board does of its own.
 KINDS = pytest.mark.parametrize(
     ("release", "n_batch"), [("1.2.3", 1), ("1.3.0", 3)], ids=["1.2.3", "batch"]
 )
+
+
+def in_turn(test: Test) -> Test:
+    """Run a file's tests on both kinds of boards in turn; ``make test-long`` runs each on both."""
+    turns: Callable[[Test], Test] = pytest.mark.turns("release", "n_batch")
+    return turns(KINDS(test))
+
+
 LINE = "tone"
 PACE = 0.02  # about a millisecond a token
 SAYING = "The tide of the river and the old lamp"
 
 
-def seeded(count: int) -> pytest.MarkDecorator:
-    """Return so many random tests, which take turns over the kinds of boards."""
+def seeded(count: int, short: int | None = None) -> pytest.MarkDecorator:
+    """Return so many random tests, which take turns over the kinds of boards.
+
+    ``make test`` makes ``short`` of them.
+    """
     kinds = itertools.islice(itertools.cycle(ALL_KINDS.items()), count)
     return pytest.mark.parametrize(
         ("release", "n_batch", "seed"),
-        [pytest.param(*of, seed, id=f"{name}-{seed}") for seed, (name, of) in enumerate(kinds)],
+        [
+            pytest.param(
+                *of,
+                seed,
+                id=f"{name}-{seed}",
+                marks=[pytest.mark.long] if short is not None and seed >= short else [],
+            )
+            for seed, (name, of) in enumerate(kinds)
+        ],
     )
 
 
