@@ -199,7 +199,13 @@ def test_a_folder_gets_the_report_its_plots_and_all_outcomes(
     assert found["runs"][0]["prefix"]["cached"] > 0
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "kill"])
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(signal.SIGINT, id="ctrl-c"),
+        pytest.param(signal.SIGTERM, id="kill", marks=pytest.mark.long),
+    ],
+)
 def test_what_is_interrupted_prints_what_there_is(
     server: FakeOpenAi, tmp_path: Path, number: int
 ) -> None:

@@ -75,7 +75,13 @@ def test_one_experiment_of_a_simulated_board_is_printed_and_written(
     assert written["quirks"] == {"run_async": True}
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "kill"])
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(signal.SIGINT, id="ctrl-c"),
+        pytest.param(signal.SIGTERM, id="kill", marks=pytest.mark.long),
+    ],
+)
 def test_an_interrupt_ends_the_experiment_and_reports_the_others(
     number: signal.Signals, tmp_path: Path
 ) -> None:

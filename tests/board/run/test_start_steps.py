@@ -40,7 +40,7 @@ LIVELY = Sampling(temperature=1.5, top_p=1.0, top_k=0, repeat_penalty=1.0)
 WAYS = [
     pytest.param("1.3.0", {"logits_with_history": True}, id="kept on 1.3.0"),
     pytest.param("1.3.0", {}, id="sent again on 1.3.0"),
-    pytest.param("1.2.3", {}, id="sent again on 1.2.3"),
+    pytest.param("1.2.3", {}, id="sent again on 1.2.3", marks=pytest.mark.long),
 ]
 both_ways = pytest.mark.parametrize(("release", "quirks"), WAYS)
 
