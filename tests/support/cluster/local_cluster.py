@@ -24,7 +24,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from rkserve.core.board_report import BoardReport, BoardState
 from rkserve.core.child_process import free_port
-from rkserve.deployments.haproxy import PATIENCE
+from rkserve.deployments.haproxy import METRICS_MS, PATIENCE
 from tests.support.paths import PROJECT
 
 _LOG = logging.getLogger(__name__)
@@ -46,6 +46,8 @@ _ENVIRON = {
     "RAY_worker_niceness": "0",
     # At Serve's own 0.1 s an idle controller takes a twentieth of a core.
     "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.25",
+    # As behind HAProxy: at Serve's own 0.1 s no replica and no proxy is ever idle.
+    "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": str(METRICS_MS),
 }
 # A raylet ends itself where a part of it does not come up, which was seen on a busy machine once in
 # some hundred starts; what a board does then, as systemd does for it, is to join again.
@@ -58,6 +60,8 @@ _SYSTEM = {
     # For Ray's dashboard, which is not started: every process reports every second otherwise.
     "enable_metrics_collection": False,
     "task_events_report_interval_ms": 0,
+    # Processes that no replica uses: each has an environment of its own.
+    "prestart_worker_first_driver": False,
 }
 
 
@@ -93,6 +97,7 @@ class LocalCluster:
     cluster: Any
     homes: int = field(default=0)
     shared: list[str] = field(default_factory=list)  # applications of several test files
+    handles: dict[tuple[str, str], Any] = field(default_factory=dict)
 
     @property
     def url(self) -> str:
@@ -109,9 +114,9 @@ class LocalCluster:
         """A folder from which every process of the cluster can import."""
         return self.folder / "python"
 
-    def model_copy(self, name: str, **settings: Any) -> Path:
+    def model_copy(self, name: str, shelf: str = "models", **settings: Any) -> Path:
         """Copy the model's folder under another name, with more settings and without adapters."""
-        target = self.folder / "models" / name
+        target = self.folder / shelf / name
         shutil.rmtree(target, ignore_errors=True)  # of an application that is gone
         without = shutil.ignore_patterns("adapters")
         shutil.copytree(PROJECT / "models" / MODEL, target, ignore=without)
@@ -176,7 +181,10 @@ class LocalCluster:
         from ray import serve
         from ray.serve.exceptions import DeploymentUnavailableError
 
-        handle = serve.get_deployment_handle(f"Board-{group}", app)
+        # Each handle is a client of Serve's controller for as long as this process runs.
+        if (app, group) not in self.handles:
+            self.handles[app, group] = serve.get_deployment_handle(f"Board-{group}", app)
+        handle = self.handles[app, group]
         try:
             answers = handle.broadcast("report").results(timeout_s=20, return_exceptions=True)
         except DeploymentUnavailableError:
