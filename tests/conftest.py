@@ -100,9 +100,10 @@ def uses_engine(module: ModuleType) -> bool:
     return any(name.startswith(ENGINE_SUPPORT) for name in (*names, *plugins))
 
 
-# Applications that several files share. Each process has a Ray cluster of its own:
-# files that share an application run in one, so that the other need not deploy it, too.
-SHARED_APPS = ("three_boards", "controlled", "two_routers")
+# Applications that several files share. Each process has a Ray cluster of its own: files that share
+# an application run in one, so that the other need not deploy it, too. Those that take longest are
+# first.
+SHARED_APPS = ("controlled", "three_boards", "varied", "two_routers")
 
 
 def groups_of(items: list[pytest.Item]) -> dict[Path, str]:
@@ -141,7 +142,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     # Large groups first, then slow files: at the end one process would wait for the other's.
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     groups = groups_of(items)
-    items.sort(key=lambda item: (groups[item.path] not in SHARED_APPS, item.path not in slow))
+    turns = {name: number for number, name in enumerate(SHARED_APPS)}
+    last = len(SHARED_APPS)
+    items.sort(key=lambda item: (turns.get(groups[item.path], last), item.path not in slow))
     for item in items:
         item.add_marker(pytest.mark.xdist_group(groups[item.path]))
         if isinstance(item, pytest.Function) and uses_engine(item.module):

@@ -33,19 +33,15 @@ from tests.support.cluster.local_cluster import (
     NO_TLS,
     START_S,
     App,
-    LocalCluster,
     expect_no_process_of,
     wait_for,
 )
+from tests.support.cluster.varied import EXAMPLES, FILTERED, HOOKS, PAGE, PLAIN, of
 from tests.support.http.talk import CHAT, MODEL, chat_body
 from tests.support.paths import PROJECT
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
-
-PAGE = (PROJECT / "docs" / "how-to" / "interrupting.md").read_text(encoding="utf-8")
-EXAMPLES = dict(re.findall(r"<!-- example: (\w+) -->\n```python\n(.*?)^```$", PAGE, re.S | re.M))
-HOOKS = re.findall(r"^```yaml\nhooks: (\[.*\])\n```$", PAGE, re.M)
-FILTERED = "filtered"
+pytest_plugins = ["tests.support.cluster.varied_fixtures"]
 
 HOST = "http://127.0.0.1:8000"
 NEEDS = "# Needs "
@@ -320,21 +316,10 @@ def test_every_example_is_found() -> None:
 
 
 @pytest.fixture(scope="module")
-def app(ray_cluster: LocalCluster) -> Iterator[App]:
+def app(varied: App) -> App:
     """A board for the examples, and one whose answers are filtered by the page's own hook."""
-    (ray_cluster.python_dir / "redact.py").write_text(EXAMPLES["filter"], encoding="utf-8")
-    model = ray_cluster.model_copy(FILTERED)
-    groups = [
-        ray_cluster.simulated("plain", 1, simulated={"strict": True, "time_scale": 0.2}),
-        ray_cluster.simulated(
-            FILTERED, 1, model=str(model), hooks=json.loads(HOOKS[0]), simulated={"strict": True}
-        ),
-    ]
-    ray_cluster.deploy("docs", {"boards": groups})
-    deployed = App(ray_cluster, "docs", "plain", 1)
-    deployed.ready()
-    yield deployed
-    ray_cluster.delete("docs")
+    of(varied, FILTERED)
+    return of(varied, PLAIN)
 
 
 def run(example: str, app: App) -> str:

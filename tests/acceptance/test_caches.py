@@ -21,11 +21,13 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.cluster.local_cluster import App, LocalCluster, wait_for
+from tests.support.cluster.varied import CACHE, of
 from tests.support.http.talk import CHAT, chat_body
 
 pytestmark = pytest.mark.ray
+pytest_plugins = ["tests.support.cluster.varied_fixtures"]
 
-BOARD = "cache-0"
+BOARD = f"{CACHE}-0"
 # A system prompt that is worth a file.
 RULES = "You are Ferris, and these are the rules of the house. " + " ".join(
     f"Rule {n}: whoever says {n} twice has to say it once more." for n in range(1, 30)
@@ -37,15 +39,9 @@ numbers = itertools.count(1)
 
 
 @pytest.fixture(scope="module")
-def app(ray_cluster: LocalCluster) -> Iterator[App]:
+def app(varied: App) -> App:
     """One board whose position of the KV cache takes 28672 bytes."""
-    model = ray_cluster.model_copy("cached", kv_bytes_per_token=28_672)
-    deployed = App.deploy(
-        ray_cluster, "cache", 1, model=str(model), simulated={"strict": True, "time_scale": 0.0}
-    )
-    deployed.settled()
-    yield deployed
-    ray_cluster.delete("cache")
+    return of(varied, CACHE)
 
 
 @pytest.fixture
@@ -427,7 +423,8 @@ def test_the_size_of_the_kv_cache_is_told_by_board_and_together(http: httpx.Clie
         "failed": [],
     }
     assert http.get("/v1/cache/kv/size", params={"model": "cached"}).json() == told
-    assert http.get("/v1/cache/kv/size").json() == told
+    everywhere = http.get("/v1/cache/kv/size").json()["data"]
+    assert [one for one in everywhere if one["model"] == "cached"] == told["data"]
 
 
 @pytest.mark.promise("KV cache", "A clear empties the cache, with the result of every board")
@@ -487,8 +484,8 @@ def test_a_clear_that_means_nothing_is_refused(
 def test_the_boards_are_listed_with_what_their_hardware_says(app: App, http: httpx.Client) -> None:
     say(http, [user("Hello")])
     app.settled()
-    (board,) = http.get("/v1/boards").json()["data"]
-    assert (board["id"], board["object"], board["state"]) == (BOARD, "board", "ready")
+    (board,) = (one for one in http.get("/v1/boards").json()["data"] if one["id"] == BOARD)
+    assert (board["object"], board["state"]) == ("board", "ready")
     assert board["n_batch"] == 1
     assert board["kv_positions"] > 0
     hardware = board["hardware"]

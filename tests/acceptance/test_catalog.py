@@ -14,10 +14,12 @@ from rkserve.core.board_report import BoardReport, BoardState
 from rkserve.native.sim.build import ensure_built
 from tests.acceptance.test_nodes import home_of
 from tests.support.cluster.local_cluster import START_S, App, LocalCluster, wait_for
+from tests.support.cluster.varied import CATALOGUED, of
 from tests.support.http.talk import CHAT, chat_body
 from tests.support.paths import PROJECT
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytest_plugins = ["tests.support.cluster.varied_fixtures"]
 
 NAME = "fetched-chat"
 PIECE = 4096
@@ -82,26 +84,15 @@ def test_a_board_fetches_its_model_resumes_after_its_end_and_shares_it(app: App)
     _expect_a_copy(app, other)
 
 
-def test_a_board_on_the_head_serves_the_catalogue_in_its_place(ray_cluster: LocalCluster) -> None:
-    catalog = ray_cluster.folder / "catalog-near"
-    shutil.copytree(PROJECT / "models" / "sim-chat", catalog / "near-chat")
-    group = ray_cluster.simulated("near", 1) | {"model": "catalog:near-chat"}
-    state = ray_cluster.folder / "state-near"
-    ray_cluster.deploy(
-        "near",
-        {"boards": [group], "state_dir": str(state), "catalog": {"folder": str(catalog)}},
-    )
-    try:
-        app = App(ray_cluster, "near", "near", boards=1)
-        _expect_an_answer(app, "near-chat")
-        (report,) = app.reports()
-        assert (report.model, report.fetch, report.copy) == ("near-chat", None, "")
-        assert not (state / "models").exists()
-        with app.http_sync() as http:
-            (listed,) = http.get("/v1/catalog/models").json()["models"]
-        assert (listed["name"], listed["copies"]) == ("near-chat", [])
-    finally:
-        ray_cluster.delete("near")
+def test_a_board_on_the_head_serves_the_catalogue_in_its_place(varied: App) -> None:
+    app = of(varied, varied.group)
+    _expect_an_answer(app, CATALOGUED)
+    (report,) = app.reports()
+    assert (report.model, report.fetch, report.copy) == (CATALOGUED, None, "")
+    assert not (app.cluster.folder / "state" / "models").exists()
+    with app.http_sync() as http:
+        (listed,) = http.get("/v1/catalog/models").json()["models"]
+    assert (listed["name"], listed["copies"]) == (CATALOGUED, [])
 
 
 def _join(cluster: LocalCluster, address: str) -> None:

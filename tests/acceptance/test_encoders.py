@@ -7,7 +7,6 @@ import io
 import os
 import random
 import signal
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -16,28 +15,19 @@ import pytest
 from PIL import Image
 
 from rkserve.native.sim.models import SimEncoder, pattern
-from tests.support.cluster.local_cluster import App, LocalCluster, wait_for
+from tests.support.cluster.local_cluster import App, wait_for
+from tests.support.cluster.varied import EMBED, VISION, of
 
 pytestmark = pytest.mark.ray
+pytest_plugins = ["tests.support.cluster.varied_fixtures"]
 
 MODEL, VISION_MODEL = "sim-embed", "sim-vision"
-GROUP, VISION_GROUP = "embed", "vision"
 
 
 @pytest.fixture(scope="module")
-def embedding(ray_cluster: LocalCluster) -> Iterator[App]:
-    """Two boards that make embeddings, and one that sees, behind one Router."""
-    at_once = {"time_scale": 0}
-    groups = [
-        ray_cluster.simulated(GROUP, 2, model=f"models/{MODEL}", simulated=at_once),
-        ray_cluster.simulated(VISION_GROUP, 1, model=f"models/{VISION_MODEL}", simulated=at_once),
-    ]
-    ray_cluster.deploy("encoders", {"boards": groups})
-    app = App(ray_cluster, "encoders", GROUP, 2)
-    app.ready()
-    app.settled()
-    yield app
-    ray_cluster.delete("encoders")
+def embedding(varied: App) -> App:
+    """Two boards that make embeddings."""
+    return of(varied, EMBED, 2)
 
 
 def client(app: App, *, strict: bool = False) -> openai.OpenAI:
@@ -88,11 +78,9 @@ ENCODER = SimEncoder(SIDE, SIDE, 196)
 
 
 @pytest.fixture
-def seeing(embedding: App) -> App:
+def seeing(varied: App) -> App:
     """The board that sees."""
-    app = App(embedding.cluster, embedding.name, VISION_GROUP, 1)
-    app.settled()
-    return app
+    return of(varied, VISION)
 
 
 def noise(seed: int) -> Image.Image:

@@ -11,42 +11,23 @@ import httpx
 import pytest
 
 from rkserve.core.board_report import BoardState
-from tests.support.cluster.local_cluster import App, LocalCluster, wait_for
+from tests.support.cluster.local_cluster import App, wait_for
+from tests.support.cluster.varied import NAP, REST, of
 from tests.support.http.talk import CHAT, Reply, chat_body, streaming
 
 pytestmark = pytest.mark.ray
+pytest_plugins = ["tests.support.cluster.varied_fixtures"]
 
-GROUP, NAP = "rest", "nap"
-BOARDS = [f"{GROUP}-{n}" for n in range(2)]
-IDLE_S = 1.0
+BOARDS = [f"{REST}-{n}" for n in range(2)]
 LIMIT_S = 120.0
 COUNTS = {n: ", ".join(str(one) for one in range(1, n + 1)) + "." for n in (30, 40, 50)}
 KEEP: dict[str, Any] = {"mode": "keep"}
 
 
 @pytest.fixture(scope="module")
-def app(ray_cluster: LocalCluster) -> Iterator[App]:
-    """Two boards of one model, and one of another that is unloaded when nobody uses it."""
-    ray_cluster.model_copy(NAP)
-    fast = {"time_scale": 0.1, "strict": True}
-    groups = [
-        ray_cluster.simulated(
-            GROUP, 2, model=str(ray_cluster.model_copy("sim-rest")), simulated=fast
-        ),
-        ray_cluster.simulated(
-            NAP,
-            1,
-            model=str(ray_cluster.folder / "models" / NAP),
-            idle_unload_s=IDLE_S,
-            simulated=fast,
-        ),
-    ]
-    ray_cluster.deploy(GROUP, {"boards": groups, "router": {"ping_s": 0.1}})
-    found = App(ray_cluster, GROUP, GROUP, len(BOARDS))
-    found.ready()
-    wait_for("both boards", lambda: len(found.reports()) == len(BOARDS))
-    yield found
-    ray_cluster.delete(GROUP)
+def app(varied: App) -> App:
+    """Two boards of one model, beside one of another that is unloaded when nobody uses it."""
+    return of(varied, REST, len(BOARDS))
 
 
 @pytest.fixture
@@ -159,7 +140,7 @@ def test_a_model_that_nobody_uses_is_unloaded_and_woken_by_the_next_requests(
     app: App, http: httpx.Client
 ) -> None:
     wait_for("the idle model to be unloaded", lambda: state(http, NAP) == "asleep")
-    board = app.cluster.reports(GROUP, NAP)[0]
+    (board,) = app.cluster.reports(app.name, NAP)
     assert board.state is BoardState.ASLEEP
 
     async def main() -> list[Reply]:

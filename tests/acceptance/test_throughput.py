@@ -13,31 +13,24 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.cluster.local_cluster import App, LocalCluster
+from tests.support.cluster.local_cluster import App
+from tests.support.cluster.varied import BATCH, BATCHED, PAIR, TWICE, of
 from tests.support.http.talk import CHAT, ENDLESS, Reply, act, chat_body, streaming
 
 pytestmark = pytest.mark.ray
+pytest_plugins = ["tests.support.cluster.varied_fixtures"]
 
-BATCHED, TWICE = "batched", "twice"
-FAST, SLOW = 0.02, 0.5
+SLOW = 0.5
+# The deployments of its two instances.
+INSTANCES = [f"{PAIR}-i{number}" for number in range(2)]
 
 
 @pytest.fixture(scope="module")
-def app(ray_cluster: LocalCluster) -> Iterator[App]:
+def app(varied: App) -> App:
     """A board that runs four at once, and one that is served by two handles."""
-    simulated = {"strict": True, "time_scale": FAST}
-    models = {name: str(ray_cluster.model_copy(name)) for name in (BATCHED, TWICE)}
-    groups = [
-        ray_cluster.simulated(
-            "batch", 1, model=models[BATCHED], n_batch=4, batch_window_ms=200, simulated=simulated
-        ),
-        ray_cluster.simulated("pair", 1, model=models[TWICE], instances=2, simulated=simulated),
-    ]
-    ray_cluster.deploy("through", {"boards": groups})
-    deployed = App(ray_cluster, "through", "batch", 1)
-    deployed.ready()
-    yield deployed
-    ray_cluster.delete("through")
+    for instance in INSTANCES:
+        of(varied, instance)
+    return of(varied, BATCH)
 
 
 @pytest.fixture
