@@ -43,11 +43,21 @@ def board_group(name: str, number: int, library: Path, model: Path | str = "") -
 # -- joining and leaving --------------------------------------------------------------------------
 
 
-@pytest.fixture
-def farm(ray_cluster: LocalCluster) -> Iterator[App]:
-    """An application for real boards, before the first board has joined."""
-    group = board_group("farm", 0, ensure_built("1.3.0"))
-    ray_cluster.deploy("farm", {"boards": [group], "state_dir": "~/state"})
+@pytest.fixture(scope="module")
+def farm(ray_cluster: LocalCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[App]:
+    """An application for real boards, before the first board has joined.
+
+    An NPU is shared by a group that works and three that cannot start.
+    """
+    folder, copy = tmp_path_factory.mktemp("farm"), ray_cluster.model_copy
+    beta = rkllm_fake.build(folder / "librkllmrt-beta.so", rkllm_fake.version("1.2.1b1"))
+    groups = [
+        board_group("farm", 0, ensure_built("1.3.0")),
+        board_group("gone", 1, Path("/nonexistent/librkllmrt.so"), copy("lost")),
+        board_group("beta", 2, beta, copy("early")),
+        board_group("big", 3, ensure_built("1.3.0"), _huge_model(folder)),
+    ]
+    ray_cluster.deploy("farm", {"boards": groups, "state_dir": "~/state"})
     yield App(ray_cluster, "farm", "farm", boards=0)
     ray_cluster.delete("farm")
     for node in list(ray_cluster.cluster.worker_nodes):
@@ -155,27 +165,12 @@ async def _one_on_each(app: App, stack: AsyncExitStack, http: httpx.AsyncClient)
 # -- boards that cannot start ---------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def troubled(ray_cluster: LocalCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[App]:
-    """A node whose NPU is shared by three groups that cannot start, beside a board that can."""
-    folder = tmp_path_factory.mktemp("troubled")
-    beta = rkllm_fake.build(folder / "librkllmrt-beta.so", rkllm_fake.version("1.2.1b1"))
-    groups = [
-        board_group("gone", 0, Path("/nonexistent/librkllmrt.so")),
-        board_group("beta", 1, beta),
-        board_group("big", 2, ensure_built("1.3.0"), _huge_model(folder)),
-    ]
-    works = {
-        "name": "works",
-        "model": f"models/{MODEL}",
-        "simulated": {"boards": 1, "time_scale": 0.05, "load_s": 0.1},
-    }
-    node = join(ray_cluster)
-    state_dir = str(folder / "state")
-    ray_cluster.deploy("troubled", {"boards": [*groups, works], "state_dir": state_dir})
-    yield App(ray_cluster, "troubled", "works", boards=1)
-    ray_cluster.delete("troubled")
-    ray_cluster.remove_node(node)
+@pytest.fixture
+def troubled(farm: App) -> App:
+    """The same with a node: that of the test before, or a new one where that has not run."""
+    if not farm.cluster.cluster.worker_nodes:
+        join(farm.cluster)
+    return farm
 
 
 def _huge_model(folder: Path) -> Path:
@@ -191,8 +186,8 @@ def _huge_model(folder: Path) -> Path:
 @pytest.mark.parametrize(
     ("group", "model", "says"),
     [
-        pytest.param("gone", MODEL, "/nonexistent/librkllmrt.so", id="no library"),
-        pytest.param("beta", MODEL, "1.2.1b1", id="a release that is refused"),
+        pytest.param("gone", "lost", "/nonexistent/librkllmrt.so", id="no library"),
+        pytest.param("beta", "early", "1.2.1b1", id="a release that is refused"),
         pytest.param("big", "huge-chat", "malloc", id="a model that does not fit"),
     ],
 )
