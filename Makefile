@@ -14,7 +14,7 @@ help:
 	@echo "make demo    a chat model on three simulated boards, an embedding model on a fourth, until Ctrl-C"
 	@echo "make test    checks and tests (what CI runs)"
 	@echo "make test-quick  tests without Ray and engine processes, in a minute and a half"
-	@echo "make test-long  what make test leaves out: sanitizers, installations, long trials"
+	@echo "make test-long  what make test leaves out: sanitizers, installations, examples, rare faults"
 	@echo "make unit    tests that need no Ray"
 	@echo "make cluster tests on a local Ray cluster"
 	@echo "make page-test  both pages in a real Chromium, with axe"
@@ -82,7 +82,7 @@ cluster: $(READY) sim
 # Tests of which make test tries some cases, others in each run.
 SAMPLED := $(shell grep -rlE 'sampled: Sampler|(odd|schemas)-every' --include='test_*.py' tests)
 
-# What make test leaves out: sanitizers, installations with pip, and trials that go on for long.
+# What make test leaves out: sanitizers, installations with pip, examples, rare faults, long trials.
 test-long: $(READY) sim
 	$(PYTEST) -n 2 --long -m long
 	$(FORKED) --long --odd-every 1 --schemas-every 1 $(SAMPLED)

@@ -234,12 +234,14 @@ def _serve_run(parent: Path, attempts: int) -> Demo:
     return _serve_run(parent, attempts - 1)
 
 
+@pytest.mark.long
 def test_serve_run_serves_with_the_file_of_the_project(demo: Demo) -> None:
     with demo.http() as http:
         answer = http.post(CHAT, json=chat_body("Repeat after me: served")).json()
     assert answer["choices"][0]["message"]["content"] == "served"
 
 
+@pytest.mark.long
 def test_every_example_is_answered_with_200_or_says_what_it_needs(demo: Demo) -> None:
     wrong = []
     with demo.http() as http:
@@ -260,6 +262,7 @@ def test_every_example_is_answered_with_200_or_says_what_it_needs(demo: Demo) ->
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", TUTORIALS)
 def test_the_commands_of_a_tutorial_print_what_it_shows(
     demo: Demo, name: str, tmp_path: Path
@@ -287,6 +290,7 @@ def test_the_commands_of_a_tutorial_print_what_it_shows(
             assert " ".join(line.split()) in printed, f"{script}{done.stdout}"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("block", PYTHON, ids=lambda block: block.place)
 def test_every_example_in_python_runs_or_says_what_it_needs(
     demo: Demo, block: Block, tmp_path: Path
@@ -303,6 +307,7 @@ def test_every_example_in_python_runs_or_says_what_it_needs(
     assert done.stdout
 
 
+@pytest.mark.long
 def test_serve_run_ends_with_ctrl_c_and_leaves_no_process(demo: Demo) -> None:
     os.killpg(demo.process.pid, signal.SIGINT)  # what a terminal does at Ctrl-C
     demo.process.wait(timeout=START_S)

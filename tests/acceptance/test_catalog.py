@@ -59,6 +59,7 @@ def app(ray_cluster: LocalCluster) -> Iterator[App]:
         ray_cluster.remove_node(node)
 
 
+@pytest.mark.long
 def test_a_board_fetches_its_model_resumes_after_its_end_and_shares_it(app: App) -> None:
     _join(app.cluster, "localhost")
     first = _fetching(app, PADDING // 4)

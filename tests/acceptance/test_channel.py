@@ -112,6 +112,7 @@ def plain(ray_cluster: LocalCluster) -> Iterator[App]:
     ray_cluster.delete("plain")
 
 
+@pytest.mark.long
 def test_without_the_channel_tokens_come_through_ray(plain: App) -> None:
     async def main() -> None:
         before = taken(plain)
@@ -122,6 +123,7 @@ def test_without_the_channel_tokens_come_through_ray(plain: App) -> None:
     run_loop(main(), 300.0)
 
 
+@pytest.mark.long
 def test_a_build_that_its_caller_gave_up_leaves_the_queue_and_is_never_made(plain: App) -> None:
     """Control calls take Ray's way with a channel, too."""
     with plain.http_sync() as http:

@@ -90,6 +90,7 @@ def _answering(http: httpx.Client) -> set[str]:
         return {board for _, board in pool.map(partial(_timed, http), range(first, first + 24))}
 
 
+@pytest.mark.long
 def test_a_frozen_replica_takes_no_other_board_with_it(trio: App) -> None:
     well = trio.settled()
     cold = well[1].board_id
@@ -183,12 +184,10 @@ class Customers:
             self.more.notify_all()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "boards",
-    [
-        pytest.param(3, id="a shorter queue", marks=pytest.mark.long),
-        pytest.param(2, id="and one board fewer"),
-    ],
+    [pytest.param(3, id="a shorter queue"), pytest.param(2, id="and one board fewer")],
 )
 def test_a_changed_configuration_replaces_the_boards_while_requests_are_served(
     trio: App, boards: int

@@ -18,6 +18,7 @@ from tests.support.boards.pausing import (
     COUNTED,
     FAST,
     HOLD_S,
+    KEPT_FIRST,
     KEPT_OR_NOT,
     OPERATOR,
     SLOW,
@@ -77,7 +78,7 @@ def test_a_paused_stream_is_kept_open_and_goes_on_as_if_nothing_had_been(
     run(boards, talk)
 
 
-@pytest.mark.parametrize("native", KEPT_OR_NOT)
+@pytest.mark.parametrize("native", KEPT_FIRST)
 def test_the_openai_client_notices_nothing_but_a_silence(
     boards: App, plain: Reply, native: bool
 ) -> None:
@@ -114,7 +115,7 @@ def test_the_openai_client_notices_nothing_but_a_silence(
     assert chunks[-1].usage.completion_tokens == plain.usage["completion_tokens"]
 
 
-@pytest.mark.parametrize("native", KEPT_OR_NOT)
+@pytest.mark.parametrize("native", KEPT_FIRST)
 def test_a_client_that_does_not_stream_just_waits(boards: App, native: bool) -> None:
     async def talk(http: httpx.AsyncClient) -> None:
         body = chat_body(COUNT, temperature=0, native_pause=native)
@@ -314,7 +315,7 @@ def test_a_generation_pauses_by_itself_for_a_client_that_does_not_stream(boards:
 # -- the end --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("native", KEPT_OR_NOT)
+@pytest.mark.parametrize("native", KEPT_FIRST)
 @pytest.mark.parametrize("first", ["pause", None], ids=["paused", "running"])
 def test_an_abort_ends_the_answer_and_what_was_said_stands(
     boards: App, native: bool, first: str | None
@@ -338,7 +339,7 @@ def test_an_abort_ends_the_answer_and_what_was_said_stands(
     run(boards, talk)
 
 
-@pytest.mark.parametrize("native", KEPT_OR_NOT)
+@pytest.mark.parametrize("native", KEPT_FIRST)
 def test_a_client_that_hangs_up_while_paused_frees_the_board(boards: App, native: bool) -> None:
     async def talk(http: httpx.AsyncClient) -> None:
         async with paused(http, ENDLESS, native_pause=native) as (reply, _):
@@ -378,7 +379,7 @@ def test_others_wait_for_a_held_board_no_longer_than_its_hold(boards: App) -> No
     run(boards, talk)
 
 
-@pytest.mark.parametrize("native", KEPT_OR_NOT)
+@pytest.mark.parametrize("native", KEPT_FIRST)
 def test_a_pause_that_nobody_ends_expires_and_the_client_is_told(boards: App, native: bool) -> None:
     async def talk(http: httpx.AsyncClient) -> None:
         body = {"model": BRIEF, "temperature": 0, "pause_on": ["3"], "native_pause": native}
@@ -414,7 +415,7 @@ def test_a_hook_that_raises_ends_its_own_generation_and_nothing_else(boards: App
     run(boards, talk)
 
 
-@pytest.mark.parametrize("native", KEPT_OR_NOT)
+@pytest.mark.parametrize("native", KEPT_FIRST)
 def test_a_paused_generation_survives_the_crash_of_its_engine(
     two_routers: App, plain: Reply, native: bool
 ) -> None:

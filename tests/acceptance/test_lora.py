@@ -330,6 +330,7 @@ def test_a_rollout_whose_coordinator_dies_leaves_nobody_paused_and_one_version_e
     assert not any(report.hold for report in all_report(app))
 
 
+@pytest.mark.long
 @pytest.mark.promise("Pause", "Paused stays paused over restarts")
 def test_a_restart_of_the_application_keeps_its_pause_and_its_adapters(
     app: App, http: httpx.Client, tone: str

@@ -71,7 +71,14 @@ def example(app: App, name: str, *words: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("how", ["--strategy=atomic", "--strategy=rolling", "--receive"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "--strategy=atomic",
+        pytest.param("--strategy=rolling", marks=pytest.mark.long),
+        pytest.param("--receive", marks=pytest.mark.long),
+    ],
+)
 def test_adapters_change_under_load_and_no_request_fails(app: App, how: str) -> None:
     name = f"trained-{how.strip('-').partition('=')[2] or 'step'}"
     with Client(app.url) as client:
@@ -84,16 +91,16 @@ def test_adapters_change_under_load_and_no_request_fails(app: App, how: str) -> 
 
 
 def test_boards_sleep_while_a_loop_trains_and_answers_end_after_it(app: App) -> None:
-    said = example(app, "rl_loop", "--rounds", "3", "--prompts", "4", "--name", "sampled")
+    said = example(app, "rl_loop", "--rounds", "2", "--prompts", "4", "--name", "sampled")
     assert (
         re.findall(r"(sleep|wake): (\w+)", said)
         == [
             ("sleep", "succeeded"),
             ("wake", "succeeded"),
         ]
-        * 3
+        * 2
     )
     counts = re.findall(r"^ *(\d+) (?:default|sampled@round-\S+)$", said, re.MULTILINE)
-    assert sum(map(int, counts)) == 12, said
+    assert sum(map(int, counts)) == 8, said
     with Client(app.url) as client:
         assert not client.is_sleeping()

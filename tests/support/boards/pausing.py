@@ -21,6 +21,8 @@ TALK_S = 120.0  # who waits for a stream that never goes on fails, and does not 
 SLOW, FAST = 0.5, 0.0
 COUNT, COUNTED = "Count to 50", ", ".join(str(n) for n in range(1, 51)) + "."
 KEPT_OR_NOT = [pytest.param(True, id="kept"), pytest.param(False, id="recomputed")]
+# For tests of the Router's part, which is the same either way.
+KEPT_FIRST = [KEPT_OR_NOT[0], pytest.param(False, id="recomputed", marks=pytest.mark.long)]
 
 
 BRIEF = "brief"
