@@ -220,6 +220,42 @@ def test_rooms_import_downwards_only() -> None:
     assert not [broken for path in SOURCES for broken in forbidden(path)]
 
 
+# Every board and the Coordinator start in seconds of a small board's time: without the rooms of
+# Routers, and what those import. Imports inside functions are those of what is used rarely.
+LOADED_WITHOUT = {
+    "deployments.board": ("rkserve.api", "rkserve.http", "rkserve.router", "httpx"),
+    "deployments.coordinator": ("rkserve.api", "rkserve.http", "rkserve.router", "httpx", "PIL"),
+}
+
+
+def loaded_with(module: str) -> set[str]:
+    """Return the full names of the modules that are imported with one, or with those."""
+    paths = {f"rkserve.{module_of(path)}": path for path in SOURCES}
+    found, new = set[str](), {f"rkserve.{module}"}
+    while new:
+        found |= new
+        names = {name for one in new if one in paths for name in imported_at_once(paths[one])}
+        # Else the name of something in a module.
+        new = {name if name in paths else name.rpartition(".")[0] or name for name in names} - found
+    return found
+
+
+def imported_at_once(path: Path) -> list[str]:
+    """Return the full name of every import that runs with its module's own."""
+    body = ast.parse(path.read_text(encoding="utf-8")).body
+    plain = [alias.name for one in body if isinstance(one, ast.Import) for alias in one.names]
+    named = [one for one in body if isinstance(one, ast.ImportFrom)]
+    return [*plain, *(f"{one.module}.{alias.name}" for one in named for alias in one.names)]
+
+
+@pytest.mark.parametrize("module", LOADED_WITHOUT)
+def test_a_board_and_the_coordinator_load_nothing_of_a_router(module: str) -> None:
+    loaded = loaded_with(module)
+    assert "rkserve.core.board_report" in loaded, "it looks at the right modules"
+    unwanted = LOADED_WITHOUT[module]
+    assert not [one for one in sorted(loaded) if any(is_below(one, room) for room in unwanted)]
+
+
 @pytest.mark.parametrize(
     ("module", "source", "said"),
     [

@@ -5,6 +5,7 @@ Transport is elsewhere.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 
@@ -14,6 +15,10 @@ from rkserve.core.skew import crosses_versions
 # What stands in for a file's sha256 while it is computed, and where it cannot be.
 HASHING = "hashing"
 UNREADABLE = "unreadable"
+# In place of the sha256 of the model folder's file: boards have different files, or none is known.
+MIXED = "mixed"
+UNKNOWN = "unknown"
+OTHER_ROUTERS = "other Routers"  # in the place of a board's name, in an error
 
 
 class GenerationState(str, Enum):
@@ -410,3 +415,15 @@ class BoardReport:
     confined: str = ""
     drained: bool = False
     trying: str = ""
+
+
+def own_digest(boards: Iterable[BoardReport]) -> str:
+    """Return the sha256 of the file in the model folders of these boards, or ``hashing``,
+    ``mixed`` if the boards have different files, or ``unknown``.
+    """
+    digests = {board.own_digest for board in boards} - {"", UNREADABLE}
+    if len(digests) > 1:
+        digests.discard(HASHING)
+    if len(digests) > 1:
+        return MIXED
+    return digests.pop() if digests else UNKNOWN

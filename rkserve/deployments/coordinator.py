@@ -16,8 +16,6 @@ from typing import Any
 
 import ray
 
-from rkserve.api.admin.caches import BuildCall, ids_of
-from rkserve.api.common.renderer import Renderer
 from rkserve.config.board_group import BoardGroupConfig
 from rkserve.config.serve_config import CoordinatorConfig, RkserveConfig, resolve_folder
 from rkserve.control.calls import (
@@ -320,18 +318,24 @@ def system_prompts(
 
     A prompt that the model cannot take is logged, and does not prevent a start.
     """
+    texts = {group.name: group.prompt_cache.system_prompt for group in groups}
+    prompts = {name: text for name, text in texts.items() if text is not None}
+    if not prompts:
+        return {}
+    # Templates and tokenizers, without which a Coordinator starts in half the time.
+    from rkserve.api.admin.caches import BuildCall, ids_of
+    from rkserve.api.common.renderer import Renderer
+
     found = {}
-    for group in groups:
-        text, folder = group.prompt_cache.system_prompt, folders[group.name]
-        if text is None:
-            continue
+    for group, text in prompts.items():
+        folder = folders[group]
         call = BuildCall(SYSTEM_PROMPT, messages=({"role": "system", "content": text},))
         try:
             ids = ids_of(call, Renderer(folder), folder.settings.context_length)
         except RkserveError as exc:
-            log.warning("group %s: prompt_cache.system_prompt is not built: %s", group.name, exc)
+            log.warning("group %s: prompt_cache.system_prompt is not built: %s", group, exc)
             continue
-        found[group.name] = DesiredCache(folder.id, SYSTEM_PROMPT, ids)
+        found[group] = DesiredCache(folder.id, SYSTEM_PROMPT, ids)
     return found
 
 

@@ -11,24 +11,26 @@ import contextvars
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ray import serve
 from ray.exceptions import RayError, RayTaskError
 from ray.serve.exceptions import RayServeException
 
-from rkserve.api.responses.stored import StoredResponse
 from rkserve.core.answer_metrics import RouterUsage
-from rkserve.core.board_report import GenerationInfo, RouterGenerations
+from rkserve.core.board_report import OTHER_ROUTERS, GenerationInfo, RouterGenerations
 from rkserve.core.desired_state import Scope as ClusterScope
 from rkserve.core.errors import BoardFailed, CoordinatorAway, RkserveError
 from rkserve.core.exposition import RouterFigures
 from rkserve.core.logs import LogPage
 from rkserve.core.messages import ControlAction
 from rkserve.deployments.board_link import Replicas, wait_for_all
-from rkserve.http.gradio_routes import PendingCall
-from rkserve.router.features.generations import ROUTERS
-from rkserve.verdicts.facts import RouterView
+
+if TYPE_CHECKING:
+    # What only Routers send each other: the Coordinator has this module without their HTTP.
+    from rkserve.api.responses.stored import StoredResponse
+    from rkserve.http.gradio_routes import PendingCall
+    from rkserve.verdicts.facts import RouterView
 
 log = logging.getLogger(__name__)
 
@@ -181,7 +183,7 @@ class RayRouters:
             try:
                 self._handle = await asyncio.to_thread(find, self._deployment, self._app)
             except (RayError, RayServeException) as exc:
-                raise BoardFailed(ROUTERS, f"not found ({type(exc).__name__})") from exc
+                raise BoardFailed(OTHER_ROUTERS, f"not found ({type(exc).__name__})") from exc
         found: list[int] = await _broadcast(
             self._handle, "abort_waiting", scope, request_ids, timeout_s=timeout_s
         )
@@ -241,7 +243,9 @@ async def _broadcast(handle: Any, method: str, *args: Any, timeout_s: float) -> 
         # A Router's own error is its answer.
         if isinstance(exc.cause, RkserveError):
             raise exc.cause from None
-        raise BoardFailed(ROUTERS, f"one of them failed ({type(exc.cause).__name__})") from exc
+        raise BoardFailed(
+            OTHER_ROUTERS, f"one of them failed ({type(exc.cause).__name__})"
+        ) from exc
     except (RayError, RayServeException, TimeoutError, asyncio.TimeoutError) as exc:
-        raise BoardFailed(ROUTERS, f"no answer ({type(exc).__name__})") from exc
+        raise BoardFailed(OTHER_ROUTERS, f"no answer ({type(exc).__name__})") from exc
     return answers

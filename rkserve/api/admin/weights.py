@@ -45,16 +45,13 @@ from rkserve.api.admin.query import ControlRequest, Name, ParameterKind
 from rkserve.api.json.schemas import Count, RequestModel, Seconds, one_of
 from rkserve.control.calls import DeclaredArtifact
 from rkserve.control.operations import ControlOperation, OperationState
-from rkserve.core.board_report import HASHING, UNREADABLE, BoardReport
+from rkserve.core.board_report import UNKNOWN, BoardReport, own_digest
 from rkserve.core.desired_state import Artifact, BaseVersion, Desired, InFlight, Weights
 from rkserve.core.errors import ArtifactRefused, RequestError
 from rkserve.models.files import Parameter, difference, read_parameters
 
 OWN = "default"  # stands for the file in the model's own folder
 WHOLE_FILE = "uint8"
-# In place of the sha256 of the model folder's file: boards have different files, or none is known.
-MIXED = "mixed"
-UNKNOWN = "unknown"
 MAX_STEP = 2**53 - 1  # the largest integer that every JSON reader keeps exact
 
 # PipelineRL's timings of an update, and the phases in each.
@@ -444,18 +441,6 @@ def base_entry(weights: Weights, boards: Iterable[BoardReport]) -> BaseEntry:
 def loaded_digest(board: BoardReport) -> str:
     """Return the sha256 of the base weights that a board has loaded, or ``unknown``."""
     return board.base or board.own_digest or UNKNOWN
-
-
-def own_digest(boards: Iterable[BoardReport]) -> str:
-    """Return the sha256 of the file in the model folders of these boards, or ``hashing``,
-    ``mixed`` if the boards have different files, or ``unknown``.
-    """
-    digests = {board.own_digest for board in boards} - {"", UNREADABLE}
-    if len(digests) > 1:
-        digests.discard(HASHING)
-    if len(digests) > 1:
-        return MIXED
-    return digests.pop() if digests else UNKNOWN
 
 
 def taken_entry(model: str, base: BaseVersion | None, parameters: int) -> WeightsTakenAnswer:

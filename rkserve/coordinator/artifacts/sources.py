@@ -15,14 +15,17 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
+from http import HTTPStatus
 from pathlib import Path
-from typing import ParamSpec, TypeVar
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 from urllib.parse import unquote, urljoin, urlsplit
-
-import httpx
 
 from rkserve.core.errors import ArtifactNotFound, ArtifactRefused, ConfigError
 from rkserve.models.adapters import ADAPTER_FILE
+
+if TYPE_CHECKING:
+    # A tenth of a Coordinator's start, and most download nothing: imported by what does.
+    import httpx
 
 BLOCK_BYTES = 1 << 20
 MAX_REDIRECTS = 5
@@ -143,6 +146,8 @@ def open_url(url: str, prefixes: tuple[str, ...], limit_s: float) -> Source:
         ArtifactRefused: it is not allowed, or the server's answer is unusable.
         ArtifactNotFound: the server has nothing there.
     """
+    import httpx  # see above
+
     deadline_s = time.monotonic() + limit_s
     with ExitStack() as stack:
         # No proxy and no credentials from this process' environment: only the list counts.
@@ -182,13 +187,15 @@ def _follow(
 def _require_file(response: httpx.Response) -> None:
     if response.status_code in NOT_FOUND:
         raise ArtifactNotFound("The server of that URL has no such file.", "url")
-    if response.status_code != httpx.codes.OK:
+    if response.status_code != HTTPStatus.OK:
         raise ArtifactRefused(f"The server of that URL answered {response.status_code}.", "url")
     if response.headers.get("content-encoding", "identity").lower() != "identity":
         raise ArtifactRefused("The server of that URL sends a packed file unasked.", "url")
 
 
 def _blocks(response: httpx.Response, deadline_s: float) -> Iterator[bytes]:
+    import httpx  # see above
+
     try:
         for block in (
             response.iter_raw()

@@ -10,7 +10,6 @@ import asyncio
 import logging
 from dataclasses import replace
 
-from rkserve.api.admin.weights import own_digest
 from rkserve.control import weight_changes
 from rkserve.control.calls import (
     MODEL,
@@ -34,6 +33,7 @@ from rkserve.coordinator.operations.operation_run import (
 )
 from rkserve.coordinator.operations.rollout import LOAD_S, RolloutRunner
 from rkserve.coordinator.operations.trust import ArtifactTrust
+from rkserve.core.board_report import own_digest
 from rkserve.core.desired_state import (
     AdapterVersion,
     Artifact,

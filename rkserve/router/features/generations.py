@@ -27,7 +27,12 @@ from rkserve.api.admin.generations import (
 )
 from rkserve.api.admin.query import ControlRequest
 from rkserve.api.json.fields import JsonObject
-from rkserve.core.board_report import GenerationInfo, GenerationState, RouterGenerations
+from rkserve.core.board_report import (
+    OTHER_ROUTERS,
+    GenerationInfo,
+    GenerationState,
+    RouterGenerations,
+)
 from rkserve.core.errors import (
     BoardFailed,
     GenerationNotFound,
@@ -47,7 +52,7 @@ OK, MULTI_STATUS = 200, 207
 # Attempts to find a generation, which may leave its board during the call.
 MOVES = 3
 # Used in place of a board's name, for choices without a board and for Routers.
-_QUEUE, ROUTERS = "queue", "other Routers"
+_QUEUE = "queue"
 _NO_BOARD_YET = "It waits for a board; abort it, or try again once it has one."
 # The format of answer IDs. Other paths are rejected without a call to the boards.
 _ID = re.compile(r"[A-Za-z0-9_-]{1,80}")
@@ -188,7 +193,7 @@ class Generations:
         try:
             found = await self._peers.control_unassigned(generation, action, choice)
         except BoardFailed as exc:
-            return RouterGenerations(), {ROUTERS: exc}
+            return RouterGenerations(), {OTHER_ROUTERS: exc}
         return replace(found, known=False), {}
 
     async def _moved(self, generation: str, choice: int | None) -> bool:
@@ -205,7 +210,7 @@ class Generations:
         try:
             return await self._peers.unassigned(), {}
         except BoardFailed as exc:
-            return [], {ROUTERS: exc}
+            return [], {OTHER_ROUTERS: exc}
 
     async def _find(self, generation: str, choice: int | None) -> _Found:
         """Look up the boards in this Router's table, or else ask all boards."""
