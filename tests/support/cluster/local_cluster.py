@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import shutil
 import ssl
 import tempfile
@@ -21,6 +22,7 @@ from typing import Any, TypeVar
 import httpx
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 from rkserve.core.board_report import BoardReport, BoardState
 from rkserve.core.child_process import free_port
@@ -305,10 +307,16 @@ class App:
 
     def waiting(self) -> int:
         """Return how many generations wait at the Router for a place."""
+        return int(sum(one.value for one in self._samples("rkserve_queue_depth")))
+
+    def _samples(self, *names: str) -> list[Sample]:
+        """Return the samples of these metrics; to read those of all takes longer than to ask."""
         with self.http_sync() as http:
             text = http.get("/metrics").text
-        samples = (one for family in text_string_to_metric_families(text) for one in family.samples)
-        return int(sum(one.value for one in samples if one.name == "rkserve_queue_depth"))
+        wanted = re.compile(rf"(?:{'|'.join(names)})[{{ ]")
+        lines = [line for line in text.splitlines() if wanted.match(line)]
+        families = text_string_to_metric_families("\n".join([*lines, ""]))
+        return [sample for family in families for sample in family.samples]
 
     def settled(self) -> list[BoardReport]:
         """Wait until every board is ready and idle, and the Router has heard so."""
@@ -325,15 +333,10 @@ class App:
 
     def _heard(self) -> dict[str, dict[str, float]]:
         """Return what the Router last heard of each board."""
-        with self.http_sync() as http:
-            text = http.get("/metrics").text
         heard: dict[str, dict[str, float]] = {}
-        for family in text_string_to_metric_families(text):
-            for sample in family.samples:
-                if sample.name in _FIGURES:
-                    heard.setdefault(sample.labels["board"], {})[sample.name] = sample.value
-                elif sample.name == _STATE and sample.labels["state"] == BoardState.READY.value:
-                    heard.setdefault(sample.labels["board"], {})[_STATE] = sample.value
+        for sample in self._samples(_STATE, *_FIGURES):
+            if sample.labels.get("state", BoardState.READY.value) == BoardState.READY.value:
+                heard.setdefault(sample.labels["board"], {})[sample.name] = sample.value
         return heard
 
 
