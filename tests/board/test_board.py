@@ -14,6 +14,7 @@ from rkserve.board.answer.generation import Generation
 from rkserve.board.engine.protocol import EntryCommand
 from rkserve.board.rules.hang_limits import RunTimeouts
 from rkserve.board.run.job import Job
+from rkserve.core.block_hashes import seed_of
 from rkserve.core.board_report import EngineUse
 from rkserve.core.errors import (
     ContextOverflow,
@@ -108,7 +109,7 @@ async def test_text_mode_sends_the_text_and_says_when_the_context_was_full() -> 
         assert events[-1].reason is FinishReason.LENGTH
         assert events[-1].usage == Usage(prompt_tokens=7, completion_tokens=8)
         command = bench.engine.commands[0]
-        assert command.entries == (EntryCommand(prompt_text="Say it."),)
+        assert command.entries == (EntryCommand(prompt_text="Say it.", images_of=seed_of("")),)
         assert (command.clear, command.keep_history) == (True, False)
 
 
