@@ -145,6 +145,14 @@ class Candidate:
         self._left_since_asked += left
         self._boards.moved(self)
 
+    def withdrawn(self, work: BoardWork) -> None:
+        """Remove a request that only waited in the board's own queue.
+
+        It is none of those that the next report counts as running: these are others' requests.
+        """
+        self.ended(work, left=False)
+        self._most_since_asked = min(self._most_since_asked, self.in_flight)
+
     def lost(self) -> None:
         """Stop sending requests to a failed board until its next report."""
         self.ready = False

@@ -284,7 +284,8 @@ class ModelQueue:
         """Take back one request from a board's own queue, if another board is free for it.
 
         Another Router's request was there first. The next pump takes back the next one, when this
-        one has a board.
+        one has a board. A paused request of ours may keep a board that counts as free until its
+        next report.
         """
         if not self.boards.any_open or time.monotonic() < self._returns_s:
             return
@@ -292,7 +293,8 @@ class ModelQueue:
             waiter, board = running.waiter, reservation.board
             if not reservation.waits or waiter.recalled >= MOST_RECALLS:
                 continue
-            if self.boards.free({*waiter.barred, *self._blocked(), board.key}, board.held):
+            tried = {*waiter.barred, *self._blocked(), board.key}
+            if any(not free.resting for free in self.boards.free(tried, board.held)):
                 self._metrics.decisions.labels(self._model, "recalled").inc()
                 self._returns_s = time.monotonic() + RETURN_S
                 reservation.recall()

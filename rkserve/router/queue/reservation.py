@@ -208,8 +208,9 @@ class InFlightRequest:
             self._resting = False
             self.candidate.went_on()
 
-    def ended(self, now_s: float, *, left: bool) -> None:
-        """Remove the request; ``left``: its client disconnected before the board was done.
+    def ended(self, now_s: float, *, left: bool, withdrawn: bool = False) -> None:
+        """Remove the request; ``left``: its client disconnected before the board was done;
+        ``withdrawn``: it only waited there.
 
         Only the first call counts.
         """
@@ -219,7 +220,10 @@ class InFlightRequest:
         if self._resting:
             self._resting = False
             self.candidate.went_on()
-        self.candidate.ended(self, left=left)
+        if withdrawn:
+            self.candidate.withdrawn(self)
+        else:
+            self.candidate.ended(self, left=left)
         if self._finished and self._routing.max_tokens:  # an embedding request has no answer length
             self._boards.answered(self._tokens)
         if self._boards.index is not None:
@@ -390,7 +394,7 @@ class Reservation:
         now_s = time.monotonic()
         self._held_s, self._kept_s = self.used_s(now_s)
         self.over = True
-        self._in_flight.ended(now_s, left=left)
+        self._in_flight.ended(now_s, left=left, withdrawn=self.is_recalled)
         self._freed(self, finished)
 
     def timing(self, finished: Finished) -> AnswerTiming | None:

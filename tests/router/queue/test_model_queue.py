@@ -506,3 +506,29 @@ async def test_a_board_that_refuses_or_pauses_is_no_better_place() -> None:
     assert not place.is_recalled
     of.fleet.obey(Desired(3))
     assert place.is_recalled
+
+
+async def test_a_board_that_a_paused_request_of_ours_may_keep_is_no_better_place() -> None:
+    of = await hall("a", "b", limit=9)
+    places = await of.busy(2)
+    places[0].observe(behind(places[0]))
+    places[1].observe(Paused(None, 1, Kv.KEPT))
+    busy, kept = (board_of(place) for place in places)
+    await of.hear(report(busy, running=1), report(kept))  # as it was before the pause
+    assert not places[0].is_recalled
+    places[1].observe(Delta("x", (1,)))
+    places[1].observe(finished())
+    assert places[0].is_recalled
+
+
+async def test_a_board_whose_queue_was_left_is_not_taken_for_free_by_the_next_report() -> None:
+    of = await hall("a", "b", limit=9)
+    (first,) = await of.busy(1)
+    first.observe(behind(first))
+    first.ended(left=True)
+    second = await of.ask(recalled=1)
+    second.observe(behind(second))
+    # Both boards run requests of another Router.
+    for _ in range(3):
+        await of.hear(report("a", running=1), report("b", running=1, queued=1))
+        assert not second.is_recalled
