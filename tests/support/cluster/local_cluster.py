@@ -421,18 +421,13 @@ def _environ(changes: dict[str, str]) -> Iterator[None]:
 def expect_no_process_of(folder: Path) -> None:
     """End what outlived Ray's own shutdown, also what lost its parent; needing to is an error."""
     _, left = psutil.wait_procs(_processes_of(folder), timeout=20)
-    left = [process for process in left if not _has_ended(process)]
+    named = []
     for process in left:
-        process.kill()
-    assert not left, f"processes outlived the cluster: {left}"
-
-
-def _has_ended(process: psutil.Process) -> bool:
-    """Return whether a process has ended, though its parent has not taken note of that."""
-    try:
-        return bool(process.status() == psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return True
+        with contextlib.suppress(psutil.Error):
+            if process.status() != psutil.STATUS_ZOMBIE:  # its parent alone has not noticed its end
+                named.append(f"{process.pid}, child of {process.ppid()}: {process.cmdline()}")
+                process.kill()
+    assert not named, f"processes outlived the cluster: {named}"
 
 
 def _processes_of(folder: Path) -> list[psutil.Process]:
