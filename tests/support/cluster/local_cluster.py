@@ -420,7 +420,7 @@ def _environ(changes: dict[str, str]) -> Iterator[None]:
 
 def expect_no_process_of(folder: Path) -> None:
     """End what outlived Ray's own shutdown, also what lost its parent; needing to is an error."""
-    # A worker that was starting tries for half a minute to reach its raylet.
+    # Some end by themselves, though on a busy machine only after more than 20 s.
     _, left = psutil.wait_procs(_processes_of(folder), timeout=60)
     named = []
     for process in left:
