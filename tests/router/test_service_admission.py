@@ -719,3 +719,21 @@ async def test_an_answer_comes_from_the_board_that_is_free_where_two_routers_cho
     assert response.json()["choices"][0]["message"]["content"] == "hello"
     assert len(of.boards.opened) == 3
     of.expect_nothing_left()
+
+
+async def test_the_time_in_the_queue_of_a_board_that_was_left_counts_as_waiting() -> None:
+    of = House(FakeBoards([report("a"), report("b", running=1)]))
+    busy = replace(accepted("a"), queued_ahead=1, waits=True)
+    of.boards.scripts = {
+        "replica of a": [[busy, asyncio.Event()]],
+        "replica of b": [answer("b", "hello")],
+    }
+    call = asyncio.create_task(of("POST", CHAT, json=chat()))
+    await eventually(lambda: of.boards.running)
+    await asyncio.sleep(7)
+    of.boards.reported = [report("a", running=1, queued=1), report("b")]
+    await of.service.fleet.refresh()
+    response = await call
+    assert response.json()["choices"][0]["message"]["content"] == "hello"
+    assert response.json()["timings"]["queue_ms"] >= 7000
+    of.expect_nothing_left()

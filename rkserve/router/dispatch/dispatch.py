@@ -107,12 +107,15 @@ class BoardReservation(Protocol):
         """The tokens of the cached prefix that is expected at the board."""
 
     @property
-    def waits(self) -> bool:
-        """Return whether it waits in the board's own queue, and has not had the board before."""
+    def movable(self) -> bool:
+        """True while it is in the board's own queue, and nothing has happened to it there."""
 
     @property
-    def is_recalled(self) -> bool:
-        """Return whether it leaves the board's queue."""
+    def queue_ms(self) -> float:
+        """The time that a movable request has been in the board's queue."""
+
+    def leave_if_recalled(self) -> None:
+        """Raise ``Recalled`` if the request is movable and was recalled."""
 
     async def unless_recalled(self, work: Awaitable[T]) -> T:
         """Return the result of ``work``. Raises ``Recalled`` if it was recalled first."""
@@ -219,7 +222,7 @@ class Dispatch:
         record = record_generation(request.request_id)
         with location:
             while (one := await self._attempt(location, tried, terms, record)) is not None:
-                reservation = one.reservation
+                reservation, moves = one.reservation, False
                 link = self.fleet.links[reservation.group]
                 try:
                     async with (
@@ -231,8 +234,9 @@ class Dispatch:
                         self._require_end(one)
                 except Recalled:
                     one.visit.failure = "moved"
-                    one.left = True
+                    one.left = moves = True
                     tried.recalled += 1
+                    progress.queued_ms += reservation.queue_ms
                 except (ControlChange, *_ELSEWHERE) as exc:
                     self._left(location, one, exc, tried)
                 except BaseException as exc:
@@ -245,7 +249,7 @@ class Dispatch:
                 finally:
                     record.left(one.visit, progress.times)
                     self._give_back(reservation, left=one.left)
-                await self._between(location, at_once=reservation.is_recalled)
+                await self._between(location, at_once=moves)
             for last in self.unassigned.end(location):
                 yield last
 
@@ -262,13 +266,12 @@ class Dispatch:
         reservation = one.reservation
         first = await location.unless_changed(self._first(opened, reservation.replica))
         one.observe(first)
-        if reservation.is_recalled:
-            raise Recalled  # before the client is told of this board
+        reservation.leave_if_recalled()  # before the client gets the name of this board
         one.accepted = True
         location.enter(reservation.group, reservation.replica)
         if (sent := location.progress.observe(first)) is not None:
             yield sent
-        while reservation.waits:
+        while reservation.movable:
             following = await reservation.unless_recalled(anext(opened, None))
             if following is None:
                 return

@@ -43,7 +43,7 @@ class Waiter:
     """One request that waits for a board. Boards in ``barred`` are excluded.
 
     A request that was ``let_in`` before is not rejected for lack of room; one that is ``ahead``
-    never is, and goes before all that are not. It was ``recalled`` so often from boards' queues.
+    never is, and goes before all that are not. ``recalled`` counts its recalls from boards' queues.
     """
 
     request: GenerateRequest
@@ -124,6 +124,7 @@ class ModelQueue:
         self._expectation = ServiceTimeModel()
         self._limit = self._elsewhere = 0
         self._shared: list[Candidate] = []
+        self._at_boards: dict[Reservation, None] = {}  # those in boards' own queues, in order
         self._returns_s = -math.inf  # until when a recalled request is to be back
         self._again_s = math.inf  # by request: when a decision to wait is reconsidered
         self._timer: asyncio.TimerHandle | None = None
@@ -287,18 +288,26 @@ class ModelQueue:
         one has a board. A paused request of ours may keep a board that counts as free until its
         next report.
         """
-        if not self.boards.any_open or time.monotonic() < self._returns_s:
+        if not self._at_boards or not self.boards.any_open or time.monotonic() < self._returns_s:
             return
-        for reservation, running in self._running.items():
-            waiter, board = running.waiter, reservation.board
-            if not reservation.waits or waiter.recalled >= MOST_RECALLS:
+        for reservation in list(self._at_boards):
+            if not reservation.movable:
+                del self._at_boards[reservation]
                 continue
+            waiter, board = self._running[reservation].waiter, reservation.board
             tried = {*waiter.barred, *self._blocked(), board.key}
             if any(not free.resting for free in self.boards.free(tried, board.held)):
                 self._metrics.decisions.labels(self._model, "recalled").inc()
                 self._returns_s = time.monotonic() + RETURN_S
                 reservation.recall()
+                del self._at_boards[reservation]
                 return
+
+    def _queued_at_board(self, reservation: Reservation) -> None:
+        """Recall the request at once, or when a board is free for it."""
+        if self._running[reservation].waiter.recalled < MOST_RECALLS:
+            self._at_boards[reservation] = None
+            self.pump()
 
     def _next(self, now_s: float) -> tuple[QueueEntry[Waiter], Candidate] | None:
         """Return the next assignment: of the first requests with a board, the policy's choice."""
@@ -387,7 +396,7 @@ class ModelQueue:
             waiter.routing,
             waited_ms=waited_ms,
             freed=self._freed,
-            queued=self.pump,
+            queued=self._queued_at_board,
         )
         self._running[reservation] = _Running(waiter, entry)
         return reservation
@@ -432,6 +441,7 @@ class ModelQueue:
             now_s = time.monotonic()
             self._meter(reservation, now_s)
             del self._running[reservation]
+            self._at_boards.pop(reservation, None)
             if running.entry is not None:
                 self._admission.ended(running.entry, sum(reservation.used_s(now_s)) * 1e3)
         if finished is not None:

@@ -48,8 +48,8 @@ LACKING = (CacheNotFound, AdapterBroken)
 class TriedBoards(dict[str, RkserveError]):
     """The boards that rejected a request, by replica, with their errors, over all attempts.
 
-    ``behind_until_s`` is the end of the wait for boards that lag behind the desired state. The
-    request was ``recalled`` so often from boards' queues.
+    ``behind_until_s`` is the end of the wait for boards that lag behind the desired state;
+    ``recalled`` counts the recalls from boards' queues.
     """
 
     behind_until_s: float | None = None

@@ -259,12 +259,12 @@ class Reservation:
         *,
         waited_ms: float,
         freed: Callable[[Reservation, Finished | None], None],
-        queued: Callable[[], None],
+        queued: Callable[[Reservation], None],
     ) -> None:
         """``freed`` is called when the board is free for others, with the end of the answer.
 
         At a pause, and without an end of the answer, it gets None; ``over`` tells the two apart.
-        ``queued`` is called when the board has queued the request.
+        ``queued`` is called when the board has accepted the request into its own queue.
         """
         self.board, self.group, self.replica = board, board.group, board.key
         self.request = request
@@ -272,8 +272,9 @@ class Reservation:
         self._since_s = time.monotonic()
         self._in_flight = InFlightRequest(boards, board, routing, self._since_s)
         self._freed, self._queued = freed, queued
-        self._had_board = request.continued is not None
+        self._movable = False
         self._recalled = asyncio.Event()
+        self._withdrawn = False
         self.over = self._paused = self._interrupted = False
         self._held_s = 0.0
         self._kept = False  # paused inside the runtime, which occupies the board
@@ -283,8 +284,12 @@ class Reservation:
     def observe(self, event: Event) -> None:
         """Process an event of the answer; the last one frees the board."""
         self._in_flight.observe(event)
+        # Other events are of a state that this board alone has: a pause, an edit, a run.
+        self._movable = isinstance(event, Accepted) and event.waits and not self._continues
         if isinstance(event, Accepted | QueueChange):
             self._wait(waits=event.waits)
+            if self._movable:
+                self._queued(self)
         elif isinstance(event, Finished):
             self._end(event, left=False)
         elif isinstance(event, Paused) if not self._paused else _goes_on(event):
@@ -339,40 +344,47 @@ class Reservation:
         now_s = time.monotonic()
         self._held_s, self._kept_s = self.used_s(now_s)
         self._waits, self._since_s = waits, now_s
-        if waits:
-            self._queued()
-        else:
-            self._had_board = True
 
     # -- in the board's own queue ------------------------------------------------------------------
 
     @property
-    def waits(self) -> bool:
-        """Return whether it waits in the board's own queue, and has not had the board before."""
-        return self._waits and not self._had_board and not self.over
+    def movable(self) -> bool:
+        """True while it is in the board's own queue, and nothing has happened to it there."""
+        return self._movable and not self.over
 
     @property
-    def is_recalled(self) -> bool:
-        """Return whether it leaves the board's queue."""
-        return self._recalled.is_set()
+    def queue_ms(self) -> float:
+        """The time that a movable request has been in the board's queue."""
+        return (time.monotonic() - self._since_s) * 1e3
+
+    @property
+    def _continues(self) -> bool:
+        """True for an answer that was begun at another board: it goes before others anyway."""
+        return self.request.continued is not None
 
     def recall(self) -> None:
-        """Take the request back from the board's queue."""
+        """Take the request back from the board's queue, if it is movable by then."""
         self._recalled.set()
 
+    def leave_if_recalled(self) -> None:
+        """Raise ``Recalled`` if the request is movable and was recalled."""
+        if self.movable and self._recalled.is_set():
+            self._withdrawn = True
+            raise Recalled
+
     async def unless_recalled(self, work: Awaitable[T]) -> T:
-        """Return the result of ``work``, which is cancelled by a recall.
+        """Return the result of ``work``, which a recall cancels.
 
         Raises:
-            Recalled: it was recalled first.
+            Recalled: the recall was first.
         """
         task = asyncio.ensure_future(work)
         recalled = asyncio.ensure_future(self._recalled.wait())
         try:
             await asyncio.wait({task, recalled}, return_when=asyncio.FIRST_COMPLETED)
-            if task.done():
-                return task.result()
-            raise Recalled
+            if not task.done():
+                self.leave_if_recalled()
+            return await task
         finally:
             recalled.cancel()
             if not task.done():
@@ -394,7 +406,7 @@ class Reservation:
         now_s = time.monotonic()
         self._held_s, self._kept_s = self.used_s(now_s)
         self.over = True
-        self._in_flight.ended(now_s, left=left, withdrawn=self.is_recalled)
+        self._in_flight.ended(now_s, left=left, withdrawn=self._withdrawn)
         self._freed(self, finished)
 
     def timing(self, finished: Finished) -> AnswerTiming | None:

@@ -34,7 +34,7 @@ from rkserve.fleet.prefix_index import Reuse
 from rkserve.router.policies import Decision, LeastLoadPolicy, RoutingRequest, SendTo, WaitFor
 from rkserve.router.queue.admission import QueueTerms
 from rkserve.router.queue.model_queue import LOOKED_AT, MOST_RECALLS
-from rkserve.router.queue.reservation import Reservation
+from rkserve.router.queue.reservation import Recalled, Reservation
 from tests.support.boards.fake_boards import finished, report
 from tests.support.boards.queue_hall import MODEL, Hall, board_of, hall, paused
 
@@ -448,11 +448,20 @@ def behind(place: Reservation, ahead: int = 1) -> Accepted:
     return Accepted(board_of(place), "1.3.0", ahead, waits=True)
 
 
+def recalled(place: Reservation) -> bool:
+    """Return whether the request leaves the board's queue; it does so then."""
+    try:
+        place.leave_if_recalled()
+    except Recalled:
+        return True
+    return False
+
+
 async def test_a_request_that_meets_another_routers_at_its_board_goes_to_one_that_is_free() -> None:
     of = await hall("a", "b", limit=9)
     (first,) = await of.busy(1)
     first.observe(behind(first))
-    assert first.is_recalled
+    assert recalled(first)
     first.ended(left=True)
     waiting = of.ask(recalled=1)
     assert board_of(await waiting) == ({"a", "b"} - {board_of(first)}).pop()
@@ -466,35 +475,41 @@ async def test_it_waits_there_while_no_board_is_free_and_goes_to_the_first_that_
     places = await of.busy(3)
     for place in places[:2]:
         place.observe(behind(place))
-    assert not any(place.is_recalled for place in places)
+    assert not any(map(recalled, places))
     places[2].observe(finished())
-    assert [place.is_recalled for place in places] == [True, False, False]
+    assert [recalled(place) for place in places] == [True, False, False]
     places[0].ended(left=True)
     assert board_of(await of.ask(recalled=1)) == board_of(places[2])
-    assert not places[1].is_recalled
+    assert not recalled(places[1])
     # What another Router had at the first board has ended, as the next report tells.
     free = board_of(places[0])
     await of.hear(report(free), *(report(n, running=1) for n in "abc" if n != free))
-    assert places[1].is_recalled
+    assert recalled(places[1])
 
 
-@pytest.mark.parametrize("had", [QueueChange(waits=False), Delta("x", (1,))])
-async def test_a_request_that_has_had_its_board_stays_there(had: Event) -> None:
+@pytest.mark.parametrize(
+    "had",
+    [
+        pytest.param([QueueChange(waits=False), QueueChange(waits=True)], id="the board"),
+        pytest.param([Paused(None, 0, Kv.RECOMPUTED)], id="a pause"),
+        pytest.param([Delta("", (), paused=True)], id="an edit"),
+    ],
+)
+async def test_a_request_with_a_state_of_its_own_at_the_board_stays_there(had: list[Event]) -> None:
     of = await hall("a", "b", limit=9)
     places = await of.busy(2)
     places[0].observe(behind(places[0]))
-    places[0].observe(QueueChange(waits=False))
-    places[0].observe(had)
-    places[0].observe(QueueChange(waits=True))
+    for event in had:
+        places[0].observe(event)
     places[1].observe(finished())
-    assert not places[0].is_recalled
+    assert not recalled(places[0])
 
 
 async def test_a_request_is_recalled_so_often_and_no_more() -> None:
     of = await hall("a", "b", limit=9)
     place = await of.ask(recalled=MOST_RECALLS)
     place.observe(behind(place))
-    assert not place.is_recalled
+    assert not recalled(place)
 
 
 async def test_a_board_that_refuses_or_pauses_is_no_better_place() -> None:
@@ -503,9 +518,9 @@ async def test_a_board_that_refuses_or_pauses_is_no_better_place() -> None:
     (place,) = await of.busy(1)
     assert board_of(place) == "a"
     place.observe(behind(place))
-    assert not place.is_recalled
+    assert not recalled(place)
     of.fleet.obey(Desired(3))
-    assert place.is_recalled
+    assert recalled(place)
 
 
 async def test_a_board_that_a_paused_request_of_ours_may_keep_is_no_better_place() -> None:
@@ -515,10 +530,10 @@ async def test_a_board_that_a_paused_request_of_ours_may_keep_is_no_better_place
     places[1].observe(Paused(None, 1, Kv.KEPT))
     busy, kept = (board_of(place) for place in places)
     await of.hear(report(busy, running=1), report(kept))  # as it was before the pause
-    assert not places[0].is_recalled
+    assert not recalled(places[0])
     places[1].observe(Delta("x", (1,)))
     places[1].observe(finished())
-    assert places[0].is_recalled
+    assert recalled(places[0])
 
 
 async def test_a_board_whose_queue_was_left_is_not_taken_for_free_by_the_next_report() -> None:
@@ -531,4 +546,4 @@ async def test_a_board_whose_queue_was_left_is_not_taken_for_free_by_the_next_re
     # Both boards run requests of another Router.
     for _ in range(3):
         await of.hear(report("a", running=1), report("b", running=1, queued=1))
-        assert not second.is_recalled
+        assert not recalled(second)

@@ -246,8 +246,11 @@ class Seat:
     waited_ms: float = 0.0
     expected_tokens: int = 0
     ends: list[bool] = field(default_factory=list)
-    waits: bool = False
-    is_recalled: bool = False
+    movable: bool = False
+    queue_ms: float = 0.0
+
+    def leave_if_recalled(self) -> None:
+        pass
 
     async def unless_recalled(self, work: Awaitable[Any]) -> Any:
         return await work
