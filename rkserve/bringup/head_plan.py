@@ -1,4 +1,4 @@
-"""The options of ``rkserve up``, and what is known and checked before the head's start."""
+"""The options of ``rkserve up``, and the checks before the head's start."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from tempfile import TemporaryDirectory
 
 from rkserve.bringup.settings import DASHBOARD_PORT, GCS_PORT
 from rkserve.config.serve_config import resolve_folder
-from rkserve.core.child_process import free_ports
+from rkserve.core.child_process import bind_error, free_ports
 from rkserve.core.errors import ConfigError
 from rkserve.deployments import haproxy, haproxy_tls, preflight
-from rkserve.deployments.haproxy_listeners import CONTROL, ControlAddress
+from rkserve.deployments.haproxy_listeners import CONTROL, ControlAddress, local_address
 from rkserve.deployments.haproxy_tls import TlsFiles
 from rkserve.doctor.facts import BoardFacts
 from rkserve.doctor.node import limits
@@ -59,16 +59,16 @@ class HeadPlan:
 
     @classmethod
     def of(cls, config: Path, front: FrontSettings | None = None) -> HeadPlan:
-        """Read a file that has been checked; ``front`` is what HAProxy is set to.
+        """Read a file that has been checked; ``front`` are HAProxy's settings.
 
         Raises:
-            ConfigError: it has no application, or other nodes would serve otherwise.
+            ConfigError: it has no application, or HAProxies of other nodes would lack the settings.
         """
         tls, control = (None, None) if front is None else (front.tls, front.control)
         content = preflight.read(config)
         options = content.get("http_options") or {}
         host, port = str(options.get("host", preflight.HOST)), options.get("port", preflight.PORT)
-        host_here = "127.0.0.1" if host in ("0.0.0.0", "::") else host  # noqa: S104 - compared
+        host_here = local_address(host)
         found = preflight.applications(content)
         if not found:
             raise ConfigError(f"{config} has no application with {preflight.APPLICATION}.")
@@ -84,9 +84,15 @@ class HeadPlan:
         own = options.get("ssl_certfile")
         certificate = tls.certificate if tls is not None else Path(str(own)) if own else None
         scheme = "http" if certificate is None else "https"
-        operators = "" if control is None else control.url(scheme)
-        found_all = (int(port), bool(groups), tuple(measures), host, certificate, operators)
-        return cls(f"{scheme}://{named}:{port}", *found_all)
+        return cls(
+            f"{scheme}://{named}:{port}",
+            int(port),
+            real=bool(groups),
+            measures=tuple(measures),
+            host=host,
+            certificate=certificate,
+            control_url="" if control is None else control.url(scheme),
+        )
 
     def places(self, address: str) -> dict[str, str]:
         """Return what the record of the node has; boards reach the head at ``address``."""
@@ -129,15 +135,11 @@ def own_address() -> str:
 def check_ports(ports: Iterable[int]) -> None:
     """Raise ``ConfigError`` if a port of Ray is in use."""
     for port in ports:
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(("0.0.0.0", port))  # noqa: S104 - closed at once
-            except OSError as exc:
-                raise ConfigError(
-                    f"Ray needs port {port}, which cannot be listened on: {exc.strerror}. End the "
-                    "Ray that runs here, or give other ports by --ray-port and --dashboard-port."
-                ) from exc
+        if (exc := bind_error(port)) is not None:
+            raise ConfigError(
+                f"Ray needs port {port}, which cannot be listened on: {exc.strerror}. End the Ray "
+                "that runs here, or give other ports by --ray-port and --dashboard-port."
+            ) from exc
 
 
 def check_localhost() -> None:

@@ -51,6 +51,29 @@ State = Annotated[
     ),
 ]
 Detach = Annotated[bool, typer.Option("--detach", help="Leave it running in the background.")]
+TlsCert = Annotated[
+    Path | None,
+    typer.Option(
+        "--tls-cert",
+        envvar=CERT,
+        help="Certificate with its chain (PEM): clients use https then. A renewed one is in force "
+        "within seconds.",
+    ),
+]
+TlsKey = Annotated[
+    Path | None,
+    typer.Option("--tls-key", envvar=KEY, help="Its key, where that is another file."),
+]
+Control = Annotated[
+    str | None,
+    typer.Option(
+        "--control",
+        envvar=CONTROL,
+        metavar="ADDRESS:PORT",
+        help="A port for operators, such as 127.0.0.1:8001: that of clients answers no call that "
+        "needs another scope than infer.",
+    ),
+]
 TempDir = Annotated[
     Path | None, typer.Option(help="Ray's folder for sockets and logs; /tmp/ray without it.")
 ]
@@ -93,29 +116,9 @@ def up(
             help="Announce the head's address in its network, for `rkserve join` without a URL.",
         ),
     ] = True,
-    tls_cert: Annotated[
-        Path | None,
-        typer.Option(
-            "--tls-cert",
-            envvar=CERT,
-            help="Certificate with its chain (PEM): clients use https then. A renewed one is in "
-            "force within seconds.",
-        ),
-    ] = None,
-    tls_key: Annotated[
-        Path | None,
-        typer.Option("--tls-key", envvar=KEY, help="Its key, where that is another file."),
-    ] = None,
-    control: Annotated[
-        str | None,
-        typer.Option(
-            "--control",
-            envvar=CONTROL,
-            metavar="ADDRESS:PORT",
-            help="A port for operators, such as 127.0.0.1:8001: that of clients answers no call "
-            "that needs another scope than infer.",
-        ),
-    ] = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    control: Control = None,
 ) -> None:
     """Start the head: Ray, HAProxy and the application, until Ctrl-C.
 

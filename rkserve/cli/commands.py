@@ -13,7 +13,7 @@ import typer
 from rkserve import __version__
 from rkserve.cli import show
 from rkserve.cli.bench import bench
-from rkserve.cli.bringup import down, join, leave, token, up
+from rkserve.cli.bringup import Control, TlsCert, TlsKey, down, join, leave, token, up
 from rkserve.cli.chat import chat
 from rkserve.cli.context import (
     EXIT_CODES,
@@ -194,26 +194,9 @@ def front(
     plain: Annotated[
         bool, typer.Option("--plain", help="NAME=value, for systemd's EnvironmentFile.")
     ] = False,
-    tls_cert: Annotated[
-        Path | None,
-        typer.Option(
-            "--tls-cert", envvar=CERT, help="Certificate with its chain (PEM): clients use https."
-        ),
-    ] = None,
-    tls_key: Annotated[
-        Path | None,
-        typer.Option("--tls-key", envvar=KEY, help="Its key, where that is another file."),
-    ] = None,
-    control: Annotated[
-        str | None,
-        typer.Option(
-            "--control",
-            envvar=CONTROL,
-            metavar="ADDRESS:PORT",
-            help="A port for operators, such as 127.0.0.1:8001: that of clients answers no call "
-            "that needs another scope than infer.",
-        ),
-    ] = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    control: Control = None,
 ) -> None:
     """Prepare Ray's HAProxy on this node, and print the environment to start Ray in."""
     for name, file in ((CERT, tls_cert), (KEY, tls_key)):

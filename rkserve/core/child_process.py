@@ -164,13 +164,20 @@ def free_port() -> int:
     return next(free_ports())
 
 
-def listens_nowhere(port: int, host: str = "") -> bool:
-    """Return whether a server may listen on a port: at one address, or without it at all."""
-    with socket.socket() as probe:
+def bind_error(port: int, host: str = "") -> OSError | None:
+    """Return the error of a server that would listen on a port, None if it may: at one address, or
+    without it at all of IPv4.
+    """
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         # As servers do: a recently closed connection does not block a port.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
-        except OSError:
-            return False
-        return True
+        except OSError as exc:
+            return exc
+        return None
+
+
+def listens_nowhere(port: int, host: str = "") -> bool:
+    """Return whether a server may listen on a port; see ``bind_error``."""
+    return bind_error(port, host) is None

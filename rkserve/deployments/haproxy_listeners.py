@@ -11,11 +11,11 @@ from __future__ import annotations
 import errno
 import hmac
 import ipaddress
-import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from rkserve.core.child_process import bind_error
 from rkserve.core.errors import ConfigError
 
 CONTROL = "RKSERVE_FRONT_CONTROL"
@@ -67,24 +67,27 @@ class ControlAddress:
 
     def url(self, scheme: str) -> str:
         """Return its URL for programs of this machine."""
-        address = ipaddress.ip_address(self.host)
-        here = {4: "127.0.0.1", 6: "::1"}[address.version] if address.is_unspecified else self.host
-        return f"{scheme}://{ControlAddress(here, self.port)}"
+        return f"{scheme}://{ControlAddress(local_address(self.host), self.port)}"
 
     def check_free(self) -> None:
         """Raise ``ConfigError`` if it cannot be listened on."""
-        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
-        with socket.socket(family) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do
-            try:
-                probe.bind((self.host, self.port))
-            except OSError as exc:
-                used = exc.errno == errno.EADDRINUSE
-                reason = "it is in use" if used else exc.strerror or exc
-                raise ConfigError(
-                    f"The control port {self} cannot be listened on: {reason}. Give another one by "
-                    f"--control or {CONTROL}."
-                ) from exc
+        if (exc := bind_error(self.port, self.host)) is not None:
+            reason = "it is in use" if exc.errno == errno.EADDRINUSE else exc.strerror or exc
+            raise ConfigError(
+                f"The control port {self} cannot be listened on: {reason}. Give another one by "
+                f"--control or {CONTROL}."
+            ) from exc
+
+
+def local_address(host: str) -> str:
+    """Return the address of a server at ``host`` for programs of this machine."""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:  # a name
+        return host
+    if not address.is_unspecified:
+        return host
+    return "::1" if ":" in host else "127.0.0.1"
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,6 @@ import os
 import secrets
 import shlex
 import signal
-import socket
 import sys
 import threading
 import time
@@ -36,6 +35,7 @@ import yaml
 from rkserve.config.board_group import BoardGroupConfig
 from rkserve.config.serve_config import RkserveConfig, parse_config
 from rkserve.coordinator.state.api_keys import has_keys
+from rkserve.core.child_process import bind_error
 from rkserve.core.errors import ConfigError, RkserveError
 from rkserve.deployments.haproxy import FLAG, is_loopback, own_environ
 from rkserve.deployments.haproxy_listeners import CONTROL, ControlAddress
@@ -272,14 +272,8 @@ def check_control(file: Path, environ: Mapping[str, str]) -> ControlAddress | No
 def check_port(file: Path, options: Mapping[str, Any]) -> None:
     """Raise ``ConfigError`` if the endpoint's port is not free."""
     host, port = str(options.get("host", HOST)), int(options.get("port", PORT))
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as probe:
-        # As servers do: a recently closed connection does not block a port.
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as exc:
-            raise ConfigError(_no_port(file, host, port, exc)) from exc
+    if (exc := bind_error(port, host)) is not None:
+        raise ConfigError(_no_port(file, host, port, exc)) from exc
 
 
 def _no_port(file: Path, host: str, port: int, exc: OSError) -> str:

@@ -26,7 +26,7 @@ KEEP: dict[str, Any] = {"mode": "keep"}
 
 @pytest.fixture(scope="module")
 def app(varied: App) -> App:
-    """Two boards of one model, beside one of another that is unloaded when nobody uses it."""
+    """Two boards of one model, and one board of a model that is unloaded while idle."""
     return of(varied, REST, len(BOARDS))
 
 

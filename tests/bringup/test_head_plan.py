@@ -1,4 +1,4 @@
-"""What `rkserve up` checks and knows before it starts anything."""
+"""Options of `rkserve up`, and the checks before the head's start."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class Fork:
 
     @property
     def node(self) -> Any:
-        """What the terminal and JUnit reports read of a process of pytest-xdist."""
+        """The attributes of a pytest-xdist worker that the terminal and JUnit reports use."""
         line = f"[{self.name}, process {self.process.pid}]"
         return SimpleNamespace(gateway=SimpleNamespace(id=self.name), _workerinfocache=line)
 
@@ -126,7 +126,7 @@ class Forks:
         raise RuntimeError(f"{fork.name} broke down:\n{told}")
 
     def _report(self, fork: Fork, item: pytest.Item, report: pytest.TestReport) -> None:
-        report.node = fork.node  # type: ignore[attr-defined]
+        vars(report)["node"] = fork.node  # as pytest-xdist does
         item.ihook.pytest_runtest_logreport(report=report)
 
     def _on_end(self, fork: Fork) -> None:
@@ -162,7 +162,7 @@ class Forks:
 
 
 class Told:
-    """What a fork's pytest tells, for its parent."""
+    """The plugin that sends reports and warnings of a fork's pytest to its parent."""
 
     def __init__(self, config: pytest.Config, link: Connection) -> None:
         self._config, self._link = config, link
@@ -229,7 +229,8 @@ def _settle(config: pytest.Config, link: Connection) -> Told:
     told = Told(config, link)
     plugins.register(told)
     told.begun = True
-    factory: Any = config._tmp_path_factory  # type: ignore[attr-defined]
+    untyped: Any = config
+    factory = untyped._tmp_path_factory
     factory._basetemp = factory.getbasetemp() / multiprocessing.current_process().name
     factory._basetemp.mkdir(mode=0o700)
     return told
