@@ -312,7 +312,7 @@ def test_two_conversations_that_take_turns_never_mix(http: httpx.Client) -> None
 
 
 def told_apart(hits: list[float], misses: list[float]) -> float:
-    """Return the chance that a hit takes less time than a miss (AUC); 0.5 tells nothing."""
+    """Return the AUC: the probability that a hit takes less time than a miss."""
     less = sum((hit < miss) + (hit == miss) / 2 for hit in hits for miss in misses)
     return less / len(hits) / len(misses)
 

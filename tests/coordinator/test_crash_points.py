@@ -14,7 +14,7 @@ from tests.support.sampler import Sampler
 pytestmark = pytest.mark.slow
 
 
-# Formats of which one file of rkserve's own code has the writes; the others in ``make test-long``.
+# Of ``make test``; the other formats are tried by ``make test-long``.
 QUICK = ("ledger", "artifacts", "probe's report")
 
 
