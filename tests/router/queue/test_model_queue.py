@@ -540,10 +540,13 @@ async def test_a_board_whose_queue_was_left_is_not_taken_for_free_by_the_next_re
     of = await hall("a", "b", limit=9)
     (first,) = await of.busy(1)
     first.observe(behind(first))
+    assert recalled(first)
     first.ended(left=True)
     second = await of.ask(recalled=1)
     second.observe(behind(second))
+    left, queued = board_of(first), board_of(second)
+    assert left != queued
     # Both boards run requests of another Router.
     for _ in range(3):
-        await of.hear(report("a", running=1), report("b", running=1, queued=1))
+        await of.hear(report(left, running=1), report(queued, running=1, queued=1))
         assert not recalled(second)
