@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from rkserve.bringup.settings import DASHBOARD_PORT, GCS_PORT
+from rkserve.bringup.settings import DASHBOARD_PORT, GCS_PORT, WORKER_PORTS
 from rkserve.config.serve_config import resolve_folder
 from rkserve.core.child_process import bind_error, free_ports
 from rkserve.core.errors import ConfigError
@@ -133,8 +133,21 @@ def own_address() -> str:
 
 
 def check_ports(ports: Iterable[int]) -> None:
-    """Raise ``ConfigError`` if a port of Ray is in use."""
+    """Raise ``ConfigError`` if a port of Ray is in use, its workers', or named twice."""
+    seen: set[int] = set()
     for port in ports:
+        if port in WORKER_PORTS:
+            first, last = WORKER_PORTS[0], WORKER_PORTS[-1]
+            raise ConfigError(
+                f"Ray's workers have the ports from {first} to {last}, and Ray needs {port} too. "
+                "Give others by --ray-port and --dashboard-port."
+            )
+        if port in seen:
+            raise ConfigError(
+                f"Ray needs port {port} twice: --ray-port stands for eight ports in a row, and "
+                "--dashboard-port is one of them."
+            )
+        seen.add(port)
         if (exc := bind_error(port)) is not None:
             raise ConfigError(
                 f"Ray needs port {port}, which cannot be listened on: {exc.strerror}. End the Ray "

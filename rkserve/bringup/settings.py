@@ -113,11 +113,15 @@ def environment_file() -> str:
     return "\n".join(lines) + "\n"
 
 
+# Those of Ray's workers, by Ray's default; Ray does not start with another port of its own there.
+WORKER_PORTS = range(10_002, 20_000)
+
+
 @dataclass(frozen=True, slots=True)
 class NodePorts:
     """The ports of one node's Ray, consecutive from that of the head's GCS or one for a board.
 
-    Fixed, so that a firewall can name them. Ray's workers have 10002 to 19999.
+    Fixed, so that a firewall can name them, as are ``WORKER_PORTS``.
     """
 
     first: int = GCS_PORT

@@ -147,6 +147,22 @@ def test_a_port_in_use_is_named() -> None:
             check_ports([port])
 
 
+@pytest.mark.parametrize(
+    ("ports", "message"),
+    [
+        pytest.param((16_379,), "workers have the ports from 10002 to 19999", id="a worker's"),
+        pytest.param((10_002,), "and Ray needs 10002 too", id="the first"),
+        pytest.param((19_999,), "and Ray needs 19999 too", id="the last"),
+        pytest.param((25_001, 25_002, 25_001), "needs port 25001 twice", id="twice"),
+    ],
+)
+def test_ports_with_which_ray_does_not_start_are_named(
+    ports: tuple[int, ...], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_ports(ports)
+
+
 @pytest.mark.skipif(not haproxy.available(), reason="Ray has no HAProxy for this platform")
 def test_a_head_with_the_usual_ports_has_ports_of_its_own_where_those_are_taken(
     monkeypatch: pytest.MonkeyPatch,
