@@ -68,9 +68,12 @@ FORKED := $(BIN)/python -m pytest --forks 4
 unit: $(READY) sim
 	$(FORKED) -m "not ray"
 
+# Files whose tests are none of Ray and none that take long; of others some tests are.
+QUICK := $(shell grep -rLE '^pytestmark = .*mark\.(ray|slow)' --include='test_*.py' tests)
+
 # Without Ray, engine processes, and files that compile, start programs or take long otherwise.
 test-quick: $(READY) sim
-	$(FORKED) -m "not ray and not engine and not slow"
+	$(FORKED) --hypothesis-profile quick -m "not ray and not engine and not slow" $(QUICK)
 
 # To collect the tests of all files takes longer than some of them.
 RAY := $(shell grep -rl 'mark\.ray' --include='test_*.py' tests)

@@ -36,6 +36,7 @@ BOARD_OPTIONS = {
 PATIENT = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("patient", PATIENT, max_examples=60)
 settings.register_profile("thorough", PATIENT, max_examples=1000)
+settings.register_profile("quick", PATIENT, max_examples=15)  # of make test-quick
 settings.load_profile("patient")
 
 # Each client would read 140 certificates, which takes longer than most of its requests.

@@ -17,6 +17,8 @@ from rkserve.bench.trace import make_trace
 from tests.support.http.fake_openai import FakeOpenAi, serving
 from tests.support.values.bench_load import at_once, small_trace
 
+pytestmark = pytest.mark.slow
+
 CAPACITY = PresetOptions(seconds=0.3, sessions=30, clients=2)
 
 

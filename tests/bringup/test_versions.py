@@ -16,6 +16,8 @@ from rkserve.bringup.versions import Outcome, Trial, VersionFolder
 from rkserve.core.errors import ConfigError
 from tests.support.paths import PROJECT
 
+pytestmark = pytest.mark.slow
+
 OLD, NEW = "0.1.0", "0.2.0"
 ENDED = 9  # the exit code of a process that was cut off
 FAR_S = 4e9

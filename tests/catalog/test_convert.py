@@ -18,6 +18,8 @@ from rkserve.catalog.convert import ConversionRequest, convert, default_python
 from rkserve.catalog.recognise import read_traits
 from rkserve.core.errors import ConfigError
 
+pytestmark = pytest.mark.slow
+
 TOOLKIT = """
 import json, pathlib
 FAILS = {fails!r}

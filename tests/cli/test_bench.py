@@ -19,6 +19,8 @@ from rkserve.cli.context import Exit
 from tests.support.http.fake_openai import FakeOpenAi, serving
 from tests.support.http.terminal import QUICK, bench, plain, report
 
+pytestmark = pytest.mark.slow
+
 PATIENCE_S = 120.0
 
 

@@ -10,11 +10,14 @@ import sys
 from typing import Any
 
 import httpx
+import pytest
 
 from rkserve.cli.context import Exit
 from tests.support.cluster.fake_control import FakeControl, error, ok
 from tests.support.http.fake_openai import serving
 from tests.support.http.terminal import Terminal
+
+pytestmark = pytest.mark.slow
 
 
 def stream(*events: dict[str, Any]) -> httpx.Response:

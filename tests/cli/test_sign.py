@@ -13,6 +13,8 @@ from rkserve.cli.commands import app
 from rkserve.core.files import SIGNED_SUFFIX
 from rkserve.models.signing import check_envelope, read_trusted_keys
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:

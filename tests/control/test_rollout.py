@@ -48,6 +48,8 @@ from rkserve.core.errors import RkserveError
 from tests.support.values.control_values import recorded
 from tests.support.values.rollouts import THREE, V1, V2, V3, atomic, served
 
+pytestmark = pytest.mark.slow
+
 BROKEN = ControlError(503, "stage_failed", "the disk is full")
 LATE = ControlError(504, "operation_timeout", "its time is up")
 GOOD, BAD, WAIT = (

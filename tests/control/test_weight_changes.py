@@ -38,6 +38,8 @@ from rkserve.core.desired_state import BaseVersion, Desired, InFlight, PauseMode
 from rkserve.core.errors import OperationConflict, RequestError, RkserveError, StaleWeights
 from tests.support.values.control_values import action, recorded
 
+pytestmark = pytest.mark.slow
+
 K, S = OperationKind, OperationState
 OLD, NEW, OTHER = (BaseVersion("m", name, name[0] * 64, 100) for name in ("a-old", "b-new", "c"))
 THREE = ("b1", "b2", "b3")

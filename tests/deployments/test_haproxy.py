@@ -63,6 +63,8 @@ from rkserve.http.auth import Access, Gate
 from rkserve.router.auth.key_ring import KeyRing, Keys
 from tests.support.http.certificates import write_certificate
 
+pytestmark = pytest.mark.slow
+
 PATIENCE_S = 30.0
 JSON = b"application/json"
 NODE = "n" * 56  # as long as Ray's ids of nodes

@@ -30,6 +30,8 @@ from tests.support.boards.fake_boards import FakeBoards, Step, accepted, answer,
 from tests.support.boards.own_time import run_loop
 from tests.support.http.router_house import CHAT, House, chat
 
+pytestmark = pytest.mark.slow
+
 CLIENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 UNSAMPLED = f"{CLIENT[:-2]}00"
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}

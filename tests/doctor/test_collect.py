@@ -17,6 +17,8 @@ from rkserve.doctor.rules import report_on
 from tests.support.boards.doctor_board import DoctorBoard
 from tests.support.sampler import Sampler
 
+pytestmark = pytest.mark.slow
+
 
 def files_of(root: Path) -> list[Path]:
     return sorted(one for one in root.rglob("*") if one.is_file() or one.is_symlink())

@@ -29,6 +29,8 @@ from tests.support.boards.fake_boards import answer
 from tests.support.boards.own_time import run_loop
 from tests.support.http.reference_house import BOARD, ReferenceHouse, described_api
 
+pytestmark = pytest.mark.slow
+
 API = described_api()
 ENDPOINTS, SCHEMAS = API.endpoints, API.schemas
 KEYS = "secret-key"

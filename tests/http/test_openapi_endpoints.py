@@ -22,7 +22,7 @@ from rkserve.sampling.grammar import refusal
 from tests.http.test_openapi import API, ENDPOINTS, SCHEMAS, check, ident, media_of
 from tests.support.http.reference_house import ReferenceHouse
 
-pytestmark = pytest.mark.virtual_time
+pytestmark = [pytest.mark.virtual_time, pytest.mark.slow]
 
 # As they stand in the path; the last ones lead elsewhere where somebody resolves them.
 NAMES = {

@@ -15,6 +15,8 @@ from rkserve.probe.probe import ProbeOptions, ending, run_probe, write_report
 from rkserve.probe.verdicts import PLANS, ExperimentResult, ProbeReport
 from tests.support.sim.sim_driver import FAST, MODEL
 
+pytestmark = pytest.mark.slow
+
 
 def probed(*only: str, limit_s: float = 60.0, **environ: str) -> ProbeReport:
     """Probe the simulated 1.3.0 with these switches."""

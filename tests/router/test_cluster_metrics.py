@@ -27,7 +27,7 @@ from tests.support.boards.fake_boards import (
 from tests.support.http.router_house import CHAT, House, chat
 from tests.support.http.scraping import ClusterOfRouters, Scraper, parsed
 
-pytestmark = pytest.mark.virtual_time
+pytestmark = [pytest.mark.virtual_time, pytest.mark.slow]
 
 
 def house(**config: Any) -> House:

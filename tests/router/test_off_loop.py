@@ -20,6 +20,8 @@ from rkserve.sampling.trial import MAX_CHARS
 from tests.support.boards.fake_boards import FakeBoards
 from tests.support.http.router_house import CHAT, FOLDER, House, chat
 
+pytestmark = pytest.mark.slow
+
 
 def test_few_long_bodies_are_worked_on_at_once_and_the_loop_is_free() -> None:
     gate, running, most = threading.Event(), 0, 0

@@ -32,6 +32,8 @@ from benchmarks.scale.simulation import Seen, World
 from rkserve.control.calls import Strategy
 from rkserve.router.queue.admission import QueueTerms
 
+pytestmark = pytest.mark.slow
+
 SMALL = Shape(sessions=12, rate=2.0, think_s=5, turns=3)
 SYSTEM_PROMPTS = {-1: 0, 0: 40, 1: 25}
 CONTEXTS = st.builds(

@@ -23,7 +23,7 @@ from rkserve.core.errors import (
 from tests.support.boards.fake_boards import eventually
 from tests.support.cluster.fake_cluster import MODEL, Control, FakeBoard, served, serving
 
-pytestmark = pytest.mark.virtual_time
+pytestmark = [pytest.mark.virtual_time, pytest.mark.slow]
 
 K, S = OperationKind, OperationState
 

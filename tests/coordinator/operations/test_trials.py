@@ -23,7 +23,7 @@ from tests.support.cluster.fake_cluster import (
     serving,
 )
 
-pytestmark = pytest.mark.virtual_time
+pytestmark = [pytest.mark.virtual_time, pytest.mark.slow]
 
 CRASH = (TrialVerdict.CRASHED, "the engine process ended (killed by SIGSEGV)")
 

@@ -26,6 +26,8 @@ from rkserve.models.files import Parameter
 from tests.support.boards.fake_boards import eventually
 from tests.support.cluster.fake_cluster import MODEL, Control, FakeBoard, FakeCluster
 
+pytestmark = pytest.mark.slow
+
 K, S = OperationKind, OperationState
 ONE, TWO = b"base one" * 30, b"base two" * 31
 PARAMETERS = (Parameter("lm_head", (4, 8), "bfloat16"),)

@@ -29,6 +29,8 @@ from rkserve.core.desired_state import Desired, PauseMode, Scope
 from rkserve.core.errors import LedgerFailed
 from tests.support.values.control_values import recorded
 
+pytestmark = pytest.mark.slow
+
 PAUSED = state_changes.pause(
     Desired(), "op-1", Scope(models=("m",)), PauseMode.KEEP, 5.0, lease_s=2.0
 )

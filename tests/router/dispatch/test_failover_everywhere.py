@@ -16,6 +16,8 @@ from tests.support.boards.continued_house import Heard, How, Loss, Site, site
 from tests.support.boards.own_time import run_loop
 from tests.support.sampler import Sampler
 
+pytestmark = pytest.mark.slow
+
 GREEDY = Sampling(temperature=0.0)
 PROMPT_LENGTH = 3
 

@@ -21,6 +21,8 @@ from tests.support.boards.fake_boards import FakeBoards, accepted, finished, rep
 from tests.support.boards.own_time import run_loop
 from tests.support.http.router_house import CHAT, House, chat
 
+pytestmark = pytest.mark.slow
+
 BOARDS, MEAN_S, SECONDS, TIMEOUT_S = 4, 1.0, 60.0, 5.0
 WARM = 8  # answers after which it is known what they take
 
