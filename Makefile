@@ -13,7 +13,7 @@ PIP := $(BIN)/python -m pip -q --disable-pip-version-check
 help:
 	@echo "make demo    a chat model on three simulated boards, an embedding model on a fourth, until Ctrl-C"
 	@echo "make test    checks and tests (what CI runs)"
-	@echo "make test-quick  tests without Ray and engine processes, in a minute and a half"
+	@echo "make test-quick  tests without Ray and engine processes, in about two minutes"
 	@echo "make test-long  what make test leaves out: sanitizers, installations, examples, rare faults"
 	@echo "make unit    tests that need no Ray"
 	@echo "make cluster tests on a local Ray cluster"
