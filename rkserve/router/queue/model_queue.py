@@ -7,6 +7,7 @@ routing policy. Requests that no board could take are rejected before they reach
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 import time
 from collections.abc import Callable, Collection, Iterable
@@ -312,7 +313,9 @@ class ModelQueue:
     def _next(self, now_s: float) -> tuple[QueueEntry[Waiter], Candidate] | None:
         """Return the next assignment: of the first requests with a board, the policy's choice."""
         self._again_s = math.inf
-        if not len(self._admission) or not (self.boards.any_open or self._shared):
+        if not len(self._admission):
+            return None
+        if not (self.boards.any_open or self._shared or self._continues()):
             return None
         offers = self._offers(now_s)
         if offers:
@@ -320,14 +323,20 @@ class ModelQueue:
             entry, take = offers[chosen]
             self._metrics.decisions.labels(self._model, _word(take.reuse)).inc()
             return entry, take.board
-        for entry in self._admission.order() if self._shared else ():
-            routing = entry.what.routing
-            board = self._behind_others(routing)
+        entries = self._admission.order() if self._shared else self._continues()
+        for entry in entries:
+            routing, request = entry.what.routing, entry.what.request
+            board = self._behind_others(routing, continues=request.continued is not None)
             if board is not None:
                 return entry, board
             if not routing.tried:
                 break
         return None
+
+    def _continues(self) -> list[QueueEntry[Waiter]]:
+        """Return the waiting requests that another board has begun, which go before others."""
+        ahead = itertools.takewhile(lambda entry: entry.ahead, self._admission.order())
+        return [entry for entry in ahead if entry.what.request.continued is not None]
 
     def _offers(self, now_s: float) -> list[tuple[QueueEntry[Waiter], SendTo]]:
         """Return possible assignments, as many as the policy wants to compare."""
@@ -363,20 +372,31 @@ class ModelQueue:
                 break  # without a board for this request, there is none for any
         return offers
 
-    def _behind_others(self, routing: RoutingRequest) -> Candidate | None:
+    def _behind_others(self, routing: RoutingRequest, *, continues: bool) -> Candidate | None:
         """Return a board that only other Routers' requests or a pause keep busy.
 
         Other Routers' requests are known from reports only and may have ended, and a board ends a
         pause inside the runtime only for a request that waits there. One request of this Router
         therefore waits at the board, which leaves no other board without work.
+
+        A request that ``continues`` goes first in a board's own queue, also before those that other
+        Routers have waiting there, so that it goes to the board that is free first.
         """
         tier = self.boards.tier(routing.tried) if routing.tried else self.boards.held
-        found = [
-            board
-            for board in self._shared
-            if _is_shared(board) and board.key not in routing.tried and board.held == tier
-        ]
-        return min(found, key=lambda board: board.load, default=None)
+        possible = self.boards if continues else self._shared
+        fit = [one for one in possible if one.key not in routing.tried and one.held == tier]
+        if not continues:
+            shared = filter(_is_shared, fit)
+            return min(shared, key=lambda board: board.load, default=None)
+        now_s = time.monotonic()
+        runs = {one.board: one for one in self._running if not (one.waits or one.over)}
+
+        def free_ms(board: Candidate) -> float:
+            run = runs.get(board)
+            return self.boards.typical_ms(board) / 2 if run is None else run.rest_ms(now_s)
+
+        mixed = [one for one in fit if _is_mixed(one) and one.in_flight <= one.n_batch]
+        return min(mixed, key=free_ms, default=None)
 
     # -- places -------------------------------------------------------------------------------
 
@@ -467,12 +487,15 @@ class ModelQueue:
 
 def _is_shared(board: Candidate) -> bool:
     """Return whether only others keep the board busy, and one more request may wait there."""
-    return (
-        board.ready
-        and board.foreign > 0
-        and board.in_flight == 0
-        and board.n_batch <= board.load < board.capacity
-    )
+    return board.in_flight == 0 and board.load < board.capacity and _is_mixed(board)
+
+
+def _is_mixed(board: Candidate) -> bool:
+    """Return whether the board is busy, with requests of others too.
+
+    One that continues may always wait there: boards refuse none for want of room.
+    """
+    return board.ready and board.foreign > 0 and board.load >= board.n_batch
 
 
 def _rank(entry: QueueEntry[Waiter]) -> tuple[bool, int]:

@@ -353,6 +353,15 @@ class Reservation:
         return self._movable and not self.over
 
     @property
+    def waits(self) -> bool:
+        """True while it is in the board's own queue."""
+        return self._waits
+
+    def rest_ms(self, now_s: float) -> float:
+        """Return the estimated time until the request leaves the board."""
+        return self._in_flight.rest_ms(now_s)
+
+    @property
     def queue_ms(self) -> float:
         """The time that a movable request has been in the board's queue."""
         return (time.monotonic() - self._since_s) * 1e3

@@ -550,3 +550,38 @@ async def test_a_board_whose_queue_was_left_is_not_taken_for_free_by_the_next_re
     for _ in range(3):
         await of.hear(report(left, running=1), report(queued, running=1, queued=1))
         assert not recalled(second)
+
+
+async def test_an_answer_that_goes_on_is_put_before_other_routers_requests_at_once() -> None:
+    of = await hall("a", "b", limit=9)
+    await of.hear(report("a", running=1), report("b", running=1))
+    for place in await of.busy(2):
+        place.observe(behind(place))
+    plain, goes_on = of.ask(), of.ask(continued=FailoverState())
+    first = await goes_on
+    await of.settle()
+    assert not plain.done()  # one waits at each board already
+    # Each board has one that goes first, and no more.
+    assert board_of(await of.ask(continued=FailoverState())) != board_of(first)
+    third = of.ask(continued=FailoverState())
+    await of.settle()
+    assert not third.done()
+    plain.cancel()
+    third.cancel()
+
+
+async def test_an_answer_goes_on_at_the_board_that_is_free_first_if_others_wait_there() -> None:
+    of = await hall("a", "b", "c", limit=9)
+    places = {board_of(place): place for place in await of.busy(3)}
+    for place in places.values():
+        place.observe(Accepted(board_of(place), "1.3.0", 0))
+    places["b"].observe(Delta("word " * 60, (5,) * 60))
+    places["c"].observe(Delta("word " * 90, (5,) * 90))
+    # Without requests of others, the first board that is free is the best one.
+    goes_on = of.ask(continued=FailoverState())
+    await of.settle()
+    assert not goes_on.done()
+    await of.hear(
+        report("a", running=1, queued=1), report("b", running=1, queued=1), report("c", running=1)
+    )
+    assert board_of(await goes_on) == "b"
