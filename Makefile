@@ -68,7 +68,7 @@ FORKED := $(BIN)/python -m pytest --forks 4
 unit: $(READY) sim
 	$(FORKED) -m "not ray"
 
-# Files whose tests are none of Ray and none that take long; of others some tests are.
+# Files without a mark of Ray or slow for all of their tests: the others need not be collected.
 QUICK := $(shell grep -rLE '^pytestmark = .*mark\.(ray|slow)' --include='test_*.py' tests)
 
 # Without Ray, engine processes, and files that compile, start programs or take long otherwise.

@@ -16,7 +16,7 @@ import bisect
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
@@ -171,6 +171,11 @@ class FairQueue(Generic[T]):
     def bill(self, one: QueueEntry[T], ms: float) -> None:
         """Correct the service of a request's owner by that time, which may be negative."""
         self._served[one.flow] = self._served.get(one.flow, self._floor) + ms / one.weight
+
+    @property
+    def ahead(self) -> Sequence[QueueEntry[T]]:
+        """The waiting requests that go before all others, in serving order."""
+        return self._ahead
 
     def order(self) -> Iterator[QueueEntry[T]]:
         """Yield the waiting requests in serving order, without changing the queue."""

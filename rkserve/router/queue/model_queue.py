@@ -7,10 +7,9 @@ routing policy. Requests that no board could take are rejected before they reach
 from __future__ import annotations
 
 import asyncio
-import itertools
 import math
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from rkserve.core.desired_state import ServedWeights
@@ -315,7 +314,9 @@ class ModelQueue:
         self._again_s = math.inf
         if not len(self._admission):
             return None
-        if not (self.boards.any_open or self._shared or self._continues()):
+        ahead = self._admission.ahead
+        continuing = [entry for entry in ahead if entry.what.request.continued is not None]
+        if not (self.boards.any_open or self._shared or continuing):
             return None
         offers = self._offers(now_s)
         if offers:
@@ -323,20 +324,15 @@ class ModelQueue:
             entry, take = offers[chosen]
             self._metrics.decisions.labels(self._model, _word(take.reuse)).inc()
             return entry, take.board
-        entries = self._admission.order() if self._shared else self._continues()
-        for entry in entries:
-            routing, request = entry.what.routing, entry.what.request
-            board = self._behind_others(routing, continues=request.continued is not None)
+        for entry in self._admission.order() if self._shared else continuing:
+            routing = entry.what.routing
+            continues = entry.what.request.continued is not None
+            board = self._before_others(routing) if continues else self._behind_others(routing)
             if board is not None:
                 return entry, board
             if not routing.tried:
                 break
         return None
-
-    def _continues(self) -> list[QueueEntry[Waiter]]:
-        """Return the waiting requests that another board has begun, which go before others."""
-        ahead = itertools.takewhile(lambda entry: entry.ahead, self._admission.order())
-        return [entry for entry in ahead if entry.what.request.continued is not None]
 
     def _offers(self, now_s: float) -> list[tuple[QueueEntry[Waiter], SendTo]]:
         """Return possible assignments, as many as the policy wants to compare."""
@@ -372,31 +368,38 @@ class ModelQueue:
                 break  # without a board for this request, there is none for any
         return offers
 
-    def _behind_others(self, routing: RoutingRequest, *, continues: bool) -> Candidate | None:
+    def _behind_others(self, routing: RoutingRequest) -> Candidate | None:
         """Return a board that only other Routers' requests or a pause keep busy.
 
         Other Routers' requests are known from reports only and may have ended, and a board ends a
         pause inside the runtime only for a request that waits there. One request of this Router
         therefore waits at the board, which leaves no other board without work.
-
-        A request that ``continues`` goes first in a board's own queue, also before those that other
-        Routers have waiting there, so that it goes to the board that is free first.
         """
-        tier = self.boards.tier(routing.tried) if routing.tried else self.boards.held
-        possible = self.boards if continues else self._shared
-        fit = [one for one in possible if one.key not in routing.tried and one.held == tier]
-        if not continues:
-            shared = filter(_is_shared, fit)
-            return min(shared, key=lambda board: board.load, default=None)
-        now_s = time.monotonic()
-        runs = {one.board: one for one in self._running if not (one.waits or one.over)}
+        found = filter(_is_shared, self._fitting(self._shared, routing))
+        return min(found, key=lambda board: board.load, default=None)
 
-        def free_ms(board: Candidate) -> float:
+    def _before_others(self, routing: RoutingRequest) -> Candidate | None:
+        """Return a board with other Routers' requests for one that continues.
+
+        A board puts such a request first in its queue. At a place of this Router's own it would
+        find a request before it that another Router has waiting there. Of these boards it goes to
+        the one that should end its run first; the rest of another Router's run is unknown.
+        """
+        now_s = time.monotonic()
+        runs = {one.board: one for one in self._running if one.runs}
+
+        def rest_ms(board: Candidate) -> float:
             run = runs.get(board)
             return self.boards.typical_ms(board) / 2 if run is None else run.rest_ms(now_s)
 
-        mixed = [one for one in fit if _is_mixed(one) and one.in_flight <= one.n_batch]
-        return min(mixed, key=free_ms, default=None)
+        fitting = self._fitting(self.boards, routing)
+        found = (one for one in fitting if _is_mixed(one) and one.in_flight <= one.n_batch)
+        return min(found, key=rest_ms, default=None)
+
+    def _fitting(self, boards: Iterable[Candidate], routing: RoutingRequest) -> Iterator[Candidate]:
+        """Yield the boards that may take a request, in the state of pauses that is best now."""
+        tier = self.boards.tier(routing.tried) if routing.tried else self.boards.held
+        return (one for one in boards if one.key not in routing.tried and one.held == tier)
 
     # -- places -------------------------------------------------------------------------------
 

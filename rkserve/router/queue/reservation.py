@@ -353,9 +353,9 @@ class Reservation:
         return self._movable and not self.over
 
     @property
-    def waits(self) -> bool:
-        """True while it is in the board's own queue."""
-        return self._waits
+    def runs(self) -> bool:
+        """True while the board works for it: it is neither queued there, nor paused, nor over."""
+        return not (self._waits or self._paused or self.over)
 
     def rest_ms(self, now_s: float) -> float:
         """Return the estimated time until the request leaves the board."""

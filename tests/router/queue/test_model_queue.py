@@ -585,3 +585,14 @@ async def test_an_answer_goes_on_at_the_board_that_is_free_first_if_others_wait_
         report("a", running=1, queued=1), report("b", running=1, queued=1), report("c", running=1)
     )
     assert board_of(await goes_on) == "b"
+
+
+async def test_a_paused_answer_of_ours_makes_no_board_the_one_that_is_free_first() -> None:
+    of = await hall("a", "b", limit=9)
+    places = {board_of(place): place for place in await of.busy(2, max_tokens=1000)}
+    for name, place in places.items():
+        place.observe(Accepted(name, "1.3.0", 0))
+    places["a"].observe(Paused(None, 1, Kv.RECOMPUTED))
+    places["b"].observe(Delta("word " * 200, (5,) * 200))
+    await of.hear(report("a", running=1), report("b", running=1, queued=1))
+    assert board_of(await of.ask(continued=FailoverState())) == "b"
