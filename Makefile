@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip -q --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-quick test-long compiled unit cluster simulate page-test fuzz mutation compat compat-programs compat-lock aarch64 check check-observability check-cluster offline deb format bench bench-control bench-scale bench-kills bench-multi-turn bench-overload soak docs docs-serve lock release sim sanitize clean
+.PHONY: help demo test test-quick test-long unit cluster simulate page-test fuzz mutation compat compat-programs compat-lock aarch64 check check-observability check-cluster offline deb format bench bench-control bench-scale bench-kills bench-multi-turn bench-overload soak docs docs-serve lock release sim sanitize clean
 
 help:
 	@echo "make demo    a chat model on three simulated boards, an embedding model on a fourth, until Ctrl-C"
@@ -47,19 +47,15 @@ help:
 demo: $(READY) sim
 	@$(BIN)/python scripts/demo.py
 
-# One group after the other: side by side they take as long, and tests with limits wait beyond them.
+# The checks beside the collection of the tests, which needs one core. Tests on Ray have the machine
+# alone: tests with limits would wait beyond them.
 test: $(READY) sim
-	@$(MAKE) --no-print-directory -j2 check compiled
-	@$(MAKE) --no-print-directory unit
+	@$(MAKE) --no-print-directory -j2 check unit
 	@$(MAKE) --no-print-directory cluster
 
 # A file's tests stay in one process, which shares their fixtures. Groups and order are those of
 # conftest.py.
 PYTEST := $(BIN)/python -m pytest --dist loadgroup --no-loadscope-reorder
-
-# In a clean checkout each process would compile all tests anew; meanwhile the checks need one core.
-compiled: $(READY) sim
-	@said=$$($(PYTEST) --collect-only -q 2>&1) || { echo "$$said"; exit 1; }
 
 # Forks of one process, which collects all tests: that takes as long as thousands of them. Twice as many
 # as cores, because some tests wait for simulated tokens.
@@ -258,7 +254,8 @@ $(READY): requirements-dev.lock pyproject.toml
 	@echo "Installing what rkserve needs into $(VENV); the first time this takes a few minutes ..."
 	@"$(PYTHON)" -m venv $(VENV)
 	@$(BIN)/python scripts/install.py requirements-dev.lock
-	@$(PIP) install --no-deps --no-build-isolation -e .
+	@# A folder on the path: setuptools' finder takes 15 ms of each process that starts.
+	@$(PIP) install --no-deps --no-build-isolation -C editable_mode=compat -e .
 	@touch $(READY)
 
 clean:
