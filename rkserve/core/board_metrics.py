@@ -53,7 +53,12 @@ _COUNTERS: tuple[tuple[str, str, Callable[[BoardReport], float]], ...] = (
     ("rkserve_prefill_seconds", "Time in prefill.", lambda r: r.prefill_ms / 1e3),
     ("rkserve_decode_tokens", "Tokens decoded.", lambda r: r.decode_tokens),
     ("rkserve_decode_seconds", "Time in decode.", lambda r: r.decode_ms / 1e3),
-    ("rkserve_board_aborted", "Requests whose client left.", lambda r: r.aborted),
+    (
+        "rkserve_board_aborted",
+        "Requests that left before their end: of clients that hung up, and those that began just "
+        "when their Router moved them from the board's queue to a free board.",
+        lambda r: r.aborted,
+    ),
     ("rkserve_board_failed", "Requests that the board failed.", lambda r: r.failed),
     ("rkserve_engine_starts", "Engine processes that loaded.", lambda r: r.engine_starts),
     (
