@@ -16,6 +16,7 @@ from rkserve.cli.context import Exit
 from rkserve.models.folder import open_model_folder
 from rkserve.models.index import PIECE_BYTES
 from rkserve.models.shelf import index_of
+from rkserve.native.binding.releases import RELEASES
 from tests.support.cluster.fake_control import FakeControl, ok
 from tests.support.http.terminal import Runner, Terminal
 from tests.support.paths import PROJECT
@@ -43,7 +44,8 @@ def test_an_addition_prints_what_was_found_and_assumed(models: Path, tmp_path: P
     assert lines[0] == f"added chat: {models / 'chat'} (0.0 MB)"
     assert "  SoC: any (the file's header)" in lines
     assert "  toolkit: 1.2.3 (the file's header)" in lines
-    assert "  runs on RKLLM: 1.2.3, 1.3.0, 1.3.1" in lines
+    runs = [one for one in RELEASES if one >= "1.2.3"]
+    assert f"  runs on RKLLM: {', '.join(runs)}" in lines
     assert "  context_length: 4096 (the file's header)" in lines
     assert lines[-1] == f"next: rkserve doctor --model {models / 'chat'}"
     assert open_model_folder(models / "chat").settings.tool_format == "hermes"

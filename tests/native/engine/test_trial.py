@@ -12,20 +12,21 @@ from rkserve.core.errors import ReleaseRefused
 from rkserve.native.engine.process import _open_library
 from rkserve.native.engine.trial import try_release
 from rkserve.native.runtime import LoadParams
-from rkserve.native.sim.build import ensure_built
+from rkserve.native.sim.build import RELEASES, ensure_built
 from tests.support.sim.sim_driver import FAST, MODEL
 
 pytestmark = pytest.mark.slow
 
-NAME = "1.9.0 (unlisted, driven as 1.3.1)"
+NEWEST = tuple(RELEASES)[-1]
+NAME = f"1.9.0 (unlisted, driven as {NEWEST})"
 
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The simulated 1.3.1 with the version string of a release to come."""
+    """The newest simulated release with the version string of a release to come."""
     file = tmp_path_factory.mktemp("unlisted") / "librkllmrt.so"
-    content = ensure_built("1.3.1").read_bytes()
-    old, new = (b"RKLLM SDK (version: %s" % number for number in (b"1.3.1", b"1.9.0"))
+    content = ensure_built(NEWEST).read_bytes()
+    old, new = (b"RKLLM SDK (version: %s" % number for number in (NEWEST.encode(), b"1.9.0"))
     assert content.count(old) == 1
     file.write_bytes(content.replace(old, new))
     return file

@@ -48,7 +48,7 @@ SESSIONS = tuple(f"session-{n}" for n in range(8))
 
 
 # The class of each kind's action, the kinds that change what a model serves, and values for the
-# parameters that an action must have.
+# parameters that an action must have: by name, or by type where any value will do.
 ACTIONS: dict[OperationKind, type[Action]] = {
     one.model_fields["kind"].default: one for one in get_args(get_args(AnyAction)[0])
 }
@@ -58,10 +58,8 @@ SAMPLE: dict[str, JsonValue] = {
     "name": "law",
     "version": "v1",
     "digest": "d" * 64,
-    "size_bytes": 7,
-    "step": 1,
-    "label": "a label",
 }
+SAMPLE_OF_TYPE: dict[Any, JsonValue] = {str: "a text", int: 7, float: 9.5, bool: True}
 
 
 def read_action(kind: OperationKind, params: Mapping[str, Any]) -> Any:
@@ -74,7 +72,11 @@ def action(kind: OperationKind, params: Mapping[str, Any] | None = None) -> Any:
     given, known = {**(params or {})}, ACTIONS[kind].model_fields
     if kind is OperationKind.DRAIN and given.get("mode") not in {one.value for one in DrainMode}:
         given.pop("mode", None)  # a pause's
-    required = {name: SAMPLE[name] for name, one in known.items() if one.is_required()}
+    required = {
+        name: SAMPLE.get(name) or SAMPLE_OF_TYPE[one.annotation]
+        for name, one in known.items()
+        if one.is_required()
+    }
     return read_action(kind, {**required, **{name: given[name] for name in given if name in known}})
 
 
