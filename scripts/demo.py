@@ -40,7 +40,7 @@ The cluster is ready. Try it in another terminal:
   dashboard  {dashboard}
   log        {log}
 
-Without make: {bin}/serve run serve_config.yaml. Ctrl-C stops the cluster.
+Without make: {bin}/rkserve up serve_config.yaml. Ctrl-C stops the cluster.
 """
 
 

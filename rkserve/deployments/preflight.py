@@ -37,6 +37,7 @@ from rkserve.config.serve_config import RkserveConfig, parse_config
 from rkserve.coordinator.state.api_keys import has_keys
 from rkserve.core.child_process import bind_error
 from rkserve.core.errors import ConfigError, RkserveError
+from rkserve.deployments import haproxy
 from rkserve.deployments.haproxy import FLAG, is_loopback, own_environ
 from rkserve.deployments.haproxy_listeners import CONTROL, ControlAddress
 from rkserve.deployments.haproxy_tls import CERT, KEY
@@ -369,7 +370,23 @@ def _check_given(name: str, file: Path, address: str | None) -> None:
     if warning:
         print(f"rkserve: {warning}", file=sys.stderr)  # noqa: T201 -- before Ray has a log
     if starts:
+        lacking = missing_of_plain(file, os.environ)
+        if lacking:
+            print(f"rkserve: {lacking}", file=sys.stderr)  # noqa: T201 -- as above
         os.environ.update(own_environ(os.environ))
+
+
+def missing_of_plain(file: Path, environ: Mapping[str, str]) -> str:
+    """Return in one line what a Ray started by ``serve run`` lacks, and how to get it; empty where
+    HAProxy is turned on.
+    """
+    if environ.get(FLAG) == "1":
+        return ""
+    front = "Serve's Python proxy in the place of HAProxy, " if haproxy.available() else ""
+    return (
+        f"`serve run` starts Ray with {front}its own settings and no way for boards to join; "
+        f"`rkserve up {file}` starts it as boards and many clients need it."
+    )
 
 
 def _check_import_path(given: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from rkserve.app import build
 from rkserve.bringup.first_key import create_in_ledger
 from rkserve.core.child_process import free_port
 from rkserve.core.errors import ConfigError
-from rkserve.deployments import preflight
+from rkserve.deployments import haproxy, preflight
 from rkserve.deployments.haproxy import BINARY, FLAG, available, check_environ, own_environ
 from rkserve.deployments.haproxy_tls import CERT
 from rkserve.deployments.preflight import (
@@ -32,6 +33,7 @@ from rkserve.deployments.preflight import (
     end_waiting,
     lacks_key,
     main,
+    missing_of_plain,
 )
 from tests.support.paths import PROJECT
 
@@ -282,6 +284,29 @@ def test_all_else_of_serve_is_rays() -> None:
     )
     assert done.returncode == 0
     assert "CONFIG_OR_IMPORT_PATH" in done.stdout
+
+
+@pytest.mark.parametrize("wheel", [True, False])
+def test_a_plain_serve_run_says_in_one_line_what_it_lacks(
+    wheel: bool,
+    *,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv(FLAG, raising=False)
+    monkeypatch.setattr(haproxy, "available", lambda: wheel)
+    file = written(tmp_path, config())
+    _check_given("run", file, None)
+    line = capsys.readouterr().err
+    assert line.count("\n") == 1
+    assert ("HAProxy" in line) == wheel
+    assert f"`rkserve up {file}`" in line
+    _check_given("deploy", file, None)
+    monkeypatch.setenv(FLAG, "1")
+    assert missing_of_plain(file, os.environ) == ""
+    assert capsys.readouterr().err == ""
 
 
 def test_the_package_installs_serve() -> None:
