@@ -49,6 +49,7 @@ class Ground:
         # Processes that were killed, which reports may still name. In a long run their pids come
         # back to others.
         self._gone: set[ProcessIdentity] = set()
+        self._to_outlive: set[ProcessIdentity] = set()  # replicas whose library has failed
 
     def victim(self) -> Victim:
         """Wait until more than half of the boards are sent requests, and choose one of them.
@@ -71,6 +72,12 @@ class Ground:
     def all_back(self) -> None:
         """Wait until every board serves."""
         wait_for("all boards", lambda: len(self._ready()) == self._boards, BACK_S)
+
+    def replicas_ended(self) -> int:
+        """Return how many replicas have ended of those whose library failed since the last call."""
+        ended = sum(not is_alive(PROC, one) for one in self._to_outlive)
+        self._to_outlive.clear()
+        return ended
 
     def _ready(self) -> list[Json]:
         told = (self._site.get("/v1/boards") or {"data": []})["data"]
@@ -131,6 +138,7 @@ class Ground:
                 victim.control.unlink()
                 return _stamp(fired) != before
             time.sleep(0.01)
+        self._to_outlive.add(victim.replica)
         if ends:
             self._gone.add(victim.engine)
         return True

@@ -125,7 +125,8 @@ def kill_boards(
                 begun_s = time.monotonic()
                 streams = Streams(site.address, bodies, asked.streams, LIMIT_S)
                 answers = _struck(streams, ground, way, times, progress.note)
-                found.append(judge(Phase(name, times, tuple(answers)), truths))
+                ended = ground.replicas_ended()
+                found.append(judge(Phase(name, times, tuple(answers), ended), truths))
                 ground.all_back()
                 progress.end(f"{times} kills in {time.monotonic() - begun_s:.0f} s")
 

@@ -31,11 +31,15 @@ _HEAD = [
 
 @dataclass(frozen=True)
 class Phase:
-    """One kind of kill: how often, and what clients got meanwhile."""
+    """One kind of kill: how often, and what clients got meanwhile.
+
+    ``replicas_ended`` counts replicas that ended though only their library had failed.
+    """
 
     name: str
     kills: int
     answers: tuple[Answer, ...]
+    replicas_ended: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +62,14 @@ class KillFigures:
     waits_ms: tuple[float, ...]
     calm_ms: tuple[float, ...]
     flaws: tuple[str, ...]
+    replicas_ended: int = 0
 
     @property
     def clean(self) -> bool:
-        """True if no request and no character was lost or came twice."""
-        return self.lost == self.wrong == 0
+        """True if no request and no character was lost or came twice, and no replica ended with
+        its library.
+        """
+        return self.lost == self.wrong == self.replicas_ended == 0
 
 
 def judge(phase: Phase, truths: Mapping[int, Truth]) -> KillFigures:
@@ -90,6 +97,7 @@ def judge(phase: Phase, truths: Mapping[int, Truth]) -> KillFigures:
             if not one.continued and (silence := longest_silence_ms(one)) is not None
         ),
         tuple(flaws[:5]),
+        phase.replicas_ended,
     )
 
 
@@ -127,6 +135,7 @@ def total(found: Iterable[KillFigures]) -> KillFigures:
         tuple(ms for one in every for ms in one.waits_ms),
         tuple(ms for one in every for ms in one.calm_ms),
         (),
+        sum(one.replicas_ended for one in every),
     )
 
 
@@ -147,6 +156,12 @@ def render(run: KillRun) -> str:
         ["board kills", "", str(every.kills), ""],
         ["requests lost", "0", str(every.lost), _verdict(every.lost)],
         ["answers with a character lost or doubled", "0", str(every.wrong), _verdict(every.wrong)],
+        [
+            "board replicas that ended with their library",
+            "0",
+            str(every.replicas_ended),
+            _verdict(every.replicas_ended),
+        ],
     ]
     return (
         "# Benchmark of kills\n\n"

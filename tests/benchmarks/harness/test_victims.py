@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -77,6 +79,29 @@ def test_a_board_whose_replica_was_killed_is_not_back_as_long_as_only_its_report
     processes[0].wait()
     assert there._ready() == [], "nodes has that pid"
     assert not there.kill_replica(victim), "it is gone, and whoever has its pid is left alone"
+
+
+def test_a_replica_that_ends_with_its_library_is_counted_once(
+    processes: list[subprocess.Popen[bytes]],
+) -> None:
+    there = ground(processes)
+    victim = there.victim()
+    victim.control.parent.mkdir()
+    fired = victim.control.with_name("control.fired")
+
+    def strike() -> None:
+        fired.write_text(str(time.monotonic()), encoding="utf-8")
+
+    for ends in (False, True):
+        later = threading.Timer(0.1, strike)
+        later.start()
+        assert there.abort_library(victim)
+        later.join()
+        if ends:
+            processes[0].kill()
+            processes[0].wait()
+        assert there.replicas_ended() == ends
+    assert there.replicas_ended() == 0
 
 
 def test_a_process_with_the_pid_of_one_that_was_killed_is_another_one(

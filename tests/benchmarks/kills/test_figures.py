@@ -93,7 +93,13 @@ def test_the_report_names_what_was_wrong_and_adds_up() -> None:
     assert "- node: wrong at character 0" in report
     cells = [[cell.strip() for cell in line.split("|")] for line in report.splitlines()]
     verdicts = {row[1]: row[4] for row in cells if len(row) == 6 and row[2] == "0"}
-    assert list(verdicts.values()) == ["reached", "missed"]
+    assert list(verdicts.values()) == ["reached", "missed", "reached"]
+
+
+def test_a_replica_that_ended_with_its_library_is_no_clean_run() -> None:
+    found = judge(Phase("abort() in the library", 2, (GOOD,), replicas_ended=1), TRUTHS)
+    assert (found.replicas_ended, found.clean) == (1, False)
+    assert "ended with their library |      0 |        1 |  missed |" in render(run_of(found))
 
 
 @pytest.mark.parametrize(
