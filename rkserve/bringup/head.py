@@ -79,7 +79,7 @@ def run_head(options: HeadOptions, note: Note) -> int:
     environ, front = with_front(options)
     plan = HeadPlan.of(options.config, front)
     address = options.address or own_address()
-    check_ports((*range(ports.first, ports.last + 1), options.dashboard_port))
+    check_ports(range(ports.first, ports.last + 1), options.dashboard_port)
     if (made := first_key(options.config, state.folder)) is not None:
         note(FIRST_KEY.format(file=made))
     if warning := preflight.check_token(os.environ, starts=True):

@@ -132,15 +132,19 @@ def own_address() -> str:
     return found
 
 
-def check_ports(ports: Iterable[int]) -> None:
-    """Raise ``ConfigError`` if a port of Ray is in use, its workers', or named twice."""
+def check_ports(ports: Iterable[int], dashboard: int | None = None) -> None:
+    """Raise ``ConfigError`` if a port of Ray is in use, its workers', or named twice.
+
+    ``dashboard`` is that of Ray's dashboard on a head; a board has none.
+    """
     seen: set[int] = set()
-    for port in ports:
+    options = "--ray-port" if dashboard is None else "--ray-port and --dashboard-port"
+    for port in (*ports, *(() if dashboard is None else (dashboard,))):
         if port in WORKER_PORTS:
             first, last = WORKER_PORTS[0], WORKER_PORTS[-1]
             raise ConfigError(
                 f"Ray's workers have the ports from {first} to {last}, and Ray needs {port} too. "
-                "Give others by --ray-port and --dashboard-port."
+                f"Give others by {options}."
             )
         if port in seen:
             raise ConfigError(
@@ -151,7 +155,7 @@ def check_ports(ports: Iterable[int]) -> None:
         if (exc := bind_error(port)) is not None:
             raise ConfigError(
                 f"Ray needs port {port}, which cannot be listened on: {exc.strerror}. End the Ray "
-                "that runs here, or give other ports by --ray-port and --dashboard-port."
+                f"that runs here, or give other ports by {options}."
             ) from exc
 
 

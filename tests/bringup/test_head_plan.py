@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import tempfile
 from contextlib import ExitStack
@@ -159,8 +160,19 @@ def test_a_port_in_use_is_named() -> None:
 def test_ports_with_which_ray_does_not_start_are_named(
     ports: tuple[int, ...], message: str
 ) -> None:
+    first, *rest = ports
     with pytest.raises(ConfigError, match=message):
-        check_ports(ports)
+        check_ports(rest, first)
+
+
+@pytest.mark.parametrize(
+    ("dashboard", "named"), [(None, "--ray-port."), (8265, "--ray-port and --dashboard-port.")]
+)
+def test_a_refused_port_names_the_options_that_the_command_has(
+    dashboard: int | None, named: str
+) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"Give others by {named}")):
+        check_ports((10_002,), dashboard)
 
 
 @pytest.mark.skipif(not haproxy.available(), reason="Ray has no HAProxy for this platform")
