@@ -35,8 +35,8 @@ def test_a_returning_conversation_is_held_to_a_cold_one_and_its_guest_to_a_calm_
     assert figures.unsaved_ms.p50 == pytest.approx(0)
 
 
-@pytest.mark.parametrize(("prefilled", "reached"), [(22, True), (23, False)])
-def test_a_returning_conversation_may_prefill_its_new_tokens_and_no_other(
+@pytest.mark.parametrize(("prefilled", "reached"), [(22, True), (23, True), (24, False)])
+def test_a_returning_conversation_may_prefill_its_new_tokens_and_the_one_that_no_run_computed(
     prefilled: int, reached: bool
 ) -> None:
     rounds = [parked_round(0), parked_round(1, prefill_tokens=prefilled)]
