@@ -31,9 +31,9 @@ from rkserve.bringup import serving
 from rkserve.bringup.board_update import HttpHead, MeasuredModel, UpdateFollower, member_key
 from rkserve.bringup.head import FAILED, RAY_START, RECORD_S, start_ray
 from rkserve.bringup.head_plan import check_localhost, check_ports, haproxy_environ
-from rkserve.bringup.processes import NodeSupervisor, StateFolder
+from rkserve.bringup.processes import BOARD, NodeSupervisor, StateFolder
 from rkserve.bringup.serving import Note
-from rkserve.bringup.settings import BOARD, GCS_PORT, NodePorts, board_options, environment_of
+from rkserve.bringup.settings import GCS_PORT, NodePorts, board_options, environment_of
 from rkserve.bringup.versions import VersionFolder
 from rkserve.core import tls
 from rkserve.core.errors import ConfigError

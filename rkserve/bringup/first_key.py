@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from rkserve.api.admin.keys import KeyBody, NewKeyAnswer, new_key_answer
 from rkserve.api.json.schemas import read_model
-from rkserve.bringup.settings import HEAD
+from rkserve.bringup.processes import ADMIN_KEY
 from rkserve.config.serve_config import RkserveConfig
 from rkserve.control.keys import CreateKey, KeyRequest, SecretDigest
 from rkserve.coordinator.state.api_keys import check_ledger, create_offline
@@ -18,7 +17,6 @@ from rkserve.core.errors import ConfigError
 from rkserve.core.files import replace_private
 from rkserve.deployments import preflight
 
-ADMIN_KEY = "admin_key"  # the file with the secret of the first key, in the head's state folder
 NAME = "admin"
 WHO = "local"
 
@@ -77,20 +75,6 @@ def _create(config: RkserveConfig, body: KeyBody, secret: str = "") -> NewKeyAns
     folder = config.coordinator.data_dir.expanduser()
     outcome = create_offline(folder, KeyRequest(change, digest, who=WHO))
     return new_key_answer(outcome, secret)
-
-
-def own_secret(state: Path, url: str) -> str | None:
-    """Return the secret of the first key if ``url`` is that of the head with this state folder.
-
-    None as well if this account may not read it; a refused call states the missing key.
-    """
-    try:
-        record = json.loads((state / f"{HEAD}.json").read_text(encoding="utf-8"))
-        secret = (state / ADMIN_KEY).read_text(encoding="utf-8").strip()
-        urls = {record["url"], record["join_url"], record.get("control_url")}
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return secret if url in urls else None
 
 
 def known_key(config: Path, state: Path) -> str | None:

@@ -28,10 +28,9 @@ from rkserve.bringup.head_plan import (
     own_address,
     with_front,
 )
-from rkserve.bringup.processes import NodeSupervisor, RayStore, StateFolder
+from rkserve.bringup.processes import HEAD, NodeSupervisor, RayStore, StateFolder
 from rkserve.bringup.serving import Note, ServeLog
 from rkserve.bringup.settings import (
-    HEAD,
     NodePorts,
     environment_of,
     head_options,

@@ -21,6 +21,9 @@ from rkserve.bench.processes import PROC, ProcessIdentity, identity_of, is_alive
 from rkserve.core.errors import ConfigError
 from rkserve.core.files import private_folder, replace_private
 
+HEAD, BOARD = "head", "board"  # kinds of nodes
+ADMIN_KEY = "admin_key"  # the file with the secret of the first key, in the head's state folder
+SERVICE_STATE = Path("/var/lib/rkserve/node")
 POLL_S = 0.2
 # The time to end in order, then after SIGTERM: Ray drains its node and ends its workers.
 ORDERLY_S, FORCED_S = 90.0, 10.0
@@ -51,6 +54,16 @@ class NodeRecord:
         known = {self.supervisor, *self.processes}
         alive = {one for one in known if is_alive(PROC, one)}
         return [*(alive | set(snapshot(PROC, [one.pid for one in alive])))]
+
+
+def default_state() -> Path:
+    """Return the default folder of a node's record and logs."""
+    return SERVICE_STATE if os.geteuid() == 0 else user_state()
+
+
+def user_state() -> Path:
+    """Return the folder of a node that this account's home has."""
+    return Path.home() / ".local" / "state" / "rkserve"
 
 
 class StateFolder:
@@ -126,6 +139,20 @@ def own_control(state: Path, kind: str) -> tuple[str, Path | None] | None:
     if not url or not is_alive(PROC, supervisor):
         return None
     return url, Path(certificate) if certificate else None
+
+
+def own_secret(state: Path, url: str) -> str | None:
+    """Return the secret of the first key if ``url`` is that of the head with this state folder.
+
+    None as well if this account may not read it; a refused call states the missing key.
+    """
+    try:
+        record = json.loads((state / f"{HEAD}.json").read_text(encoding="utf-8"))
+        secret = (state / ADMIN_KEY).read_text(encoding="utf-8").strip()
+        urls = {record["url"], record["join_url"], record.get("control_url")}
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return secret if url in urls else None
 
 
 class RayStore:

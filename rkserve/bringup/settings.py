@@ -10,9 +10,9 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from rkserve.bringup.processes import BOARD, HEAD
 from rkserve.deployments.haproxy import FLAG, FORCED_STOP, METRICS_MS, PATIENCE, PROXY_CHECK
 
-HEAD, BOARD = "head", "board"
 GCS_PORT, DASHBOARD_PORT = 6379, 8265
 # Ray's default is a third of the memory; rkserve puts no large objects into it.
 OBJECT_STORE_BYTES = 100_000_000

@@ -21,8 +21,8 @@ from pathlib import Path
 
 from rkserve import __version__
 from rkserve.bench.processes import PROC
-from rkserve.bringup.processes import StateFolder, signal_process
-from rkserve.bringup.settings import HEAD, environment_of
+from rkserve.bringup.processes import HEAD, StateFolder, signal_process
+from rkserve.bringup.settings import environment_of
 from rkserve.bringup.update_plan import (
     BoardPhase,
     canary_problem,

@@ -299,6 +299,10 @@ bench = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
 )
+commands = typer.Typer()
+commands.add_typer(
+    bench, name="bench", short_help="Measure any OpenAI server, or simulated boards."
+)
 
 TraceFile = Annotated[
     Path | None,

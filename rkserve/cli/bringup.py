@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -18,28 +19,17 @@ from rkserve.bringup.board import JOINED, LEAVE, JoinOptions, run_board
 from rkserve.bringup.discovery import suggest_heads
 from rkserve.bringup.head import DOWN, join_command, run_head
 from rkserve.bringup.head_plan import HeadOptions
-from rkserve.bringup.processes import StateFolder, end_child
-from rkserve.bringup.settings import BOARD, DASHBOARD_PORT, GCS_PORT, HEAD
+from rkserve.bringup.processes import BOARD, HEAD, StateFolder, default_state, end_child
+from rkserve.bringup.settings import DASHBOARD_PORT, GCS_PORT
 from rkserve.cli.context import Exit
-from rkserve.core.errors import RkserveError
+from rkserve.core.errors import ConfigError, RkserveError
 from rkserve.core.tls import CA_FILE
+from rkserve.deployments.haproxy import default_folder, prepare
 from rkserve.deployments.haproxy_listeners import CONTROL
 from rkserve.deployments.haproxy_tls import CERT, KEY
 
+commands = typer.Typer()
 POLL_S = 0.5
-
-
-SERVICE_STATE = Path("/var/lib/rkserve/node")
-
-
-def default_state() -> Path:
-    """Return the default folder of a node's record and logs."""
-    return SERVICE_STATE if os.geteuid() == 0 else user_state()
-
-
-def user_state() -> Path:
-    """Return the folder of a node that this account's home has."""
-    return Path.home() / ".local" / "state" / "rkserve"
 
 
 State = Annotated[
@@ -79,6 +69,7 @@ TempDir = Annotated[
 ]
 
 
+@commands.command()
 def up(
     config: Annotated[
         Path, typer.Argument(metavar="SERVE_CONFIG", help="The application's configuration.")
@@ -135,11 +126,13 @@ def up(
         _run(lambda: run_head(options, note))
 
 
+@commands.command()
 def down(*, state: State = None) -> None:
     """End the head that `rkserve up` started: exactly its processes, and no other Ray."""
     _end(_folder(state), HEAD)
 
 
+@commands.command()
 def token(
     *,
     minutes: Annotated[
@@ -156,6 +149,7 @@ def token(
     _run(show)
 
 
+@commands.command()
 def join(
     head: Annotated[
         str | None,
@@ -243,6 +237,7 @@ def join(
         _run(lambda: run_board(options, note))
 
 
+@commands.command()
 def leave(*, state: State = None) -> None:
     """Leave the cluster: end what `rkserve join` started here, and no other Ray."""
     _end(_folder(state), BOARD)
@@ -340,3 +335,31 @@ def _detached(folder: Path, kind: str, end: str) -> None:
         return Exit.FAILED
 
     _run(start)
+
+
+@commands.command()
+def front(
+    folder: Annotated[
+        Path | None,
+        typer.Option(help="Private folder for HAProxy's sockets, configuration and state."),
+    ] = None,
+    plain: Annotated[
+        bool, typer.Option("--plain", help="NAME=value, for systemd's EnvironmentFile.")
+    ] = False,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    control: Control = None,
+) -> None:
+    """Prepare Ray's HAProxy on this node, and print the environment to start Ray in."""
+    for name, file in ((CERT, tls_cert), (KEY, tls_key)):
+        if file is not None:
+            os.environ[name] = str(file.absolute())
+    if control is not None:
+        os.environ[CONTROL] = control
+    try:
+        made = prepare(folder.expanduser().absolute() if folder else default_folder())
+    except ConfigError as exc:
+        typer.echo(f"rkserve: {exc}", err=True)
+        raise typer.Exit(Exit.FAILED) from None
+    for name, value in made.items():
+        typer.echo(f"{name}={value}" if plain else f"export {name}={shlex.quote(value)}")

@@ -9,9 +9,10 @@ from typing import Annotated, Any
 
 import typer
 
-from rkserve.cli.context import CommandContext, Exit, first_line
+from rkserve.cli.context import ClusterCommand, CommandContext, Exit, first_line
 from rkserve.client import ClientError, UnexpectedAnswer
 
+commands = typer.Typer()
 PATH = "/v1/chat/completions"
 HELP = "/new begins anew, /exit or Ctrl-D ends, Ctrl-C ends an answer."
 
@@ -24,6 +25,7 @@ ModelName = Annotated[
 ]
 
 
+@commands.command(cls=ClusterCommand)
 def chat(
     context: CommandContext,
     *,

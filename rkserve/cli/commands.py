@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
-import shlex
+from collections.abc import Iterator, MutableMapping
+from importlib import import_module
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from rkserve import __version__
 from rkserve.cli import show
-from rkserve.cli.bench import bench
-from rkserve.cli.bringup import Control, TlsCert, TlsKey, down, join, leave, token, up
-from rkserve.cli.chat import chat
 from rkserve.cli.context import (
     EXIT_CODES,
     Boards,
@@ -26,49 +24,83 @@ from rkserve.cli.context import (
     Timeout,
     progress,
 )
-from rkserve.cli.doctor import doctor
-from rkserve.cli.generations import boards, caches, generations, kv
-from rkserve.cli.keys import keys
-from rkserve.cli.lora import lora
-from rkserve.cli.members import approve, deny
-from rkserve.cli.model import model
-from rkserve.cli.models import commands as model_commands
-from rkserve.cli.models import models, weights
-from rkserve.cli.probe import EXIT_CODES as PROBE_EXIT_CODES
-from rkserve.cli.probe import probe
-from rkserve.cli.sign import sign
-from rkserve.cli.top import top
-from rkserve.cli.update import backup, restore, update
 from rkserve.client import NotFound
 from rkserve.client.answers import PARTIAL, SUCCEEDED
-from rkserve.core.answer_metrics import DAYS_KEPT
 from rkserve.core.errors import ConfigError
-from rkserve.deployments.haproxy import default_folder, prepare
-from rkserve.deployments.haproxy_listeners import CONTROL
-from rkserve.deployments.haproxy_tls import CERT, KEY
 from rkserve.native.sim import models as sim_models
 
 NOT_READY = "NOT READY"
+# All commands in the order of the help, with the modules of those that are imported when they are
+# named: the imports of all commands take longer than most calls of a cluster.
+ORDER = {
+    **dict.fromkeys(("status", "pause", "resume", "logs"), ""),
+    "top": "top",
+    "chat": "chat",
+    "doctor": "doctor",
+    **dict.fromkeys(("approve", "deny"), "members"),
+    "probe": "probe",
+    **dict.fromkeys(("up", "down", "token", "join", "leave"), "bringup"),
+    **dict.fromkeys(("update", "backup", "restore"), "update"),
+    "front": "bringup",
+    **dict.fromkeys(("operations", "operation", "audit"), ""),
+    "usage": "keys",
+    "bench": "bench",
+    **dict.fromkeys(("boards", "caches", "generations"), "generations"),
+    "keys": "keys",
+    "kv": "generations",
+    "lora": "lora",
+    "model": "model",
+    "models": "models",
+    "sign": "sign",
+    "sim": "",
+    **dict.fromkeys(("weights", "sleep", "wake"), "models"),
+}
+
+
+class NamedCommands(MutableMapping[str, Any]):
+    """Commands by name, in their order; looking one up imports its module."""
+
+    def __init__(self, known: MutableMapping[str, Any]) -> None:
+        self._known = known
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._known and (module := ORDER.get(name)):
+            found = import_module(f"rkserve.cli.{module}").commands
+            for key, one in typer.main.get_group(found).commands.items():
+                self._known.setdefault(key, one)
+        return self._known[name]
+
+    def __setitem__(self, name: str, command: Any) -> None:
+        self._known[name] = command
+
+    def __delitem__(self, name: str) -> None:
+        del self._known[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(ORDER)
+
+    def __len__(self) -> int:
+        return len(ORDER)
+
+
+class RkserveGroup(TyperGroup):
+    """The commands of rkserve."""
+
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__(**attributes)
+        self.commands = NamedCommands(self.commands)
+
+
 sim = typer.Typer(help="Make files for simulated boards.", no_args_is_help=True)
 app = typer.Typer(
     name="rkserve",
+    cls=RkserveGroup,
     help=f"Look at a cluster of rkserve, and change it. {EXIT_CODES}",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.add_typer(bench, name="bench", short_help="Measure any OpenAI server, or simulated boards.")
-app.add_typer(boards, name="boards", short_help="Show the boards; drain, restart, measure them.")
-app.add_typer(caches, name="caches", short_help="Show, build and delete prompt caches.")
-app.add_typer(generations, name="generations", short_help="Control single answers.")
-app.add_typer(keys, name="keys", short_help="Create, list, rotate and revoke API keys.")
-app.add_typer(kv, name="kv", short_help="Show and clear KV caches.")
-app.add_typer(lora, name="lora", short_help="Bring LoRA adapters to the boards.")
-app.add_typer(model, name="model", short_help="Add, list and remove models of this machine.")
-app.add_typer(models, name="models", short_help="Show the models, load and unload them.")
-app.add_typer(sign, name="sign", short_help="Sign files of weights, and check signatures.")
 app.add_typer(sim, name="sim", short_help="Make files for simulated boards.")
-app.add_typer(weights, name="weights", short_help="Show base weights, and change them.")
 
 
 def _version(asked: bool) -> None:
@@ -174,45 +206,6 @@ def logs(
         typer.echo(json.dumps(line, ensure_ascii=False) if context.as_json else show.log_line(line))
 
 
-app.command(cls=ClusterCommand)(top)
-app.command(cls=ClusterCommand)(chat)
-app.command(cls=ClusterCommand)(doctor)
-app.command(cls=ClusterCommand)(approve)
-app.command(cls=ClusterCommand)(deny)
-app.command(epilog=PROBE_EXIT_CODES)(probe)
-for bring_up in (up, down, token, join, leave, update, backup, restore):
-    app.command()(bring_up)
-app.add_typer(model_commands)
-
-
-@app.command()
-def front(
-    folder: Annotated[
-        Path | None,
-        typer.Option(help="Private folder for HAProxy's sockets, configuration and state."),
-    ] = None,
-    plain: Annotated[
-        bool, typer.Option("--plain", help="NAME=value, for systemd's EnvironmentFile.")
-    ] = False,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
-    control: Control = None,
-) -> None:
-    """Prepare Ray's HAProxy on this node, and print the environment to start Ray in."""
-    for name, file in ((CERT, tls_cert), (KEY, tls_key)):
-        if file is not None:
-            os.environ[name] = str(file.absolute())
-    if control is not None:
-        os.environ[CONTROL] = control
-    try:
-        made = prepare(folder.expanduser().absolute() if folder else default_folder())
-    except ConfigError as exc:
-        typer.echo(f"rkserve: {exc}", err=True)
-        raise typer.Exit(Exit.FAILED) from None
-    for name, value in made.items():
-        typer.echo(f"{name}={value}" if plain else f"export {name}={shlex.quote(value)}")
-
-
 @app.command(cls=ClusterCommand)
 def operations(context: CommandContext, limit: Limit = 20) -> None:
     """List what was changed, and what became of it."""
@@ -244,21 +237,6 @@ def audit(context: CommandContext, limit: Limit = 50) -> None:
     """List who changed what."""
     rows = context.client.audit(limit)
     context.show(rows, lambda: show.audit(rows))
-
-
-@app.command(cls=ClusterCommand)
-def usage(
-    context: CommandContext,
-    days: Annotated[
-        int | None,
-        typer.Option(
-            min=1, max=DAYS_KEPT, help="How many days (UTC) with the current one, 8 by default."
-        ),
-    ] = None,
-) -> None:
-    """Show requests, tokens and board time of each API key on each of the last days (UTC)."""
-    found = context.client.usage(days)
-    context.show(found, lambda: show.usage(found))
 
 
 @sim.callback()

@@ -22,8 +22,8 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from typer.core import TyperCommand, TyperGroup
 
-from rkserve.bringup.processes import own_control
-from rkserve.bringup.settings import HEAD
+from rkserve.bringup import processes
+from rkserve.bringup.processes import HEAD, own_control, own_secret
 from rkserve.client import (
     CallError,
     Client,
@@ -288,20 +288,17 @@ class ClusterOptions:
 
 
 def _key_of_head(url: str) -> str | None:
-    # Late: commands that have a key need not wait for its imports.
-    from rkserve.bringup.first_key import own_secret
-    from rkserve.cli.bringup import SERVICE_STATE, user_state
+    return next(filter(None, (own_secret(folder, url) for folder in _own_states())), None)
 
-    folders = (SERVICE_STATE, user_state())  # root may have started either
-    return next(filter(None, (own_secret(folder, url) for folder in folders)), None)
+
+def _own_states() -> tuple[Path, ...]:
+    """Return the folders of a node on this machine; root may have started either."""
+    return processes.SERVICE_STATE, processes.user_state()
 
 
 def _at_own_control_port(options: ClusterOptions) -> ClusterOptions:
     """Return the options for the control port of this machine's head, if it has one."""
-    # Late: that module has commands of this one.
-    from rkserve.cli.bringup import SERVICE_STATE, user_state
-
-    for folder in (SERVICE_STATE, user_state()):
+    for folder in _own_states():
         if (found := own_control(folder, HEAD)) is not None:
             url, certificate = found
             named = options.ca_file or tls.named_authorities(os.environ)

@@ -11,7 +11,7 @@ import typer
 from pydantic import BaseModel
 from rich.markup import escape
 
-from rkserve.cli.context import CommandContext, Exit
+from rkserve.cli.context import ClusterCommand, CommandContext, Exit
 from rkserve.doctor.collect import (
     STATE,
     Checkup,
@@ -26,10 +26,12 @@ from rkserve.doctor.node import RAY_PORT
 from rkserve.doctor.rules import report_on
 from rkserve.verdicts.hardware import MEGA
 
+commands = typer.Typer()
 HERE = Path("/")
 COLOURS = {Severity.ERROR: "red", Severity.WARNING: "yellow", Severity.UNKNOWN: "cyan"}
 
 
+@commands.command(cls=ClusterCommand)
 def doctor(
     context: CommandContext,
     *,

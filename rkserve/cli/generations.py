@@ -34,6 +34,13 @@ caches = typer.Typer(help=f"Show, build and delete prompt caches. {EXIT_CODES}",
 boards = typer.Typer(
     help=f"Show the boards; drain, restart and measure them. {EXIT_CODES}", cls=ListFirst
 )
+commands = typer.Typer()
+commands.add_typer(
+    boards, name="boards", short_help="Show the boards; drain, restart, measure them."
+)
+commands.add_typer(caches, name="caches", short_help="Show, build and delete prompt caches.")
+commands.add_typer(generations, name="generations", short_help="Control single answers.")
+commands.add_typer(kv, name="kv", short_help="Show and clear KV caches.")
 
 RANGE = re.compile(r"(\d+)-(\d+)")
 

@@ -13,12 +13,15 @@ import typer
 from rkserve.bringup.first_key import create_in_ledger
 from rkserve.cli import show
 from rkserve.cli.context import EXIT_CODES, ClusterCommand, CommandContext, Exit
+from rkserve.core.answer_metrics import DAYS_KEPT
 from rkserve.core.api_keys import KeyScope
 from rkserve.core.errors import RkserveError
 
 keys = typer.Typer(
     help=f"Create, list, rotate and revoke API keys. {EXIT_CODES}", no_args_is_help=True
 )
+commands = typer.Typer()
+commands.add_typer(keys, name="keys", short_help="Create, list, rotate and revoke API keys.")
 UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 BEHIND = (
     "The change is stored, but {count} of the Routers did not confirm it within a second: as long "
@@ -168,3 +171,18 @@ def _behind(done: Mapping[str, Any]) -> int:
 
 def _note(context: CommandContext, sentence: str) -> None:
     context.err.print(sentence, markup=False, highlight=False, soft_wrap=True)
+
+
+@commands.command(cls=ClusterCommand)
+def usage(
+    context: CommandContext,
+    days: Annotated[
+        int | None,
+        typer.Option(
+            min=1, max=DAYS_KEPT, help="How many days (UTC) with the current one, 8 by default."
+        ),
+    ] = None,
+) -> None:
+    """Show requests, tokens and board time of each API key on each of the last days (UTC)."""
+    found = context.client.usage(days)
+    context.show(found, lambda: show.usage(found))

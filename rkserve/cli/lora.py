@@ -26,6 +26,8 @@ from rkserve.models.files import SIM_MAGIC, simulated_adapter_flaw
 from rkserve.native.sim import models as sim_models
 
 lora = typer.Typer(help=f"Bring LoRA adapters to the boards. {EXIT_CODES}", no_args_is_help=True)
+commands = typer.Typer()
+commands.add_typer(lora, name="lora", short_help="Bring LoRA adapters to the boards.")
 
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="What the adapter is called.")]

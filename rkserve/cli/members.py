@@ -17,14 +17,14 @@ from typing import Annotated, Any
 import typer
 
 from rkserve.bringup.head import decide_here, has_terms, local_members
-from rkserve.bringup.processes import StateFolder
-from rkserve.bringup.settings import HEAD
-from rkserve.cli.bringup import State, default_state
-from rkserve.cli.context import CommandContext, Exit
+from rkserve.bringup.processes import HEAD, StateFolder, default_state
+from rkserve.cli.bringup import State
+from rkserve.cli.context import ClusterCommand, CommandContext, Exit
 from rkserve.client import CallError
 from rkserve.client.requests import DEFAULT_URL
 from rkserve.core.errors import ConfigError, RkserveError
 
+commands = typer.Typer()
 # A Router that is not the operator's to ask, is older, or is of a head without `rkserve up`.
 NO_LIST = (401, 403, 404, 409)
 REASONS = {
@@ -43,6 +43,7 @@ Denied = Annotated[
 ]
 
 
+@commands.command(cls=ClusterCommand)
 def approve(
     context: CommandContext,
     names: Named = None,
@@ -56,6 +57,7 @@ def approve(
     _decide(context, names or [], state, approve=True, every=every)
 
 
+@commands.command(cls=ClusterCommand)
 def deny(context: CommandContext, names: Denied, *, state: State = None) -> None:
     """Deny boards that ask to join; `rkserve approve` takes that back."""
     _decide(context, names, state, approve=False)

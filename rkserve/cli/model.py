@@ -49,6 +49,8 @@ model = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
 )
+commands = typer.Typer()
+commands.add_typer(model, name="model", short_help="Add, list and remove models of this machine.")
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 ModelsFolder = Annotated[Path, typer.Option("--models", "--into", help="The folder of all models.")]

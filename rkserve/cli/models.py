@@ -36,6 +36,8 @@ models = typer.Typer(
 weights = typer.Typer(
     cls=InfoFirst, help=f"Show base weights, and change them. {EXIT_CODES}", add_completion=False
 )
+commands.add_typer(models, name="models", short_help="Show the models, load and unload them.")
+commands.add_typer(weights, name="weights", short_help="Show base weights, and change them.")
 
 
 class TagOption(str, Enum):

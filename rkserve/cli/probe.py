@@ -19,6 +19,7 @@ from rkserve.models.folder import open_model_folder
 from rkserve.native.sim.build import ensure_built
 from rkserve.probe.verdicts import ExperimentResult, ProbeReport
 
+commands = typer.Typer()
 EXIT_CODES = (
     "Exit codes: 0 all experiments settled; 1 the probe failed or was ended; 2 wrong usage; 3 some "
     "experiments are inconclusive."
@@ -29,6 +30,7 @@ SIMULATED: Mapping[str, str] = {"RKSIM_TIME_SCALE": "0.05", "RKSIM_LOAD_MS": "0"
 VALUES = {True: "true", False: "false", None: "?"}
 
 
+@commands.command(epilog=EXIT_CODES)
 def probe(
     *,
     model: Annotated[

@@ -47,6 +47,8 @@ sign = typer.Typer(
     help=f"Sign files of weights, and check signatures: rkserve sign FILE. {EXIT_CODES}",
     no_args_is_help=True,
 )
+commands = typer.Typer()
+commands.add_typer(sign, name="sign", short_help="Sign files of weights, and check signatures.")
 What = Annotated[
     Path,
     typer.Argument(exists=True, help="An adapter, a base model file, or a model's whole folder."),

@@ -25,7 +25,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from rkserve.cli.context import CommandContext
+from rkserve.cli.context import ClusterCommand, CommandContext
 from rkserve.client import (
     CallError,
     Client,
@@ -36,6 +36,7 @@ from rkserve.client import (
     Unreachable,
 )
 
+commands = typer.Typer()
 PAUSES_S = (1.0, 2.0, 4.0, 8.0, 15.0)  # before the next attempts at a lost stream
 WHOLE_S = 10.0  # a stream that lasted so long and ended in order is opened again at once
 REDRAWN_S = 1.0  # also without events: the age of a lost stream, and the size of the terminal
@@ -365,6 +366,7 @@ def _single_keys(keys: int) -> Iterator[None]:
         termios.tcsetattr(keys, termios.TCSADRAIN, before)
 
 
+@commands.command(cls=ClusterCommand)
 def top(
     context: CommandContext,
     *,

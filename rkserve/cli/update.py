@@ -12,11 +12,10 @@ from typing import Annotated
 import typer
 
 from rkserve.board.storage.ledger_copies import FOLDER, copies_of_node, named
-from rkserve.bringup.processes import StateFolder
-from rkserve.bringup.settings import HEAD
+from rkserve.bringup.processes import HEAD, StateFolder, default_state
 from rkserve.bringup.update import FleetUpdater, UpdateOptions
 from rkserve.bringup.versions import VersionFolder
-from rkserve.cli.bringup import State, default_state, note
+from rkserve.cli.bringup import State, note
 from rkserve.cli.context import Exit
 from rkserve.config.serve_config import default_data_dir, default_state_dir
 from rkserve.coordinator.state.ledger import MIGRATIONS
@@ -32,7 +31,10 @@ from rkserve.coordinator.state.ledger_files import (
 from rkserve.core.errors import ConfigError, LedgerFailed, RkserveError
 from rkserve.deployments import preflight
 
+commands = typer.Typer()
 
+
+@commands.command()
 def update(
     folder: Annotated[
         Path | None,
@@ -141,6 +143,7 @@ StateDir = Annotated[
 ]
 
 
+@commands.command()
 def backup(
     file: Annotated[
         Path | None,
@@ -185,6 +188,7 @@ def backup(
     _run(copy)
 
 
+@commands.command()
 def restore(
     file: Annotated[
         Path | None,

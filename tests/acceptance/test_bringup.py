@@ -32,8 +32,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from rkserve.bench.processes import PROC, ProcessIdentity, is_alive, snapshot
 from rkserve.board.storage.ledger_copies import named
-from rkserve.bringup.first_key import ADMIN_KEY
-from rkserve.bringup.processes import NodeRecord, StateFolder, end_processes
+from rkserve.bringup.processes import ADMIN_KEY, NodeRecord, StateFolder, end_processes
 from rkserve.coordinator.boards.head_files import COPY_S
 from rkserve.core.child_process import free_port, free_ports
 from rkserve.deployments.haproxy import available

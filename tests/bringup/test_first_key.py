@@ -11,15 +11,13 @@ from typing import Any
 import pytest
 import yaml
 
+from rkserve.bringup import processes
 from rkserve.bringup.first_key import (
-    ADMIN_KEY,
     create_in_ledger,
     first_key,
     known_key,
-    own_secret,
 )
-from rkserve.bringup.settings import HEAD
-from rkserve.cli import bringup
+from rkserve.bringup.processes import ADMIN_KEY, HEAD, own_secret
 from rkserve.cli.context import ClusterOptions
 from rkserve.coordinator.state.api_keys import KeyKeeper
 from rkserve.coordinator.state.ledger import Ledger
@@ -159,8 +157,8 @@ def test_the_command_looks_in_the_default_folders_of_a_node(
     first_key(config(tmp_path), state)
     record(state)
     none = tmp_path / "none"
-    monkeypatch.setattr(bringup, "SERVICE_STATE", state if of == "service" else none)
-    monkeypatch.setattr(bringup, "user_state", lambda: state if of == "user" else none)
+    monkeypatch.setattr(processes, "SERVICE_STATE", state if of == "service" else none)
+    monkeypatch.setattr(processes, "user_state", lambda: state if of == "user" else none)
     found = ClusterOptions(url="http://127.0.0.1:8000/v1").key()
     assert found == (state / ADMIN_KEY).read_text().strip()
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from rkserve.bringup.processes import BOARD, HEAD
 from rkserve.bringup.settings import (
-    BOARD,
-    HEAD,
     SETTINGS,
     NodePorts,
     environment_of,

@@ -6,15 +6,17 @@ import json
 import subprocess
 import sys
 import tempfile
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from typer.main import get_command
+from typer.main import get_command, get_group
 
 from rkserve import __version__
 from rkserve.cli import app
+from rkserve.cli.commands import ORDER, RkserveGroup
 from rkserve.cli.context import Exit
 from rkserve.deployments.haproxy import available
 from tests.support.cluster.fake_control import PARTLY, FakeControl, envelope, error, ok, stored
@@ -194,3 +196,26 @@ def test_logs_of_an_unknown_board_or_of_another_server_fail(
     server.on("GET /v1/logs", httpx.Response(200, text="<html>"))
     code, _, err = rkserve("logs")
     assert (code, "no JSON: <html>" in err) == (Exit.FAILED, True)
+
+
+def test_the_order_names_every_command_and_the_module_that_has_it() -> None:
+    group = get_command(app)
+    there = {name for name, module in ORDER.items() if not module}
+    for module in set(filter(None, ORDER.values())):
+        found = get_group(import_module(f"rkserve.cli.{module}").commands).commands
+        assert {name for name, one in ORDER.items() if one == module} == set(found), module
+        there |= set(found)
+    assert there == set(ORDER)
+    assert isinstance(group, RkserveGroup)
+    assert list(group.commands) == list(ORDER)
+    assert all(group.commands[name].name == name for name in ORDER)
+
+
+def test_a_call_of_a_cluster_imports_no_other_commands() -> None:
+    """They take longer than the call: half a second of a PC, and more of a board."""
+    program = "import rkserve.cli, sys; print(*sys.modules)"
+    said = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True
+    ).stdout.split()
+    late = {f"rkserve.cli.{module}" for module in ORDER.values() if module}
+    assert not {*said} & {*late, "rkserve.config", "rkserve.control", "prometheus_client", "ray"}

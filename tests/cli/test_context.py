@@ -16,8 +16,8 @@ from rich.console import Console
 from rich.progress import Progress, TextColumn
 
 from rkserve.bench.processes import PROC, identity_of
+from rkserve.bringup import processes
 from rkserve.bringup.processes import NodeRecord
-from rkserve.cli import bringup
 from rkserve.cli.context import MOST_ROWS, Exit, OperationProgress, count, describe
 from rkserve.client import Progress as Told
 from rkserve.client import Unreachable
@@ -46,8 +46,8 @@ def test_the_address_and_the_key_come_from_options_or_the_environment(
 @pytest.fixture
 def head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Write the record of a head of this machine whose supervisor is this process."""
-    monkeypatch.setattr(bringup, "SERVICE_STATE", tmp_path / "none")
-    monkeypatch.setattr(bringup, "user_state", lambda: tmp_path)
+    monkeypatch.setattr(processes, "SERVICE_STATE", tmp_path / "none")
+    monkeypatch.setattr(processes, "user_state", lambda: tmp_path)
     own = identity_of(PROC, os.getpid())
     assert own is not None
 

@@ -10,7 +10,8 @@ import pytest
 import yaml
 
 from rkserve import __version__
-from rkserve.bringup.settings import BOARD, HEAD, OBJECT_STORE_BYTES, settings_of
+from rkserve.bringup.processes import BOARD, HEAD
+from rkserve.bringup.settings import OBJECT_STORE_BYTES, settings_of
 from tests.support.paths import PROJECT
 
 CLUSTER = PROJECT / "cluster"
