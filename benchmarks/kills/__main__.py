@@ -2,7 +2,7 @@
 
 A command of its own, ``python -m benchmarks.kills --kills 1000``: it takes long, and everything
 else that is measured on the machine would suffer from it. It exits with 1 where a request or a
-character was lost, or came twice.
+character was lost, or came twice, or a replica ended with its library.
 """
 
 from __future__ import annotations

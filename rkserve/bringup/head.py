@@ -28,7 +28,7 @@ from rkserve.bringup.head_plan import (
     own_address,
     with_front,
 )
-from rkserve.bringup.processes import HEAD, NodeSupervisor, RayStore, StateFolder
+from rkserve.bringup.processes import HEAD, NodeSupervisor, RayStore, StateFolder, forget_address
 from rkserve.bringup.serving import Note, ServeLog
 from rkserve.bringup.settings import (
     NodePorts,
@@ -96,6 +96,7 @@ def run_head(options: HeadOptions, note: Note) -> int:
                 environ = {**haproxy_environ(environ, options.ray_port, stack), **environ}
             _write_terms(state.folder, ray_address, environ, plan, options)
             environ[FOLDER] = str(state.folder)
+            stack.callback(forget_address, ray_address, options.temp_dir)
             node = stack.enter_context(NodeSupervisor(state, **plan.places(address)))
             announcement = Announcement.of(
                 address, plan.host, plan.port, note, tls=plan.certificate is not None

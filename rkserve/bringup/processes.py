@@ -6,6 +6,7 @@ recorded one only with the same start time.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -153,6 +154,20 @@ def own_secret(state: Path, url: str) -> str | None:
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return secret if url in urls else None
+
+
+def forget_address(ray_address: str, temp_dir: Path | None) -> None:
+    """Remove Ray's note of a cluster that has ended, if it names this one.
+
+    Ray leaves it, and `serve run` on this machine would connect to the address for ever.
+    ``temp_dir`` is Ray's, None for its default.
+    """
+    default = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"  # noqa: S108 # Ray's
+    folder = temp_dir or Path(default) / "ray"
+    note = folder / "ray_current_cluster"
+    with contextlib.suppress(OSError):
+        if note.read_text(encoding="utf-8").strip() == ray_address:
+            note.unlink()
 
 
 class RayStore:

@@ -366,14 +366,12 @@ def _check_given(name: str, file: Path, address: str | None) -> None:
         check_control(file, os.environ)
     if name == "deploy":
         _check_something_stays(file)
-    warning = check_token(os.environ, starts=starts)
-    if warning:
-        print(f"rkserve: {warning}", file=sys.stderr)  # noqa: T201 -- before Ray has a log
+    lines = [check_token(os.environ, starts=starts)]
     if starts:
-        lacking = missing_of_plain(file, os.environ)
-        if lacking:
-            print(f"rkserve: {lacking}", file=sys.stderr)  # noqa: T201 -- as above
+        lines.append(missing_of_plain(file, os.environ))
         os.environ.update(own_environ(os.environ))
+    for line in filter(None, lines):
+        print(f"rkserve: {line}", file=sys.stderr)  # noqa: T201 -- before Ray has a log
 
 
 def missing_of_plain(file: Path, environ: Mapping[str, str]) -> str:
@@ -384,7 +382,7 @@ def missing_of_plain(file: Path, environ: Mapping[str, str]) -> str:
         return ""
     front = "Serve's Python proxy in the place of HAProxy, " if haproxy.available() else ""
     return (
-        f"`serve run` starts Ray with {front}its own settings and no way for boards to join; "
+        f"`serve run` starts Ray with {front}its own settings and no `rkserve join`; "
         f"`rkserve up {file}` starts it as boards and many clients need it."
     )
 

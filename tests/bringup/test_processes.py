@@ -18,6 +18,7 @@ from rkserve.bringup.processes import (
     NodeSupervisor,
     StateFolder,
     end_processes,
+    forget_address,
     signal_process,
 )
 from rkserve.core.errors import ConfigError
@@ -124,3 +125,17 @@ def test_a_folder_of_others_is_refused(tmp_path: Path) -> None:
     folder.chmod(0o777)
     with pytest.raises(ConfigError, match="other accounts may write to"):
         StateFolder(folder, "head")
+
+
+@pytest.mark.parametrize(("noted", "stays"), [("10.0.0.1:6379", False), ("10.0.0.2:6379", True)])
+@pytest.mark.parametrize("default", [False, True])
+def test_ray_s_note_of_a_cluster_goes_with_it_and_that_of_another_one_stays(
+    noted: str, stays: bool, *, default: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    note = tmp_path / "ray" / "ray_current_cluster"
+    forget_address("10.0.0.1:6379", None if default else note.parent)  # there is none yet
+    note.parent.mkdir()
+    note.write_text(noted, encoding="utf-8")
+    forget_address("10.0.0.1:6379", None if default else note.parent)
+    assert note.exists() is stays

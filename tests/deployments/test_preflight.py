@@ -297,6 +297,7 @@ def test_a_plain_serve_run_says_in_one_line_what_it_lacks(
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv(FLAG, raising=False)
     monkeypatch.setattr(haproxy, "available", lambda: wheel)
+    monkeypatch.setattr(preflight, "_is_running", lambda _: False)
     file = written(tmp_path, config())
     _check_given("run", file, None)
     line = capsys.readouterr().err
