@@ -63,7 +63,7 @@ ADDED = frozenset({"version"})  # keys that heads of 0.1 do not send
 SWITCH = -1  # no exit code: this process is replaced
 AGENTS = (
     "import ray.dashboard.utils as utils; utils.get_all_modules(utils.DashboardAgentModule); "
-    "import ray.dashboard.agent, ray._private.runtime_env.agent.main, ray._private.log_monitor"
+    "import ray.dashboard.agent, ray._private.runtime_env.agent.main"
 )
 UNKNOWN_SERIAL = re.compile(r"[0\s]*")
 MACHINE_IDS = ("etc/machine-id", "var/lib/dbus/machine-id")

@@ -73,7 +73,7 @@ def run_head(options: HeadOptions, note: Note) -> int:
     ports = NodePorts(options.ray_port)
     state = StateFolder(options.state, HEAD)
     state.refuse_second(DOWN)
-    preflight.check_file(options.config, starts=True, key=False)
+    preflight.check_file(options.config, starts=True, ray=False, key=False)  # `serve run` does
     check_localhost()
     environ, front = with_front(options)
     plan = HeadPlan.of(options.config, front)
@@ -96,6 +96,9 @@ def run_head(options: HeadOptions, note: Note) -> int:
                 environ = {**haproxy_environ(environ, options.ray_port, stack), **environ}
             _write_terms(state.folder, ray_address, environ, plan, options)
             environ[FOLDER] = str(state.folder)
+            # A killed head leaves the note too. With a board's raylet on this machine Ray takes
+            # it for a GCS that runs and refuses to start, though the port is free.
+            forget_address(ray_address, options.temp_dir)
             stack.callback(forget_address, ray_address, options.temp_dir)
             node = stack.enter_context(NodeSupervisor(state, **plan.places(address)))
             announcement = Announcement.of(
@@ -213,12 +216,18 @@ class RunningHead:
         logs: Sequence[BinaryIO],
     ) -> int:
         """Start Ray and the application, and watch them. Returns the exit code."""
-        ray = start_ray(self.node, command, environ, logs[0], self.note, store=self.store)
+        serve = [*serving.SERVE, "--address", ray_address, config]
+        waiting = {**environ, preflight.AWAITS_RAY: "1"}
+        started = self.node.start(serve, waiting, logs[1], signal.SIGINT, waits=True)
+        ray = start_ray(
+            self.node, command, environ, logs[0], self.note, store=self.store, beside=started
+        )
         if ray is None:
+            if started.poll() is not None:
+                self.note(ServeLog(self.state.log("serve")).explain_end(started.returncode))
             return FAILED
         self.note(f"Ray runs at {ray_address} after {self._passed()}.")
-        serve = [*serving.SERVE, "--address", ray_address, config]
-        started = self.node.start(serve, environ, logs[1], signal.SIGINT)
+        self.node.release(started)
         self.children = {"Ray": ray, "serve": started}
         if self._until("The Router is", self._answers, serving.START_TIMEOUT_S):
             self.note(f"The Router answers at {self.plan.url} after {self._passed()}.")
@@ -319,8 +328,10 @@ def start_ray(
     note: Note,
     *,
     store: RayStore | None = None,
+    beside: subprocess.Popen[bytes] | None = None,
 ) -> subprocess.Popen[bytes] | None:
-    """Start Ray on this node, again where it ends before it runs; None after the last attempt.
+    """Start Ray on this node, again where it ends before it runs; None after the last attempt, or
+    once the process ``beside`` it has ended.
 
     A raylet ends itself where its Python agent needs more than 15 s to start, which no setting
     changes; the next attempt finds the agent's modules in the page cache. Where it was something
@@ -341,6 +352,9 @@ def start_ray(
             # `ray start` would wait three minutes for it.
             ends = {RAYLET: RAYLET_ENDED, GCS: GCS_ENDED}
             last = next((s for p, s in ends.items() if has_ended_below(PROC, ray.pid, p)), "")
+            if beside is not None and beside.poll() is not None:
+                node.drop(ray, FAILED_RAY_S)
+                return None
         last = last or ServeLog(path).last_line()
         node.drop(ray, FAILED_RAY_S)
         again = "trying once more" if attempt < attempts else f"giving up; see {path}"

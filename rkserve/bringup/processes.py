@@ -278,13 +278,22 @@ class NodeSupervisor:
                 signal.signal(number, handler)
 
     def start(
-        self, command: Sequence[str], environ: Mapping[str, str], log: IO[bytes], ends_by: int
+        self,
+        command: Sequence[str],
+        environ: Mapping[str, str],
+        log: IO[bytes],
+        ends_by: int,
+        *,
+        waits: bool = False,
     ) -> subprocess.Popen[bytes]:
-        """Start a child, which the signal ``ends_by`` ends in order."""
+        """Start a child, which the signal ``ends_by`` ends in order.
+
+        With ``waits`` it is one that reads a line before it begins; see ``release``.
+        """
         child = subprocess.Popen(
             command,
             env=environ,
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE if waits else subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,  # Ctrl-C reaches it through this process, once
@@ -292,6 +301,14 @@ class NodeSupervisor:
         self._children.append((child, ends_by))
         self.record()
         return child
+
+    def release(self, child: subprocess.Popen[bytes]) -> None:
+        """Let a child begin that waits, and end it before all that were started so far."""
+        assert child.stdin is not None, "started with waits"
+        with contextlib.suppress(BrokenPipeError):  # it has ended, which its watch notices
+            child.stdin.write(b"\n")
+            child.stdin.close()
+        self._children.sort(key=lambda one: one[0] is child)
 
     def drop(self, child: subprocess.Popen[bytes], patience_s: float = ENDS_S) -> None:
         """End a child that failed to start, with everything below it; see ``end_child``."""

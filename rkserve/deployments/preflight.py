@@ -55,6 +55,9 @@ OTHERS = 0o077  # permissions of the group and of everybody
 TOKEN_BYTES = 32  # as many as Ray takes
 NAMESPACE = "serve"  # of Serve's actors
 WAITING_POLL_S = 0.5
+# Set by `rkserve up` for a `serve run` that is started beside Ray: it reads a line once it has
+# imported and checked everything, which takes two seconds of a core that Ray leaves idle then.
+AWAITS_RAY = "RKSERVE_AWAITS_RAY"
 
 
 def check_args(args: Any) -> RkserveConfig:
@@ -305,6 +308,8 @@ def main() -> None:
         except RkserveError as exc:
             print(f"rkserve: {exc}", file=sys.stderr)  # noqa: T201 -- a command's last words
             sys.exit(FAILED)
+        if os.environ.pop(AWAITS_RAY, "") and not sys.stdin.readline():
+            return  # the head has ended before its Ray ran
         if name == "run" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             signal.signal(signal.SIGINT, _interrupt)
     cli()

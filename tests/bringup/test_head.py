@@ -32,6 +32,8 @@ RAY = """
 import os, pathlib, subprocess, sys, time
 left = pathlib.Path(os.environ["FAILURES_LEFT"])
 print("options", *sys.argv[1:], os.environ["RAY_AUTH_MODE"])
+if pathlib.Path(os.environ["RAY_TMPDIR"], "ray", "ray_current_cluster").exists():
+    sys.exit("Ray is trying to start at an address, but is already running.")
 if place := os.environ.get("RAY_gcs_storage_path"):
     with open(pathlib.Path(place, "session_name"), "a") as file:
         file.write(f"{left.read_text()} ")
@@ -50,6 +52,7 @@ SERVE = """
 import http.server, json, os, sys, yaml, ssl
 if words := os.environ.get("LAST_WORDS"):
     sys.exit(words)
+assert sys.stdin.readline(), "a head whose Ray runs writes one"
 
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
@@ -104,9 +107,19 @@ def up(
     for name, text in (("ray.py", RAY), ("serve.py", SERVE), ("left", str(failures))):
         (folder / name).write_text(text, encoding="utf-8")
     first = next(p for p in free_ports() if p % 10 == 0 and all_free(p))
+    return started(folder, first, **environ)
+
+
+def started(folder: Path, first: int, **environ: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-c", UP, str(folder), str(first), str(first + 9)],
-        env={**os.environ, "FAILURES_LEFT": str(folder / "left"), "HOME": str(folder), **environ},
+        env={
+            **os.environ,
+            "FAILURES_LEFT": str(folder / "left"),
+            "HOME": str(folder),
+            "RAY_TMPDIR": str(folder),
+            **environ,
+        },
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -195,6 +208,34 @@ def test_serve_that_ends_is_explained_and_ray_ends_with_it(tmp_path: Path) -> No
     assert process.returncode == 1
     assert "rkserve: router.policy: unknown policy 'x'.\n" in output
     assert StateFolder(tmp_path / "state", "head").read() is None
+
+
+def test_serve_that_refuses_its_file_ends_a_ray_that_does_not_start(tmp_path: Path) -> None:
+    raylet = tmp_path / "endless"
+    raylet.write_text("#!/bin/sh\nsleep 600\n", encoding="utf-8")
+    raylet.chmod(0o755)
+    refusal = "rkserve: serve_config.yaml: http_options.prot: unknown key."
+    process = up(tmp_path, failures=1, RAYLET=str(raylet), LAST_WORDS=refusal)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert output.endswith(f"Starting Ray ...\n{refusal}\nStopping ...\n")
+
+
+def test_the_note_of_a_killed_head_does_not_keep_ray_from_starting(tmp_path: Path) -> None:
+    process = up(tmp_path)
+    note = tmp_path / "ray" / "ray_current_cluster"
+    wait_ready(process, tmp_path)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=120)
+    options = (tmp_path / "state" / "ray.log").read_text().splitlines()[0].split()
+    port = next(int(one.partition("=")[2]) for one in options if one.startswith("--port="))
+    note.parent.mkdir()
+    note.write_text(f"192.0.2.1:{port}", encoding="utf-8")
+    process = started(tmp_path, port)
+    wait_ready(process, tmp_path)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=120)
+    assert not note.exists()
 
 
 def test_ray_gets_three_attempts(tmp_path: Path) -> None:

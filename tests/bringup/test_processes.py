@@ -22,6 +22,7 @@ from rkserve.bringup.processes import (
     signal_process,
 )
 from rkserve.core.errors import ConfigError
+from tests.support.sim.sim_driver import wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -31,6 +32,16 @@ import subprocess, sys, time
 child = subprocess.Popen([sys.executable, "-c", (
     "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
     "print('up', flush=True); time.sleep(600)")])
+time.sleep(600)
+"""
+
+SPEAKER = """
+import signal, sys, time
+def end(*_):
+    print(sys.argv[1], "ends", flush=True)
+    sys.exit()
+signal.signal(signal.SIGTERM, end)
+print(sys.argv[1], "begins", flush=True)
 time.sleep(600)
 """
 
@@ -109,6 +120,24 @@ def test_a_start_that_failed_is_dropped_alone(tmp_path: Path) -> None:
         assert second.returncode == -signal.SIGTERM
         assert first.poll() is None
     assert first.returncode == -signal.SIGTERM
+
+
+def test_a_child_that_waits_begins_when_it_is_released_and_ends_first(tmp_path: Path) -> None:
+    state = StateFolder(tmp_path / "node", "head")
+    log_file = state.log("serve")
+    with NodeSupervisor(state) as node, log_file.open("ab") as log:
+        waits = node.start(
+            [sys.executable, "-c", f"input()\n{SPEAKER}", "waiting"],
+            *(os.environ, log, signal.SIGTERM),
+            waits=True,
+        )
+        node.start([sys.executable, "-c", SPEAKER, "other"], os.environ, log, signal.SIGTERM)
+        wait_for(lambda: "other begins" in log_file.read_text())
+        assert "waiting" not in log_file.read_text()
+        node.release(waits)
+        wait_for(lambda: "waiting begins" in log_file.read_text())
+    ends = ["other begins", "waiting begins", "waiting ends", "other ends"]
+    assert log_file.read_text().splitlines() == ends
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"supervisor": 1}', "[]"])

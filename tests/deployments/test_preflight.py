@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import socket
 import subprocess
@@ -447,6 +448,17 @@ def test_serve_run_is_refused_without_a_key_in_one_sentence(
     said = capsys.readouterr().err
     assert said.count("\n") == 1
     assert "there is no key" in said
+
+
+def test_serve_run_of_a_head_that_has_ended_before_its_ray_ran_does_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = exposed(tmp_path)
+    monkeypatch.setenv(preflight.AWAITS_RAY, "1")
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
+    monkeypatch.setattr(sys, "argv", ["serve", "run", "--address", "192.0.2.1:1", str(file)])
+    preflight.main()
+    assert preflight.AWAITS_RAY not in os.environ
 
 
 def test_the_example_for_boards_needs_a_key(tmp_path: Path) -> None:
