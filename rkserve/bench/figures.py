@@ -211,6 +211,7 @@ class TraceFigures:
     token_ms: Distribution | None
     e2e_ms: Distribution | None
     queue_ms: Distribution | None
+    refused_ms: Distribution | None
     retry_after_s: Distribution | None
     prefix: PrefixReuse
     tokens_per_event: float
@@ -253,6 +254,9 @@ def figures(played: PlayedRun, slo: Slo) -> TraceFigures:
         token_ms=Distribution.of([one.token_ms for one in answered if one.token_ms is not None]),
         e2e_ms=Distribution.of([one.e2e_ms for one in answered]),
         queue_ms=Distribution.of([one.queue_ms for one in answered if one.queue_ms is not None]),
+        refused_ms=Distribution.of(
+            [one.e2e_ms for one in asked if one.kind is OutcomeKind.REFUSED and one.end_s]
+        ),
         retry_after_s=Distribution.of(
             [one.retry_after_s for one in asked if one.retry_after_s is not None]
         ),

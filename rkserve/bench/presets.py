@@ -1,7 +1,8 @@
 """The named cases, and the runner that plays their traces on one target after the other.
 
 ``multi-turn`` compares what is loaded on one trace of conversations; ``overload`` compares it at
-its capacity with three times that; ``smoke`` shows in seconds that a server can be measured at all.
+its capacity with a multiple of that; ``smoke`` shows in seconds that a server can be measured at
+all.
 """
 
 from __future__ import annotations
@@ -39,7 +40,6 @@ SMOKE = TraceShape(sessions=6, rate=2.0, turns=2.0, systems=1, system_words=20, 
 SINGLE = TraceShape(sessions=1, rate=1.0, turns=1.0, user_words=60, answer_tokens=48, spread=0.3)
 ROUND_ROBIN, LEAST_LOAD, PREFIX = "round_robin", "least_load", "prefix"
 HITS_AT_LEAST, TTFT_AT_MOST, P99_AT_MOST, GOODPUT_AT_LEAST = 3.8, 0.4, 1.0, 1.0
-OVER = 3.0
 MANY = 10_000  # requests for a closed loop that ends by the clock
 LIMIT_FACTOR = 5.0  # end-to-end, times that of a server whose queue is empty
 
@@ -48,13 +48,15 @@ LIMIT_FACTOR = 5.0  # end-to-end, times that of a server whose queue is empty
 class PresetOptions:
     """The options of a preset. ``sessions`` and ``seconds`` replace its own size.
 
-    For ``overload``, ``sessions`` is the number of requests that measure the capacity. Each target
+    For ``overload``, ``sessions`` is the number of requests that measure the capacity, and ``load``
+    the rate of its last run relative to that capacity. Each target
     is played ``runs`` times. For ``compare``, ``whole`` shows equal answers too.
     """
 
     seed: int = 1
     sessions: int | None = None
     seconds: float | None = None
+    load: float = 3.0
     clients: int | None = None
     slo: Slo | None = None
     tell_deadline: bool = True
@@ -272,7 +274,7 @@ def side_by_side(bench: Bench, trace: Trace, asked: PresetOptions) -> PresetResu
 
 
 def overload(bench: Bench, asked: PresetOptions) -> PresetResult:
-    """Measure the capacity in a closed loop, then ask as much and three times as much."""
+    """Measure the capacity in a closed loop, then ask as much and a multiple of it."""
     verdicts: list[TargetVerdict] = []
     seconds = asked.seconds or 60.0
     limits = asked.slo
@@ -305,7 +307,7 @@ def _over(
     bench: Bench, target: Target, asked: PresetOptions, capacity: float, seconds: float
 ) -> list[TargetVerdict]:
     found = []
-    for factor in (1.0, OVER):
+    for factor in (1.0, asked.load):
         if bench.interrupted:
             return []
         rate = factor * capacity
@@ -323,7 +325,7 @@ def _over(
     at, over = found
     if bench.interrupted or not at.goodput:
         return []
-    what = f"{target.name}: goodput at {OVER:g} x capacity by that at capacity"
+    what = f"{target.name}: goodput at {asked.load:g} x capacity by that at capacity"
     return [TargetVerdict(what, over.goodput / at.goodput, GOODPUT_AT_LEAST, at_most=False)]
 
 

@@ -126,6 +126,7 @@ def _latencies(runs: Sequence[RunResult]) -> str:
         ("per token", lambda found: found.token_ms),
         ("end-to-end", lambda found: found.e2e_ms),
         ("queue, as the server says", lambda found: found.queue_ms),
+        ("until refused", lambda found: found.refused_ms),
     )
     rows = [
         [f"{name}: {run.figures.target}", *_cells(found)]

@@ -396,6 +396,9 @@ def overload(
     context: LoadContext,
     *,
     seconds: Annotated[float, typer.Option(min=0.1, help="Of each of the two loads.")] = 60.0,
+    load: Annotated[
+        float, typer.Option(min=1.1, max=100, help="The second load, in multiples of the capacity.")
+    ] = 3.0,
     sessions: Annotated[
         int | None,
         typer.Option(min=1, help="Requests for the capacity; else half of --seconds."),
@@ -405,9 +408,13 @@ def overload(
         bool, typer.Option(help="Tell the server the end-to-end limit as its deadline.")
     ] = True,
 ) -> PresetResult:
-    """Measure the capacity, then ask that much and three times as much; compare the goodput."""
+    """Measure the capacity, then ask that much and a multiple of it; compare the goodput."""
     asked = context.load.asked(
-        seconds=seconds, sessions=sessions, clients=clients, tell_deadline=tell_deadline
+        seconds=seconds,
+        load=load,
+        sessions=sessions,
+        clients=clients,
+        tell_deadline=tell_deadline,
     )
     return presets.overload(context.load.bench, asked)
 

@@ -85,8 +85,13 @@ def test_the_multi_turn_trace_has_the_size_that_it_is_known_by() -> None:
 
 
 def test_the_smoke_test_counts_what_was_not_answered(server: FakeOpenAi) -> None:
-    found = presets.smoke(bench_of(server, a="ok", b="busy"), PresetOptions())
+    bench = bench_of(server, a="ok", b="busy")
+    found = presets.smoke(bench, PresetOptions())
     (verdict,) = found.verdicts
+    answered, refused = (run.figures.refused_ms for run in bench.runs)
+    assert answered is None
+    assert refused is not None
+    assert refused.count == bench.runs[1].figures.asked
     assert (verdict.measured, verdict.reached) == (0.0, False)
     assert server.most <= 2
 
@@ -106,7 +111,8 @@ def test_overload_judges_all_runs_by_the_limit_that_the_capacity_gave(server: Fa
 def test_overload_keeps_limits_that_were_given_and_deadlines_to_itself(server: FakeOpenAi) -> None:
     slo = Slo(e2e_ms=60_000)
     bench = Bench(Policies(server, {"a": "ok"}), slo)
-    presets.overload(bench, replace(CAPACITY, slo=slo, tell_deadline=False))
+    presets.overload(bench, replace(CAPACITY, slo=slo, tell_deadline=False, load=1.5))
+    assert [run.figures.target for run in bench.runs][2] == "a, 1.5 x capacity"
     assert bench.slo == slo
     assert not any("x-request-timeout" in one.headers for one in server.asked)
 
