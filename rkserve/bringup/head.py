@@ -110,7 +110,10 @@ def run_head(options: HeadOptions, note: Note) -> int:
             logs = [stack.enter_context(state.log(name).open("wb")) for name in ("ray", "serve")]
             key = known_key(options.config, state.folder)
             announced = announcement if options.mdns else None
-            head = RunningHead(node, state, plan, note, announced, store, key)
+            head = RunningHead(
+                *(node, state, plan, note, announced, store, key),
+                dashboard=f"http://127.0.0.1:{options.dashboard_port}",
+            )
             return head.run(command, environ, ray_address, str(options.config), logs)
     except KeyboardInterrupt:
         store.remove()  # all processes have ended in order, and boards' with them
@@ -202,10 +205,12 @@ class RunningHead:
     announcement: Announcement | None = None
     store: RayStore | None = None
     key: str | None = field(default=None, repr=False)
+    dashboard: str = ""
     children: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     started_s: float = field(default_factory=time.monotonic)
     shown: str = ""
     waiting: frozenset[str] = frozenset()
+    failing: dict[str, str] = field(default_factory=dict)
 
     def run(
         self,
@@ -282,6 +287,14 @@ class RunningHead:
             )
         self.waiting = frozenset(waiting)
 
+    def _show_failing(self) -> None:
+        """Note each error once with which a deployment does not start."""
+        failing = serving.failing_deployments(self.dashboard, serving.read_token())
+        for name, error in failing.items():
+            if self.failing.get(name) != error:
+                self.note(f"rkserve: {name} does not start: {error}")
+        self.failing = {**self.failing, **failing}
+
     def _ask(self, models: list[str]) -> None:
         ready = f"Ready after {self._passed()}: {', '.join(models)} at {self.plan.url}"
         try:
@@ -312,6 +325,7 @@ class RunningHead:
             if time.monotonic() - recorded_s >= RECORD_S:
                 self.node.record()
                 self._show_waiting()
+                self._show_failing()
                 recorded_s = time.monotonic()
             time.sleep(serving.POLL_S)
         self.note(

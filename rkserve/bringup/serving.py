@@ -27,6 +27,8 @@ TOKEN_ASKED = "Token authentication is enabled"
 STARTED = "Started a local Ray instance"
 UNAUTHORIZED = 401
 UNNAMED = "its models"
+# The line of a traceback that names an error, as Serve appends it to a deployment's message.
+ERROR_LINE = re.compile(r"^(?:\w+\.)*\w+: ", re.MULTILINE)
 Note = Callable[[str], None]
 
 
@@ -121,6 +123,23 @@ def _with_key(url: str, key: str | None, body: bytes | None = None) -> urllib.re
     if key is not None:
         headers["authorization"] = f"Bearer {key}"
     return urllib.request.Request(url, body, headers)
+
+
+def failing_deployments(dashboard: str, token: str | None) -> dict[str, str]:
+    """Return the errors of deployments whose replicas do not start, by the deployments' names.
+
+    Ray's dashboard at ``dashboard`` knows them; nothing is returned while it does not answer.
+    """
+    found: dict[str, str] = {}
+    answer = get_json(f"{dashboard}/api/serve/applications/", key=token) or {}
+    for name, application in (answer.get("applications") or {}).items():
+        stated = {name: application, **(application.get("deployments") or {})}
+        for about, one in stated.items():
+            _, error, trace = str(one.get("message") or "").partition("Error:\n")
+            starts = [match.end() for match in ERROR_LINE.finditer(trace)]
+            if error and starts:
+                found[about] = trace[starts[-1] :].strip()
+    return found
 
 
 def ready_models(

@@ -35,6 +35,7 @@ import yaml
 from rkserve.config.board_group import BoardGroupConfig
 from rkserve.config.serve_config import RkserveConfig, parse_config
 from rkserve.coordinator.state.api_keys import has_keys
+from rkserve.coordinator.state.ledger import Ledger
 from rkserve.core.child_process import bind_error
 from rkserve.core.errors import ConfigError, RkserveError
 from rkserve.deployments import haproxy
@@ -188,10 +189,12 @@ def check_file(file: Path, *, starts: bool, ray: bool = True, key: bool = True) 
     """Check the applications of rkserve in a file, and with ``ray`` Ray's own keys beside them.
 
     ``starts`` means that a new Ray starts on this machine: model folders must be here, the
-    configured port must be free, and with ``key`` there must be a key if the network reaches it.
+    configured port must be free, the ledger that is here must be intact, and with ``key`` there
+    must be a key if the network reaches it.
 
     Raises:
         ConfigError: the message names the key or the port.
+        LedgerFailed: the ledger is damaged, gone while its backups are there, or in use.
     """
     content = read(file)
     ours = applications(content)
@@ -199,6 +202,7 @@ def check_file(file: Path, *, starts: bool, ray: bool = True, key: bool = True) 
         if starts:
             check_folders(config)
             check_trust(config)
+            Ledger.check(config.coordinator.data_dir.expanduser())
     if ray:
         _check_schema(file, content)
     if ours and starts and content.get("proxy_location") != "Disabled":

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.slow
 
 # Stands in for `ray start --head --block`: fails as often as it has to, then runs with a child.
 RAY = """
-import os, pathlib, subprocess, sys, time
+import http.server, json, os, pathlib, subprocess, sys, threading, time
 left = pathlib.Path(os.environ["FAILURES_LEFT"])
 print("options", *sys.argv[1:], os.environ["RAY_AUTH_MODE"])
 if pathlib.Path(os.environ["RAY_TMPDIR"], "ray", "ray_current_cluster").exists():
@@ -44,6 +44,21 @@ if (count := int(left.read_text())) > 0:
         time.sleep(600)
     sys.exit("The current node timed out during startup.")
 subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+if message := os.environ.get("FAILING"):
+    class Dashboard(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            router = {"message": f"It fails. Error:\\nValueError: {message}"}
+            found = {"applications": {"rkserve": {"deployments": {"Router": router}}}}
+            body = json.dumps(found).encode()
+            self.send_response(200)
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+        def log_message(self, *_):
+            pass
+    port = int(next(a for a in sys.argv if a.startswith("--dashboard-port=")).partition("=")[2])
+    dashboard = http.server.HTTPServer(("127.0.0.1", port), Dashboard)
+    threading.Thread(target=dashboard.serve_forever, daemon=True).start()
 print("Ray runtime started.", flush=True)
 time.sleep(600)
 """
@@ -236,6 +251,16 @@ def test_the_note_of_a_killed_head_does_not_keep_ray_from_starting(tmp_path: Pat
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=120)
     assert not note.exists()
+
+
+def test_a_deployment_that_does_not_start_is_noted_once_with_its_error(tmp_path: Path) -> None:
+    process = up(tmp_path, FAILING="there is no such thing")
+    assert process.stdout is not None
+    noted = "rkserve: Router does not start: there is no such thing\n"
+    assert any(line == noted for line in process.stdout)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=120)
+    assert noted not in output
 
 
 def test_ray_gets_three_attempts(tmp_path: Path) -> None:

@@ -54,6 +54,36 @@ def test_models_are_ready_once_every_one_has_a_board(url: str) -> None:
     assert serving.ready_models(url) == ["a", "b"]
 
 
+TRACE = """Deployment 'Coordinator' failed to start 2 times in a row. See logs. Error:
+ray::ServeReplica:rkserve:Coordinator.initialize_and_get_metadata() (pid=17)
+  File "ledger.py", line 415, in _connect
+sqlite3.DatabaseError: file is not a database
+
+The above exception was the direct cause of the following exception:
+
+  File "coordinator.py", line 9, in __init__
+rkserve.core.errors.boards.LedgerFailed: The ledger is damaged.
+Its newest intact backup was made yesterday."""
+
+
+def test_deployments_that_do_not_start_are_named_with_the_last_error(url: str) -> None:
+    assert serving.failing_deployments(url, None) == {}
+    slow = "Deployment 'Router' has 2 replicas that have taken more than 30s to be scheduled."
+    deployments = {
+        "Coordinator": {"message": TRACE},
+        "Router": {"message": slow},
+        "Board": {"message": ""},
+    }
+    application = {"message": "", "deployments": deployments}
+    answer = {"applications": {"rkserve": application}}
+    Router.answers["/api/serve/applications/"] = (200, answer)
+    words = "The ledger is damaged.\nIts newest intact backup was made yesterday."
+    assert serving.failing_deployments(url, "token") == {"Coordinator": words}
+    application["message"] = "Failed to build. Error:\nModuleNotFoundError: No module named 'x'"
+    found = serving.failing_deployments(url, "token")
+    assert found == {"rkserve": "No module named 'x'", "Coordinator": words}
+
+
 def test_boards_are_counted_once_in_all_models(url: str) -> None:
     assert serving.board_counts(url) == (0, 0)
     boards = [{"id": "x@1", "state": "ready"}, {"id": "x@2", "state": "loading"}]

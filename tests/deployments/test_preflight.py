@@ -20,8 +20,9 @@ from ray.serve.exceptions import RayServeException
 
 from rkserve.app import build
 from rkserve.bringup.first_key import create_in_ledger
+from rkserve.coordinator.state.ledger import Ledger
 from rkserve.core.child_process import free_port
-from rkserve.core.errors import ConfigError
+from rkserve.core.errors import ConfigError, LedgerFailed
 from rkserve.deployments import haproxy, preflight
 from rkserve.deployments.haproxy import BINARY, FLAG, available, check_environ, own_environ
 from rkserve.deployments.haproxy_tls import CERT
@@ -137,6 +138,21 @@ def test_a_taken_port_is_found_before_anything_starts(tmp_path: Path, taken: int
     with pytest.raises(ConfigError, match=rf"^port {taken} is in use\. .*http_options\.port in"):
         check_file(file, starts=True)
     check_file(file, starts=False)  # Ray runs already, and it may be its own
+
+
+def test_a_damaged_ledger_is_found_before_anything_starts(tmp_path: Path) -> None:
+    content = config()
+    data = tmp_path / "data"
+    content["applications"][0]["args"]["coordinator"] = {"data_dir": str(data)}
+    file = written(tmp_path, content)
+    check_file(file, starts=True)
+    assert not data.exists()  # a check makes no ledger
+    Ledger.open(data).close()
+    check_file(file, starts=True)
+    (data / "ledger.sqlite3").write_bytes(b"x" * 10_000)
+    with pytest.raises(LedgerFailed, match="is damaged"):
+        check_file(file, starts=True)
+    check_file(file, starts=False)  # that of a head that runs is not touched
 
 
 def test_a_host_of_another_machine_is_found_before_anything_starts(tmp_path: Path) -> None:

@@ -166,6 +166,16 @@ class Ledger:
             raise
         return cls(folder, lock, database, reading, max_operations)
 
+    @classmethod
+    def check(cls, folder: Path) -> None:
+        """Open and close the ledger of a folder that has one or its backups, as ``open`` does.
+
+        Raises:
+            LedgerFailed: as ``open``.
+        """
+        if (folder / FILE).exists() or backups_of(folder):
+            cls.open(folder).close()
+
     def close(self) -> None:
         """Release the folder. Written data stays."""
         with self._one_reads:
