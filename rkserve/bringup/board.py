@@ -31,7 +31,7 @@ from rkserve.bringup import serving
 from rkserve.bringup.board_update import HttpHead, MeasuredModel, UpdateFollower, member_key
 from rkserve.bringup.head import FAILED, RAY_START, RECORD_S, start_ray
 from rkserve.bringup.head_plan import check_localhost, check_ports, haproxy_environ
-from rkserve.bringup.processes import BOARD, NodeSupervisor, StateFolder
+from rkserve.bringup.processes import BOARD, NodeSupervisor, StateFolder, ray_folder
 from rkserve.bringup.serving import Note
 from rkserve.bringup.settings import GCS_PORT, NodePorts, board_options, environment_of
 from rkserve.bringup.versions import VersionFolder
@@ -304,8 +304,9 @@ def run_board(options: JoinOptions, note: Note) -> int:
             environ = environment_of(BOARD, {**terms["environ"], **os.environ})
             environ = {**haproxy_environ(environ, options.ray_port, folders, "0"), **environ}
             command = [*RAY_START, *board_options(ports, str(terms["ray_address"]), options.share)]
-            if options.temp_dir is not None:
-                command.append(f"--temp-dir={options.temp_dir}")
+            # Without one, Ray takes the path of the head's folder.
+            folder = ray_folder(state.folder, options.temp_dir, environ)
+            command.append(f"--temp-dir={folder}")
             board = RunningBoard(node, state, options, note, follower)
             code = SWITCH if follower.begin() else board.start(command, environ)
     except KeyboardInterrupt:

@@ -28,7 +28,14 @@ from rkserve.bringup.head_plan import (
     own_address,
     with_front,
 )
-from rkserve.bringup.processes import HEAD, NodeSupervisor, RayStore, StateFolder, forget_address
+from rkserve.bringup.processes import (
+    HEAD,
+    NodeSupervisor,
+    RayStore,
+    StateFolder,
+    forgotten_address,
+    ray_folder,
+)
 from rkserve.bringup.serving import Note, ServeLog
 from rkserve.bringup.settings import (
     NodePorts,
@@ -87,7 +94,11 @@ def run_head(options: HeadOptions, note: Note) -> int:
         raise ConfigError(f"Ray's token {serving.token_file()} is missing or empty.")
     serving.interrupt_on_signals()
     ray_address = f"{address}:{ports.first}"
-    command = _ray_command(options, ports, address)
+    folder = ray_folder(state.folder, options.temp_dir, os.environ)
+    command = [
+        *(*RAY_START, *head_options(ports, address, options.dashboard_port)),
+        f"--temp-dir={folder}",
+    ]
     store = RayStore(state.folder, importlib.metadata.version("ray"), os.environ)
     try:
         with ExitStack() as stack:
@@ -96,10 +107,7 @@ def run_head(options: HeadOptions, note: Note) -> int:
                 environ = {**haproxy_environ(environ, options.ray_port, stack), **environ}
             _write_terms(state.folder, ray_address, environ, plan, options)
             environ[FOLDER] = str(state.folder)
-            # A killed head leaves the note too. With a board's raylet on this machine Ray takes
-            # it for a GCS that runs and refuses to start, though the port is free.
-            forget_address(ray_address, options.temp_dir)
-            stack.callback(forget_address, ray_address, options.temp_dir)
+            stack.enter_context(forgotten_address(ray_address, folder))
             node = stack.enter_context(NodeSupervisor(state, **plan.places(address)))
             announcement = Announcement.of(
                 address, plan.host, plan.port, note, tls=plan.certificate is not None
@@ -118,12 +126,6 @@ def run_head(options: HeadOptions, note: Note) -> int:
     except KeyboardInterrupt:
         store.remove()  # all processes have ended in order, and boards' with them
         return 0
-
-
-def _ray_command(options: HeadOptions, ports: NodePorts, address: str) -> list[str]:
-    command = [*RAY_START, *head_options(ports, address, options.dashboard_port)]
-    folder = options.temp_dir
-    return command if folder is None else [*command, f"--temp-dir={folder}"]
 
 
 def _write_terms(

@@ -13,7 +13,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -29,6 +29,12 @@ POLL_S = 0.2
 # The time to end in order, then after SIGTERM: Ray drains its node and ends its workers.
 ORDERLY_S, FORCED_S = 90.0, 10.0
 ENDS_S = 60.0  # the time of a child to end in order
+
+# The longest path of a socket is 107 bytes; Ray's own part is `/session_2026-11-28_10-02-21_443112_
+# 1234567/sockets/plasma_store.999`.
+RAY_FOLDER_BYTES = 107 - 68
+SHORT_FOLDER = Path("/tmp/rkserve")  # noqa: S108 # with the account's number, and private
+KEPT_SESSIONS = 3
 
 
 @dataclass(frozen=True)
@@ -156,18 +162,52 @@ def own_secret(state: Path, url: str) -> str | None:
     return secret if url in urls else None
 
 
-def forget_address(ray_address: str, temp_dir: Path | None) -> None:
-    """Remove Ray's note of a cluster that has ended, if it names this one.
+def ray_folder(state: Path, given: Path | None, environ: Mapping[str, str]) -> Path:
+    """Return the folder for Ray's sessions: the one that the operator names, or a private one.
 
-    Ray leaves it, and `serve run` on this machine would connect to the address for ever.
-    ``temp_dir`` is Ray's, None for its default.
+    Ray opens it, and the folder of its sockets in it, to every account (mode 0777): another one
+    could put a socket of its own there, and run code in the workers that connect to it. Sessions
+    are kept for their logs, and the oldest removed.
+
+    Raises:
+        ConfigError: the private folder cannot be made, or belongs to another account.
     """
-    default = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"  # noqa: S108 # Ray's
-    folder = temp_dir or Path(default) / "ray"
+    if given is not None:
+        return given
+    if named := environ.get("RAY_TMPDIR"):
+        return Path(named) / "ray"
+    folder = state.absolute() / "ray"
+    if len(os.fsencode(folder)) > RAY_FOLDER_BYTES:
+        folder = SHORT_FOLDER.with_name(f"{SHORT_FOLDER.name}-{os.geteuid()}") / "ray"
+    try:
+        private_folder(folder.parent)
+        sessions = sorted(folder.glob("session_2*"))
+    except OSError as exc:
+        raise ConfigError(f"Ray's folder {folder} cannot be used: {exc}.") from exc
+    for old in sessions[:-KEPT_SESSIONS]:
+        shutil.rmtree(old, ignore_errors=True)
+    return folder
+
+
+@contextlib.contextmanager
+def forgotten_address(ray_address: str, folder: Path) -> Iterator[None]:
+    """Remove Ray's note of this cluster from its folder before it starts and after it has ended.
+
+    Ray leaves it, and takes the cluster for one that runs. Where a board of a killed head runs on
+    the same machine, that goes as far as to refuse the start, though the port is free.
+    """
     note = folder / "ray_current_cluster"
-    with contextlib.suppress(OSError):
-        if note.read_text(encoding="utf-8").strip() == ray_address:
-            note.unlink()
+
+    def forget() -> None:
+        with contextlib.suppress(OSError):
+            if note.read_text(encoding="utf-8").strip() == ray_address:
+                note.unlink()
+
+    forget()
+    try:
+        yield
+    finally:
+        forget()
 
 
 class RayStore:

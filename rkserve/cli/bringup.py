@@ -65,7 +65,11 @@ Control = Annotated[
     ),
 ]
 TempDir = Annotated[
-    Path | None, typer.Option(help="Ray's folder for sockets and logs; /tmp/ray without it.")
+    Path | None,
+    typer.Option(
+        help="Ray's folder for sockets and logs; without it, ray in the state folder, or "
+        "/tmp/rkserve-UID/ray where that path is too long for a socket."
+    ),
 ]
 
 

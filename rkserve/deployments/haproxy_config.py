@@ -219,6 +219,7 @@ def _edits(
                 _hide_serve(),
                 *_retries(),
                 _serve_errors(),
+                "http-response del-header server",  # a name and its faults are not for strangers
             ],
         ),
         TemplateEdit(

@@ -7,6 +7,7 @@ import json
 import logging
 from functools import cache
 from typing import Any, Literal
+from urllib.parse import quote
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
@@ -255,7 +256,7 @@ async def _on_error(request: Request, exc: Exception) -> JSONResponse:
 async def _on_http_error(request: Request, exc: Exception) -> JSONResponse:
     """Translate errors of the framework itself, such as unknown paths and methods."""
     assert isinstance(exc, HTTPException)
-    path = request.url.path
+    path = quote(request.url.path)  # as it was sent; a text with markup would worry scanners
     refusal: RkserveError = RequestError(str(exc.detail))
     more = {name.lower(): value for name, value in (exc.headers or {}).items()}
     if exc.status_code == MethodNotAllowed.http_status:
@@ -320,7 +321,7 @@ def add_page(app: FastAPI) -> None:
     async def file(request: Request, name: str) -> Response:
         """Send one of the pages' files."""
         if name not in found:
-            raise RouteNotFound(f"There is nothing at {request.url.path}.")
+            raise RouteNotFound(f"There is nothing at {quote(request.url.path)}.")
         return _send(request, found[name])
 
 

@@ -32,7 +32,8 @@ RAY = """
 import http.server, json, os, pathlib, subprocess, sys, threading, time
 left = pathlib.Path(os.environ["FAILURES_LEFT"])
 print("options", *sys.argv[1:], os.environ["RAY_AUTH_MODE"])
-if pathlib.Path(os.environ["RAY_TMPDIR"], "ray", "ray_current_cluster").exists():
+folder = next(a for a in sys.argv if a.startswith("--temp-dir=")).partition("=")[2]
+if pathlib.Path(folder, "ray_current_cluster").exists():
     sys.exit("Ray is trying to start at an address, but is already running.")
 if place := os.environ.get("RAY_gcs_storage_path"):
     with open(pathlib.Path(place, "session_name"), "a") as file:
@@ -132,7 +133,6 @@ def started(folder: Path, first: int, **environ: str) -> subprocess.Popen[str]:
             **os.environ,
             "FAILURES_LEFT": str(folder / "left"),
             "HOME": str(folder),
-            "RAY_TMPDIR": str(folder),
             **environ,
         },
         stdout=subprocess.PIPE,
@@ -238,13 +238,14 @@ def test_serve_that_refuses_its_file_ends_a_ray_that_does_not_start(tmp_path: Pa
 
 def test_the_note_of_a_killed_head_does_not_keep_ray_from_starting(tmp_path: Path) -> None:
     process = up(tmp_path)
-    note = tmp_path / "ray" / "ray_current_cluster"
     wait_ready(process, tmp_path)
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=120)
     options = (tmp_path / "state" / "ray.log").read_text().splitlines()[0].split()
     port = next(int(one.partition("=")[2]) for one in options if one.startswith("--port="))
-    note.parent.mkdir()
+    folder = next(one.partition("=")[2] for one in options if one.startswith("--temp-dir="))
+    note = Path(folder) / "ray_current_cluster"
+    note.parent.mkdir(parents=True, exist_ok=True)
     note.write_text(f"192.0.2.1:{port}", encoding="utf-8")
     process = started(tmp_path, port)
     wait_ready(process, tmp_path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -13,12 +14,14 @@ from pathlib import Path
 import pytest
 
 from rkserve.bench.processes import PROC, ProcessIdentity, identity_of, is_alive
+from rkserve.bringup import processes
 from rkserve.bringup.processes import (
     NodeRecord,
     NodeSupervisor,
     StateFolder,
     end_processes,
-    forget_address,
+    forgotten_address,
+    ray_folder,
     signal_process,
 )
 from rkserve.core.errors import ConfigError
@@ -157,14 +160,45 @@ def test_a_folder_of_others_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("noted", "stays"), [("10.0.0.1:6379", False), ("10.0.0.2:6379", True)])
-@pytest.mark.parametrize("default", [False, True])
 def test_ray_s_note_of_a_cluster_goes_with_it_and_that_of_another_one_stays(
-    noted: str, stays: bool, *, default: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    noted: str, stays: bool, *, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
     note = tmp_path / "ray" / "ray_current_cluster"
-    forget_address("10.0.0.1:6379", None if default else note.parent)  # there is none yet
     note.parent.mkdir()
     note.write_text(noted, encoding="utf-8")
-    forget_address("10.0.0.1:6379", None if default else note.parent)
+    with forgotten_address("10.0.0.1:6379", note.parent):
+        assert note.exists() is stays
+        note.write_text(noted, encoding="utf-8")
     assert note.exists() is stays
+    with forgotten_address("10.0.0.1:6379", tmp_path):
+        pass  # there is none
+
+
+def test_ray_s_folder_is_in_a_private_one_whose_sockets_have_short_paths(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "SHORT_FOLDER", tmp_path / "short")
+    monkeypatch.setattr(processes, "RAY_FOLDER_BYTES", len(str(tmp_path / "node" / "ray")))
+    own, elsewhere = tmp_path / "node" / "ray", tmp_path / f"short-{os.geteuid()}" / "ray"
+    for state, expected in ((tmp_path / "node", own), (tmp_path / "node2", elsewhere)):
+        assert ray_folder(state, None, {}) == expected
+        assert stat.S_IMODE(expected.parent.stat().st_mode) == 0o700
+    assert ray_folder(tmp_path, Path("/named"), {"RAY_TMPDIR": "/other"}) == Path("/named")
+    assert ray_folder(tmp_path, None, {"RAY_TMPDIR": "/other"}) == Path("/other/ray")
+    elsewhere.parent.chmod(0o777)
+    with pytest.raises(ConfigError, match="other accounts may write to"):
+        ray_folder(tmp_path / "node2", None, {})
+
+
+def test_the_oldest_sessions_of_ray_are_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "RAY_FOLDER_BYTES", 1000)
+    folder = ray_folder(tmp_path, None, {})
+    names = [f"session_2026-11-2{day}_10-00-00_1_1" for day in range(5)]
+    for name in reversed(names):
+        (folder / name / "logs").mkdir(parents=True)
+    (folder / "session_latest").symlink_to(folder / names[-1])
+    assert ray_folder(tmp_path, None, {}) == folder
+    kept = sorted(one.name for one in folder.iterdir())
+    assert kept == [*names[-processes.KEPT_SESSIONS :], "session_latest"]

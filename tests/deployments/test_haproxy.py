@@ -597,6 +597,10 @@ def test_serves_own_errors_become_error_objects_and_those_of_a_router_stay(
         status, body = ask(client, "/text")
         assert (status, code(body)) == (HTTPStatus.SERVICE_UNAVAILABLE, "no_router")
         assert ask(client, "/json") == (HTTPStatus.NOT_FOUND, b"{}")
+        client.request("GET", "/json")
+        answer = client.getresponse()
+        assert answer.read() == b"{}"
+        assert answer.getheader("server") is None  # the Router's library is not for strangers
 
 
 @with_haproxy

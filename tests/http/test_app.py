@@ -237,3 +237,11 @@ async def test_metrics_hold_the_boards_figures() -> None:
 def test_no_browser_takes_an_answer_for_another_type(method: str, path: str, body: Any) -> None:
     answer = send(House(FakeBoards.answering("a")), method, path, json=body)
     assert answer.headers.get_list("x-content-type-options") == ["nosniff"]
+
+
+@pytest.mark.parametrize("path", ["/<script>alert(1)</script>", "/page/<b>", "/%3Cb%3E"])
+def test_an_error_has_no_markup_of_the_path(path: str) -> None:
+    answer = send(House(FakeBoards.answering("a")), "GET", path)
+    assert answer.status_code == 404
+    assert "<" not in answer.text
+    assert "%3C" in answer.json()["error"]["message"]
