@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import shutil
 import signal
@@ -21,6 +22,8 @@ from typing import IO, Any
 from rkserve.bench.processes import PROC, ProcessIdentity, identity_of, is_alive, snapshot
 from rkserve.core.errors import ConfigError
 from rkserve.core.files import private_folder, replace_private
+
+log = logging.getLogger(__name__)
 
 HEAD, BOARD = "head", "board"  # kinds of nodes
 ADMIN_KEY = "admin_key"  # the file with the secret of the first key, in the head's state folder
@@ -298,6 +301,7 @@ class NodeSupervisor:
         assert own is not None, "this process runs"
         self._state, self._record = state, NodeRecord(own, **about)
         self._children: list[tuple[subprocess.Popen[bytes], int]] = []
+        self._unwritten = False
 
     def __enter__(self) -> NodeSupervisor:
         self._state.write(self._record)
@@ -360,10 +364,21 @@ class NodeSupervisor:
         self.record()
 
     def record(self, **changes: Any) -> None:
-        """Write the record with all processes that run now."""
+        """Write the record with all processes that run now.
+
+        A full disk ends nothing that runs: the record before stays, and names this process, below
+        which the others are found.
+        """
         fields = {**self._record.__dict__, **changes, "processes": tuple(self._below())}
         self._record = NodeRecord(**fields)
-        self._state.write(self._record)
+        try:
+            self._state.write(self._record)
+        except OSError as exc:
+            if not self._unwritten:
+                log.warning("rkserve: %s cannot be written: %s", self._state.file, exc)
+            self._unwritten = True
+        else:
+            self._unwritten = False
 
     def pids(self) -> set[int]:
         """Return the processes of the node as last recorded."""

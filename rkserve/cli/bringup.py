@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shlex
@@ -276,9 +277,13 @@ def typed_options() -> list[str]:
 
 
 def note(text: str) -> None:
-    """Print a line of progress at once."""
-    sys.stdout.write(f"{text}\n")
-    sys.stdout.flush()
+    """Print a line of progress at once.
+
+    In the background it goes to a file: a full disk must not end the node.
+    """
+    with contextlib.suppress(OSError):
+        sys.stdout.write(f"{text}\n")
+        sys.stdout.flush()
 
 
 def _folder(state: Path | None) -> Path:

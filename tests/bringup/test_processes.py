@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import stat
@@ -123,6 +124,34 @@ def test_a_start_that_failed_is_dropped_alone(tmp_path: Path) -> None:
         assert second.returncode == -signal.SIGTERM
         assert first.poll() is None
     assert first.returncode == -signal.SIGTERM
+
+
+def test_a_full_disk_ends_nothing_that_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = StateFolder(tmp_path / "node", "head")
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with NodeSupervisor(state) as node, state.log("ray").open("wb") as log:
+        with monkeypatch.context() as patch:
+            patch.setattr(processes, "replace_private", full)
+            command = [sys.executable, "-c", "import time; time.sleep(600)"]
+            child = node.start(command, os.environ, log, signal.SIGTERM)
+            node.record(ready=True)
+        assert [one.message for one in caplog.records] == [
+            f"rkserve: {state.file} cannot be written: [Errno 28] No space left on device"
+        ]
+        before = state.read()
+        assert before is not None
+        assert not before.ready
+        assert child.pid in {one.pid for one in before.all_alive()}
+        node.record()
+        after = state.read()
+        assert after is not None
+        assert after.ready
+        assert child.pid in node.pids()
 
 
 def test_a_child_that_waits_begins_when_it_is_released_and_ends_first(tmp_path: Path) -> None:

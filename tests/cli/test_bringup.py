@@ -151,3 +151,13 @@ def test_cpus_are_written_as_the_kernel_writes_them() -> None:
     for text in ("", "a", "1-", "5-2", "9999"):
         with pytest.raises(typer.BadParameter, match="--ray-cpus"):
             cpu_list(text)
+
+
+def test_a_full_disk_under_the_log_does_not_end_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Path("/dev/full").open("w", encoding="utf-8") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        bringup.note("Boards: 1 of 2 ready.")
+        with pytest.raises(OSError, match="No space left"):
+            full.flush()
+        monkeypatch.undo()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), full.fileno())
