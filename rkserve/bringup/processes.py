@@ -21,13 +21,14 @@ from typing import IO, Any
 
 from rkserve.bench.processes import PROC, ProcessIdentity, identity_of, is_alive, snapshot
 from rkserve.core.errors import ConfigError
-from rkserve.core.files import private_folder, replace_private
+from rkserve.core.files import private_folder, replace_private, write_private
 
 log = logging.getLogger(__name__)
 
 HEAD, BOARD = "head", "board"  # kinds of nodes
 ADMIN_KEY = "admin_key"  # the file with the secret of the first key, in the head's state folder
 SERVICE_STATE = Path("/var/lib/rkserve/node")
+ROOM_BYTES = 1_000_000
 POLL_S = 0.2
 # The time to end in order, then after SIGTERM: Ray drains its node and ends its workers.
 ORDERLY_S, FORCED_S = 90.0, 10.0
@@ -115,13 +116,26 @@ class StateFolder:
         replace_private(self.file, json.dumps(asdict(record), indent=1) + "\n")
 
     def refuse_second(self, end: str) -> None:
-        """Raise ``ConfigError`` if a recorded process runs; ``end`` is the command that ends it."""
+        """Check that a node can start here; ``end`` is the command that ends one.
+
+        Raises:
+            ConfigError: a recorded process runs, or the disk has no room for a record and its logs.
+        """
         record = self.read()
         if record is not None and (alive := record.all_alive()):
             raise ConfigError(
                 f"{self.file} has {len(alive)} running processes, such as pid {alive[0].pid}. "
                 f"`{end}` ends them; --state names the folder of another one."
             )
+        room = self.folder / "room"
+        try:
+            write_private(room, " " * ROOM_BYTES)
+        except OSError as exc:
+            raise ConfigError(
+                f"The state folder {self.folder} cannot be written: {exc.strerror}."
+            ) from exc
+        finally:
+            room.unlink(missing_ok=True)
 
     def end(self, note: Any) -> bool:
         """End the recorded node, and remove its record; False if none was running."""

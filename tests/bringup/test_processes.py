@@ -154,6 +154,21 @@ def test_a_full_disk_ends_nothing_that_runs(
         assert child.pid in node.pids()
 
 
+def test_a_node_is_not_started_on_a_full_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = StateFolder(tmp_path / "node", "board")
+    state.refuse_second("rkserve leave")
+    assert not list(state.folder.iterdir())
+    monkeypatch.setattr(processes, "write_private", lambda *_: os.write(full, b"x"))
+    with Path("/dev/full").open("wb", buffering=0) as device:
+        full = device.fileno()
+        with pytest.raises(
+            ConfigError, match=r"node cannot be written: No space left on device\.$"
+        ):
+            state.refuse_second("rkserve leave")
+
+
 def test_a_child_that_waits_begins_when_it_is_released_and_ends_first(tmp_path: Path) -> None:
     state = StateFolder(tmp_path / "node", "head")
     log_file = state.log("serve")
