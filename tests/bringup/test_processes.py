@@ -160,11 +160,10 @@ def test_a_node_is_not_started_on_a_full_disk(
     state = StateFolder(tmp_path / "node", "board")
     state.refuse_second("rkserve leave")
     assert not list(state.folder.iterdir())
-    monkeypatch.setattr(processes, "write_private", lambda *_: os.write(full, b"x"))
-    with Path("/dev/full").open("wb", buffering=0) as device:
-        full = device.fileno()
+    with Path("/dev/full").open("wb", buffering=0) as full:
+        monkeypatch.setattr(processes, "write_private", lambda *_: full.write(b"x"))
         with pytest.raises(
-            ConfigError, match=r"node cannot be written: No space left on device\.$"
+            ConfigError, match="node cannot be written: No space left"
         ):
             state.refuse_second("rkserve leave")
 
