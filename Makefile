@@ -45,7 +45,7 @@ help:
 	@echo "make clean   remove what the above made"
 
 demo: $(READY) sim
-	@$(BIN)/python scripts/demo.py
+	@$(BIN)/rkserve up serve_config.yaml --address 127.0.0.1 --no-mdns --state $(VENV)/node
 
 # The checks beside the collection of the tests, which needs one core. Tests on Ray have the machine
 # alone: tests with limits would wait beyond them.

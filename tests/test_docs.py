@@ -224,7 +224,7 @@ def test_every_command_of_a_page_exists_with_its_options() -> None:
         ("python -c 'import'", "no Python"),
         ("python3 -m rkserve", ""),
         ("python3 -m rkserves", "no such module"),
-        ("python scripts/demo.py", ""),
+        ("python scripts/fuzz.py", ""),
         ("python scripts/no_demo.py", "no such file"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -23,10 +24,10 @@ from rkserve.bringup.head_plan import (
     HeadOptions,
     HeadPlan,
     check_localhost,
-    check_ports,
     haproxy_environ,
     own_address,
     with_front,
+    with_ports,
 )
 from rkserve.bringup.processes import (
     HEAD,
@@ -38,7 +39,6 @@ from rkserve.bringup.processes import (
 )
 from rkserve.bringup.serving import Note, ServeLog
 from rkserve.bringup.settings import (
-    NodePorts,
     environment_of,
     head_options,
     sent_to_boards,
@@ -71,13 +71,32 @@ FIRST_KEY = (
 )
 
 
+HINT = """
+Try it in another terminal:
+
+  curl {call}
+
+  chat       {url}/
+  boards     {url}/cluster
+  state      {rkserve} status
+  metrics    {url}/metrics
+  dashboard  {dashboard}  (its token is in {token})
+  logs       {rkserve} logs, and head.log, serve.log and ray.log in {logs}
+
+Ctrl-C, or `{rkserve} down`, ends it.
+"""
+
+
+def _shown(path: Path) -> Path:
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
 def run_head(options: HeadOptions, note: Note) -> int:
     """Start the head, and keep it until Ctrl-C, SIGTERM or a failure. Returns the exit code.
 
     Raises:
         ConfigError: something that is known before the start prevents it.
     """
-    ports = NodePorts(options.ray_port)
     state = StateFolder(options.state, HEAD)
     state.refuse_second(DOWN)
     preflight.check_file(options.config, starts=True, ray=False, key=False)  # `serve run` does
@@ -85,7 +104,7 @@ def run_head(options: HeadOptions, note: Note) -> int:
     environ, front = with_front(options)
     plan = HeadPlan.of(options.config, front)
     address = options.address or own_address()
-    check_ports(range(ports.first, ports.last + 1), options.dashboard_port)
+    ports, dashboard = with_ports(options.ray_port, options.dashboard_port, real=plan.real)
     if (made := first_key(options.config, state.folder)) is not None:
         note(FIRST_KEY.format(file=made))
     if warning := preflight.check_token(os.environ, starts=True):
@@ -96,7 +115,7 @@ def run_head(options: HeadOptions, note: Note) -> int:
     ray_address = f"{address}:{ports.first}"
     folder = ray_folder(state.folder, options.temp_dir, os.environ)
     command = [
-        *(*RAY_START, *head_options(ports, address, options.dashboard_port)),
+        *(*RAY_START, *head_options(ports, address, dashboard)),
         f"--temp-dir={folder}",
     ]
     store = RayStore(state.folder, importlib.metadata.version("ray"), os.environ)
@@ -104,7 +123,7 @@ def run_head(options: HeadOptions, note: Note) -> int:
         with ExitStack() as stack:
             environ = environment_of(HEAD, environ)
             if options.haproxy and haproxy.available():
-                environ = {**haproxy_environ(environ, options.ray_port, stack), **environ}
+                environ = {**haproxy_environ(environ, ports.first, stack), **environ}
             _write_terms(state.folder, ray_address, environ, plan, options)
             environ[FOLDER] = str(state.folder)
             stack.enter_context(forgotten_address(ray_address, folder))
@@ -120,7 +139,7 @@ def run_head(options: HeadOptions, note: Note) -> int:
             announced = announcement if options.mdns else None
             head = RunningHead(
                 *(node, state, plan, note, announced, store, key),
-                dashboard=f"http://127.0.0.1:{options.dashboard_port}",
+                dashboard=f"http://127.0.0.1:{dashboard}",
             )
             return head.run(command, environ, ray_address, str(options.config), logs)
     except KeyboardInterrupt:
@@ -301,11 +320,27 @@ class RunningHead:
         ready = f"Ready after {self._passed()}: {', '.join(models)} at {self.plan.url}"
         try:
             own = self.plan.certificate
-            took_s = serving.first_answer(self.plan.url, models[0], self.key, own)
+            found = serving.first_answer(self.plan.url, models[0], self.key, own)
         except OSError as exc:
             self.note(f"rkserve: {exc}")
-        else:
-            self.note(f"{ready}; a first answer took {took_s:.1f} s." if took_s else f"{ready}.")
+            return
+        self.note(f"{ready}; a first answer took {found[0]:.1f} s." if found else f"{ready}.")
+        path = found[1] if found else serving.CHAT
+        body = serving.example(path, models[0] if found else "MODEL")
+        # The key that is known here is the operator's.
+        auth = " -H 'authorization: Bearer KEY'" if self.key or not found else ""
+        trust = "" if own is None else f" --cacert {shlex.quote(str(own))}"
+        call = f"{self.plan.url}{path}{trust}{auth} -H 'content-type: application/json' \\\n    -d"
+        self.note(
+            HINT.format(
+                call=f"{call} {shlex.quote(body)}",
+                url=self.plan.url,
+                rkserve=_shown(Path(sys.executable).with_name("rkserve")),
+                dashboard=self.dashboard,
+                token=serving.token_file(),
+                logs=self.state.folder,
+            )
+        )
 
     def _until(self, step: str, look: Callable[[], Any], limit_s: float | None) -> Any:
         """Return what ``look`` returns once that is true; None after a child or the limit ended."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from rkserve.bringup.settings import DASHBOARD_PORT, GCS_PORT, WORKER_PORTS
+from rkserve.bringup.settings import DASHBOARD_PORT, GCS_PORT, WORKER_PORTS, NodePorts
 from rkserve.config.serve_config import resolve_folder
 from rkserve.core.child_process import bind_error, free_ports
 from rkserve.core.errors import ConfigError
@@ -21,12 +21,15 @@ from rkserve.doctor.facts import BoardFacts
 from rkserve.doctor.node import limits
 from rkserve.doctor.rules import localhost
 
+PORT_TRIES = 20
+
 
 @dataclass(frozen=True)
 class HeadOptions:
     """The options of ``rkserve up``.
 
-    ``address`` is the one at which boards reach this machine; ``temp_dir`` is Ray's folder;
+    ``address`` is the one at which boards reach this machine; ``temp_dir`` is Ray's folder; for
+    ports see ``with_ports``;
     with ``approval`` new boards wait for ``rkserve approve``; ``mdns`` announces the head;
     ``tls_cert`` and ``tls_key`` are HAProxy's files, and ``control`` its control port.
     """
@@ -34,8 +37,8 @@ class HeadOptions:
     config: Path
     state: Path
     address: str | None = None
-    ray_port: int = GCS_PORT
-    dashboard_port: int = DASHBOARD_PORT
+    ray_port: int | None = None
+    dashboard_port: int | None = None
     temp_dir: Path | None = None
     haproxy: bool = True
     approval: bool = False
@@ -157,6 +160,34 @@ def check_ports(ports: Iterable[int], dashboard: int | None = None) -> None:
                 f"Ray needs port {port}, which cannot be listened on: {exc.strerror}. End the Ray "
                 f"that runs here, or give other ports by {options}."
             ) from exc
+
+
+def with_ports(
+    ray_port: int | None, dashboard_port: int | None, *, real: bool
+) -> tuple[NodePorts, int]:
+    """Return Ray's ports and that of its dashboard: those that are named, or the usual ones.
+
+    Where all boards are simulated no firewall names them, and the next free ones are taken if the
+    usual ones are in use.
+
+    Raises:
+        ConfigError: a port cannot be listened on.
+    """
+    tries = 1 if real else PORT_TRIES
+    dashboards = [dashboard_port] if dashboard_port else [DASHBOARD_PORT + n for n in range(tries)]
+    firsts = [ray_port] if ray_port else [GCS_PORT + 10 * n for n in range(tries)]
+    dashboard = next((one for one in dashboards if bind_error(one) is None), dashboards[0])
+    refused: ConfigError | None = None
+    for first in firsts:
+        ports = NodePorts(first)
+        try:
+            check_ports(range(first, ports.last + 1), dashboard)
+        except ConfigError as exc:
+            refused = refused or exc
+        else:
+            return ports, dashboard
+    assert refused is not None, "each candidate was refused"
+    raise refused
 
 
 def check_localhost() -> None:

@@ -1,5 +1,5 @@
-"""The process of ``serve run`` as ``make demo`` and ``rkserve up`` see it: its log, its readiness,
-and the first answer behind it.
+"""The process of ``serve run`` as ``rkserve up`` sees it: its log, its readiness, and the first
+answer behind it.
 """
 
 from __future__ import annotations
@@ -23,10 +23,9 @@ SERVE = (sys.executable, "-m", "rkserve.deployments.preflight", "run")
 START_TIMEOUT_S = 600
 POLL_S = 0.5
 ANSWER_S = 120.0
-TOKEN_ASKED = "Token authentication is enabled"
-STARTED = "Started a local Ray instance"
 UNAUTHORIZED = 401
 UNNAMED = "its models"
+CHAT, EMBEDDINGS = "/v1/chat/completions", "/v1/embeddings"
 # The line of a traceback that names an error, as Serve appends it to a deployment's message.
 ERROR_LINE = re.compile(r"^(?:\w+\.)*\w+: ", re.MULTILINE)
 Note = Callable[[str], None]
@@ -47,26 +46,12 @@ class ServeLog:
         lines = reversed(self.text().split("\n"))
         return next((line.strip() for line in lines if line.strip()), "without a word")
 
-    def lacks_ray(self) -> bool:
-        """Return whether its Ray never ran, for another reason than the configuration."""
-        return STARTED not in self.text() and not self.last_line().startswith("rkserve: ")
-
     def explain_end(self, code: int) -> str:
         """Return the one sentence of a check that failed, or the log's end."""
         if (last := self.last_line()).startswith("rkserve: "):
             return last
         tail = "\n".join(self.text().splitlines()[-15:])
         return f"rkserve: serve ended with exit code {code}:\n{tail}"
-
-    def dashboard(self) -> str:
-        """Return the dashboard's address as Ray logged it, and the token that it asks for."""
-        text = self.text()
-        found = re.search(r"dashboard at \S*?(http://[\w.:\[\]-]+\d)", text)
-        if found is None:
-            return "none was started"
-        asked = TOKEN_ASKED in text or os.environ.get("RAY_AUTH_MODE", "").lower() == "token"
-        token = read_token() if asked else None
-        return found[1] if token is None else f"{found[1]}  (token: {token})"
 
 
 def token_file() -> Path:
@@ -173,24 +158,35 @@ def board_counts(
 
 def first_answer(
     url: str, model: str, key: str | None = None, certificate: Path | None = None
-) -> float | None:
-    """Return the seconds of a shortest request to a model; None where an API key is needed.
+) -> tuple[float, str] | None:
+    """Return the seconds of a shortest request to a model, and its path; None where an API key is
+    needed.
 
     Raises:
         OSError: neither a chat nor an embedding was answered.
     """
     started_s = time.monotonic()
     chat = {"model": model, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
+    path = CHAT
     try:
         try:
-            _post(f"{url}/v1/chat/completions", chat, key, certificate)
+            _post(f"{url}{path}", chat, key, certificate)
         except urllib.error.HTTPError as exc:
             if exc.code == UNAUTHORIZED:
                 return None
-            _post(f"{url}/v1/embeddings", {"model": model, "input": "Hi"}, key, certificate)
+            path = EMBEDDINGS
+            _post(f"{url}{path}", {"model": model, "input": "Hi"}, key, certificate)
     except urllib.error.HTTPError as exc:
         raise OSError(f"{model} did not answer: {exc.read().decode(errors='replace')}") from exc
-    return time.monotonic() - started_s
+    return time.monotonic() - started_s, path
+
+
+def example(path: str, model: str) -> str:
+    """Return the body of a call that a person may try."""
+    if path == EMBEDDINGS:
+        return json.dumps({"model": model, "input": "Hello!"})
+    messages = [{"role": "user", "content": "Hello! Who are you?"}]
+    return json.dumps({"model": model, "messages": messages})
 
 
 def _post(url: str, body: Mapping[str, Any], key: str | None, certificate: Path | None) -> None:

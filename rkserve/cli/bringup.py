@@ -87,11 +87,22 @@ def up(
         typer.Option(help="The address at which boards reach this machine; found without it."),
     ] = None,
     ray_port: Annotated[
-        int, typer.Option(min=1024, max=65000, help="Ray's first port; it takes eight in a row.")
-    ] = GCS_PORT,
+        int | None,
+        typer.Option(
+            min=1024,
+            max=65000,
+            help=f"Ray's first port; it takes eight in a row. Without it {GCS_PORT}, and with "
+            "simulated boards alone the next that is free.",
+        ),
+    ] = None,
     dashboard_port: Annotated[
-        int, typer.Option(min=1024, max=65535, help="The port of Ray's dashboard.")
-    ] = DASHBOARD_PORT,
+        int | None,
+        typer.Option(
+            min=1024,
+            max=65535,
+            help=f"The port of Ray's dashboard; without it {DASHBOARD_PORT}, or likewise.",
+        ),
+    ] = None,
     temp_dir: TempDir = None,
     haproxy: Annotated[
         bool, typer.Option("--haproxy/--no-haproxy", help="Ray's HAProxy, where it is installed.")

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
+from rkserve.bringup import head_plan
 from rkserve.bringup.head_plan import (
     FrontSettings,
     HeadOptions,
@@ -22,14 +23,15 @@ from rkserve.bringup.head_plan import (
     haproxy_environ,
     own_address,
     with_front,
+    with_ports,
 )
 from rkserve.bringup.settings import GCS_PORT
-from rkserve.core.child_process import free_port
+from rkserve.core.child_process import free_port, free_ports
 from rkserve.core.errors import ConfigError
 from rkserve.deployments import haproxy
 from rkserve.deployments.haproxy_listeners import CONTROL, ControlAddress
 from rkserve.deployments.haproxy_tls import CERT, KEY, TlsFiles
-from tests.bringup.test_head import config
+from tests.bringup.test_head import all_free, config
 from tests.support.http.certificates import write_certificate
 from tests.support.paths import PROJECT
 
@@ -146,6 +148,25 @@ def test_a_port_in_use_is_named() -> None:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=rf"port {port}, which cannot be listened on"):
             check_ports([port])
+
+
+def test_simulated_boards_get_the_next_free_ports_and_real_ones_the_named_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    first = next(p for p in free_ports() if all(all_free(p + 10 * n) for n in (0, 1)))
+    monkeypatch.setattr(head_plan, "GCS_PORT", first)
+    monkeypatch.setattr(head_plan, "DASHBOARD_PORT", first + 8)
+    with socket.socket() as gcs, socket.socket() as dashboard:
+        gcs.bind(("127.0.0.1", first + 3))
+        dashboard.bind(("127.0.0.1", first + 8))
+        found, its_dashboard = with_ports(None, None, real=False)
+        assert (found.first, its_dashboard) == (first + 10, first + 9)
+        with pytest.raises(ConfigError, match=f"needs port {first + 3}, which cannot be"):
+            with_ports(None, first + 9, real=True)
+        with pytest.raises(ConfigError, match=f"needs port {first + 3}, which cannot be"):
+            with_ports(first, first + 9, real=False)
+        with pytest.raises(ConfigError, match=f"needs port {first + 8}, which cannot be"):
+            with_ports(first + 10, first + 8, real=False)
 
 
 @pytest.mark.parametrize(

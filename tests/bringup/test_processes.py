@@ -162,9 +162,7 @@ def test_a_node_is_not_started_on_a_full_disk(
     assert not list(state.folder.iterdir())
     with Path("/dev/full").open("wb", buffering=0) as full:
         monkeypatch.setattr(processes, "write_private", lambda *_: full.write(b"x"))
-        with pytest.raises(
-            ConfigError, match="node cannot be written: No space left"
-        ):
+        with pytest.raises(ConfigError, match="node cannot be written: No space left"):
             state.refuse_second("rkserve leave")
 
 

@@ -93,17 +93,22 @@ def test_boards_are_counted_once_in_all_models(url: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("chat", "embedding", "answered"),
+    ("chat", "embedding", "path"),
     [
-        pytest.param(200, 404, True, id="a chat model"),
-        pytest.param(400, 200, True, id="an embedding model"),
-        pytest.param(401, 401, False, id="keys are needed"),
+        pytest.param(200, 404, serving.CHAT, id="a chat model"),
+        pytest.param(400, 200, serving.EMBEDDINGS, id="an embedding model"),
+        pytest.param(401, 401, None, id="keys are needed"),
     ],
 )
-def test_a_first_answer_fits_the_model(url: str, chat: int, embedding: int, answered: bool) -> None:
+def test_a_first_answer_fits_the_model(
+    url: str, chat: int, embedding: int, path: str | None
+) -> None:
     Router.answers["/v1/chat/completions"] = (chat, {})
     Router.answers["/v1/embeddings"] = (embedding, {})
-    assert (serving.first_answer(url, "a") is not None) is answered
+    found = serving.first_answer(url, "a")
+    assert (found and found[1]) == path
+    if found is not None and path == serving.EMBEDDINGS:
+        assert "input" in json.loads(serving.example(path, "a"))
 
 
 def test_a_model_that_does_not_answer_is_an_error_with_its_reason(url: str) -> None:
@@ -117,11 +122,9 @@ def test_a_log_is_explained_by_the_check_that_failed_or_by_its_end(tmp_path: Pat
     log = ServeLog(tmp_path / "serve.log")
     log.path.write_text("a\nb\n\n")
     assert log.last_line() == "b"
-    assert log.lacks_ray()
     assert log.explain_end(7) == "rkserve: serve ended with exit code 7:\na\nb\n"
     log.path.write_text("a\nrkserve: port 8000 is in use.\n")
     assert log.explain_end(1) == "rkserve: port 8000 is in use."
-    assert not log.lacks_ray()
 
 
 def test_the_token_is_found_as_ray_finds_it(
