@@ -326,7 +326,7 @@ class RouterConfig(Settings):
     board_seconds_per_minute: int | None = Field(
         600,
         ge=1,
-        description="Board time that a key may use in a minute at one Router, where its line in "
+        description="Board time that a key may use in a minute, where its line in "
         "`api_keys_file` does not say: ten boards that do nothing else. Then 429. `null`: any.",
     )
     grammar_processes: int = Field(

@@ -65,6 +65,28 @@ UNLIMITED = CallerLimits()
 
 @crosses_versions
 @dataclass(frozen=True, slots=True)
+class SpentLimits:
+    """The use of one key's limits at one Router since its last report: calls, tokens of prompts and
+    answers, and seconds of board time. ``running`` are its calls now.
+    """
+
+    calls: int = 0
+    tokens: int = 0
+    board_s: float = 0.0
+    running: int = 0
+
+    def __add__(self, later: SpentLimits) -> SpentLimits:
+        """Return the use of both, with the calls that run now."""
+        return SpentLimits(
+            self.calls + later.calls,
+            self.tokens + later.tokens,
+            self.board_s + later.board_s,
+            later.running,
+        )
+
+
+@crosses_versions
+@dataclass(frozen=True, slots=True)
 class ApiKey:
     """One key: its owner's name and permissions, and the digest of its secret in hexadecimal.
 

@@ -30,6 +30,7 @@ from rkserve import __version__
 from rkserve.api.responses.stored import StoredResponse
 from rkserve.config.serve_config import RkserveConfig, config_digest
 from rkserve.core.answer_metrics import RouterUsage
+from rkserve.core.api_keys import SpentLimits
 from rkserve.core.board_report import GenerationInfo, RouterGenerations
 from rkserve.core.desired_state import Scope as ClusterScope
 from rkserve.core.errors import RkserveError
@@ -56,6 +57,7 @@ from rkserve.http.app import make_app
 from rkserve.http.auth import LISTENER, PEER, Listener, host_names, machine_names
 from rkserve.http.gradio_routes import GradioCalls, PendingCall
 from rkserve.models.folder import open_model_folder
+from rkserve.router.auth.callers import SHARE_S, Callers
 from rkserve.router.auth.key_ring import KeyRing, open_keys
 from rkserve.router.cluster_metrics import ClusterMetrics
 from rkserve.router.coordinator_client import CoordinatorClient
@@ -306,6 +308,9 @@ class RouterReplica:
             loop.create_task(feed.follow(), name="sample the cluster"),
             loop.create_task(self._usage.follow(), name="store the usage"),
         ]
+        if peers is not None:
+            share = share_limits(self._service.callers, peers, self._metrics.router)
+            self._follows.append(loop.create_task(share, name="share the limits of keys"))
         if self._keyed is not None:
             self._follows.append(
                 loop.create_task(self._keyed.follow(), name="forget old answers to keyed requests")
@@ -355,6 +360,11 @@ class RouterReplica:
     async def router_ended(self, figures: RouterFigures) -> None:
         """Keep the counts of a Router that ends."""
         self._metrics.keep(figures)
+
+    async def keys_spent(self, router: str, report: dict[str, SpentLimits]) -> None:
+        """Count the use of keys' limits at another Router."""
+        if router != self._metrics.router:
+            self._service.callers.spent_elsewhere(router, report)
 
     async def unassigned(self) -> list[GenerationInfo]:
         """Return this Router's generations without a board."""
@@ -413,6 +423,14 @@ class RouterReplica:
         tracing: OpenTelemetry | None = getattr(self, "_tracing", None)
         if tracing is not None:
             await asyncio.to_thread(tracing.close)
+
+
+async def share_limits(callers: Callers, peers: RayPeers, router: str) -> None:
+    """Report the use of keys' limits to the other Routers once a second, where there is any."""
+    while True:
+        await asyncio.sleep(SHARE_S)
+        if report := callers.report():
+            await peers.spent(router, report)
 
 
 def open_access(config: RkserveConfig) -> tuple[KeyRing, ProxyPeers | None]:

@@ -18,6 +18,7 @@ from ray.exceptions import RayError, RayTaskError
 from ray.serve.exceptions import RayServeException
 
 from rkserve.core.answer_metrics import RouterUsage
+from rkserve.core.api_keys import SpentLimits
 from rkserve.core.board_report import OTHER_ROUTERS, GenerationInfo, RouterGenerations
 from rkserve.core.desired_state import Scope as ClusterScope
 from rkserve.core.errors import BoardFailed, CoordinatorAway, RkserveError
@@ -37,6 +38,7 @@ log = logging.getLogger(__name__)
 SHORT_ID = 8  # characters of a replica ID in place of a name
 ANNOUNCE_S = 10.0  # the first Routers begin before there are any to announce themselves to
 FAREWELL_S = 2.0
+SPENT_S = 2.0
 
 
 class RayPeers:
@@ -153,6 +155,10 @@ class RayPeers:
     async def ended(self, figures: RouterFigures) -> None:
         """Leave a Router's counts to the others; see ``MetricsPeers``."""
         await self._notify("router_ended", figures, timeout_s=FAREWELL_S)
+
+    async def spent(self, router: str, report: Mapping[str, SpentLimits]) -> None:
+        """Report the use of keys' limits at this Router to the others; see ``Callers``."""
+        await self._notify("keys_spent", router, dict(report), timeout_s=SPENT_S)
 
     async def _notify(self, method: str, *args: Any, timeout_s: float) -> None:
         try:

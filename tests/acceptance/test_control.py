@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import httpx
 import pytest
 
+from rkserve.router.auth.callers import SHARE_S
 from tests.support.boards.pausing import (
     COUNT,
     COUNTED,
@@ -29,7 +31,7 @@ from tests.support.boards.pausing import (
 from tests.support.cluster.controlled import coordinator_pid, kill
 from tests.support.cluster.local_cluster import App
 from tests.support.http.scraping import Scraper
-from tests.support.http.talk import act, ask, streaming
+from tests.support.http.talk import CHAT, act, ask, chat_body, streaming
 
 pytestmark = pytest.mark.ray
 BUILD = "rkserve_build_info"
@@ -363,6 +365,29 @@ async def revoked(app: App, http: httpx.AsyncClient, key_id: str, secret: str) -
         task.cancel()
     assert 200 not in await statuses(app, secret), "a Router takes it after its revocation"
     return max(0.0, accepted_s[0] - asked_s)
+
+
+def test_a_limit_of_a_key_is_that_of_all_routers_together(two_routers: App) -> None:
+    async def talk(http: httpx.AsyncClient) -> None:
+        limited = {"name": "limited", "requests_per_minute": 20}
+        answer = await http.post("/v1/keys", json=limited, headers=OPERATOR)
+        headers = {"authorization": f"Bearer {answer.json()['value']}"}
+
+        async def asked(calls: int) -> Counter[int]:
+            found: Counter[int] = Counter()
+            for _ in range(calls):
+                async with two_routers.http() as fresh:
+                    body = chat_body("Hi", max_tokens=1)
+                    found[(await fresh.post(CHAT, json=body, headers=headers)).status_code] += 1
+            return found
+
+        pace(two_routers, FAST)
+        assert await asked(20) == {200: 20}
+        await asyncio.sleep(2 * SHARE_S)
+        # Without the reports each Router would admit half as many again.
+        assert (await asked(20))[429] >= 10
+
+    run(two_routers, talk)
 
 
 # The last one: this machine has sent too many wrong keys after it.

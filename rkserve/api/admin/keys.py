@@ -57,13 +57,11 @@ class KeyBody(RequestModel):
     expires_in_s: float | None = Field(
         None, gt=0, le=MAX_EXPIRY_S, description="Seconds after which it expires; never without it."
     )
-    requests_per_minute: Limit | None = Field(None, description="Its calls at one Router.")
-    tokens_per_minute: Limit | None = Field(
-        None, description="Its tokens, of prompts and answers, at one Router."
-    )
-    concurrent: Limit | None = Field(None, description="Its calls at once at one Router.")
+    requests_per_minute: Limit | None = Field(None, description="Its calls.")
+    tokens_per_minute: Limit | None = Field(None, description="Its tokens, of prompts and answers.")
+    concurrent: Limit | None = Field(None, description="Its calls at once.")
     board_seconds_per_minute: Limit | None = Field(
-        None, description="Its board time at one Router; without it that of the configuration."
+        None, description="Its board time; without it that of the configuration."
     )
     weight: float | None = Field(
         None, gt=0, le=1e6, description="Its share of scarce boards; 1 without it."

@@ -8,11 +8,11 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from rkserve.config.router import RouterConfig
-from rkserve.core.api_keys import UNLIMITED, CallerLimits
+from rkserve.core.api_keys import UNLIMITED, CallerLimits, SpentLimits
 from rkserve.core.block_hashes import salted
 from rkserve.core.errors import RateLimited
 from rkserve.core.metrics import RouterMetrics
-from rkserve.router.auth.callers import Caller, Callers
+from rkserve.router.auth.callers import REPORT_AGE_S, Caller, Callers
 from rkserve.router.auth.key_ring import ClientKey, Keys, open_keys
 
 
@@ -71,6 +71,86 @@ def test_only_so_many_calls_go_on_at_once_and_one_that_is_refused_costs_nothing(
     caller.leave()
     with pytest.raises(RateLimited, match="3 requests per minute"):
         caller.enter()
+
+
+def two_routers(limits: CallerLimits, now_s: list[float]) -> tuple[Caller, Caller]:
+    one, other = (Caller("key", limits, lambda: now_s[0]) for _ in range(2))
+    return one, other
+
+
+def tell(caller: Caller, other: Caller) -> None:
+    report = caller.report()
+    assert report is not None
+    other.spent_elsewhere("1", report)
+
+
+def test_what_one_router_admits_counts_at_the_other_one() -> None:
+    now_s = [0.0]
+    one, other = two_routers(CallerLimits(requests_per_minute=60), now_s)
+    for _ in range(60):
+        one.enter()
+        one.leave()
+    tell(one, other)
+    with pytest.raises(RateLimited, match="60 requests per minute"):
+        other.enter()
+    assert one.report() is None, "nothing since"
+    now_s[0] = 2.0
+    other.enter()
+
+
+@pytest.mark.parametrize(
+    ("limits", "unit"),
+    [
+        pytest.param(CallerLimits(tokens_per_minute=600), "tokens", id="tokens"),
+        pytest.param(CallerLimits(board_seconds_per_minute=600), "board time", id="board time"),
+    ],
+)
+def test_tokens_and_board_time_are_those_of_all_routers(limits: CallerLimits, unit: str) -> None:
+    one, other = two_routers(limits, [0.0])
+    for caller in (one, other):
+        caller.enter()
+        caller.spend(200, 150)
+        caller.use_board(350)
+        caller.enter()
+    tell(one, other)
+    tell(other, one)
+    for caller in (one, other):
+        with pytest.raises(RateLimited, match=unit):
+            caller.enter()
+
+
+def test_calls_at_once_are_those_of_all_routers_and_of_one_that_ended_no_more() -> None:
+    now_s = [0.0]
+    one, other = two_routers(CallerLimits(concurrent=2), now_s)
+    one.enter()
+    tell(one, other)
+    other.enter()
+    with pytest.raises(RateLimited, match="2 calls at once"):
+        other.enter()
+    one.leave()
+    tell(one, other)  # also that none runs any more
+    assert one.report() is None
+    other.enter()
+    one.enter()
+    tell(one, other)
+    other.leave()
+    with pytest.raises(RateLimited):
+        other.enter()
+    now_s[0] = REPORT_AGE_S + 0.1
+    other.enter()
+
+
+def test_reports_count_for_keys_that_a_router_sees_for_the_first_time() -> None:
+    callers = Callers(Keys(), RouterMetrics(CollectorRegistry()), counted_keys=10)
+    key = ClientKey(b"", "team", CallerLimits(requests_per_minute=3), id="key_1")
+    for _ in range(3):
+        callers.spent_elsewhere("1", {"key_1": SpentLimits(calls=1, running=1)})
+    with pytest.raises(RateLimited, match="3 requests per minute"):
+        callers.of(key).enter()
+    assert callers.report() == {}
+    callers.spent_elsewhere("1", {"key_2": SpentLimits(calls=1)})
+    callers.keep(["key_1"])
+    assert not callers._unseen
 
 
 def test_a_key_without_limits_is_never_refused() -> None:
