@@ -34,6 +34,7 @@ from rkserve.bringup.processes import (
     NodeSupervisor,
     RayStore,
     StateFolder,
+    default_state,
     forgotten_address,
     ray_folder,
 )
@@ -83,7 +84,7 @@ Try it in another terminal:
   dashboard  {dashboard}  (its token is in {token})
   logs       {rkserve} logs, and head.log, serve.log and ray.log in {logs}
 
-Ctrl-C, or `{rkserve} down`, ends it.
+Ctrl-C, or `{rkserve} down{state}`, ends it.
 """
 
 
@@ -308,6 +309,10 @@ class RunningHead:
             )
         self.waiting = frozenset(waiting)
 
+    def _state_option(self) -> str:
+        folder = self.state.folder
+        return "" if folder == default_state() else f" --state {shlex.quote(str(_shown(folder)))}"
+
     def _show_failing(self) -> None:
         """Note each error once with which a deployment does not start."""
         failing = serving.failing_deployments(self.dashboard, serving.read_token())
@@ -338,7 +343,8 @@ class RunningHead:
                 rkserve=_shown(Path(sys.executable).with_name("rkserve")),
                 dashboard=self.dashboard,
                 token=serving.token_file(),
-                logs=self.state.folder,
+                logs=_shown(self.state.folder),
+                state=self._state_option(),
             )
         )
 
