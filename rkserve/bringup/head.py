@@ -124,7 +124,10 @@ def run_head(options: HeadOptions, note: Note) -> int:
         with ExitStack() as stack:
             environ = environment_of(HEAD, environ)
             if options.haproxy and haproxy.available():
-                environ = {**haproxy_environ(environ, ports.first, stack), **environ}
+                environ = {
+                    **haproxy_environ(environ, ports.first, stack, alone=not plan.real),
+                    **environ,
+                }
             _write_terms(state.folder, ray_address, environ, plan, options)
             environ[FOLDER] = str(state.folder)
             stack.enter_context(forgotten_address(ray_address, folder))

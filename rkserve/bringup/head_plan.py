@@ -231,18 +231,24 @@ def with_front(options: HeadOptions) -> tuple[dict[str, str], FrontSettings]:
 
 
 def haproxy_environ(
-    environ: dict[str, str], ray_port: int, stack: ExitStack, default: str = "1"
+    environ: dict[str, str],
+    ray_port: int,
+    stack: ExitStack,
+    default: str = "1",
+    *,
+    alone: bool = False,
 ) -> dict[str, str]:
     """Return HAProxy's variables; the folder of another than the usual Ray goes with ``stack``.
 
-    ``default`` is the flag where the environment has none.
+    ``default`` is the flag where the environment has none. ``alone`` is a cluster of one machine.
     """
     if environ.get(haproxy.FLAG, default) != "1":
         return {}
     if ray_port == GCS_PORT or "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC" in environ:
         on = {haproxy.FLAG: "1"}
         made = haproxy.own_environ({**on, **environ})
-        return {**on, **made, **haproxy.ports_where_taken(environ, free_ports())}
+        brief = haproxy.BRIEF_DRAIN if alone else {}
+        return {**on, **made, **brief, **haproxy.ports_where_taken(environ, free_ports())}
     # Short, for the paths of its sockets.
     folder = Path(stack.enter_context(TemporaryDirectory(prefix="rkserve-", dir="/tmp")))
     return haproxy.environ(folder, free_ports())

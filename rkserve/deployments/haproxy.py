@@ -75,7 +75,8 @@ ROUTER_CHECK = "2s"
 # What a Router that was killed had taken and not begun to answer goes to another one, as far as
 # ``haproxy_config`` allows it.
 RETRY_ON = "conn-failure empty-response"
-DRAIN_S = 1  # on one machine no load balancer needs 30 s to notice a leaving Router
+# On one machine no load balancer needs Ray's 30 s to notice a leaving Router.
+BRIEF_DRAIN = {"RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1"}
 # Ray adds the node's id (56 characters) and a name, HAProxy a suffix; a socket's path has 107.
 LONGEST_FOLDER = 29
 ROUTER_PORTS = 100
@@ -111,7 +112,7 @@ def environ(folder: Path, ports: Iterator[int]) -> dict[str, str]:
         **{name: str(next(ports)) for name in DEFAULT_PORTS},
         **_router_ports(next(ports)),
         "RAY_SERVE_HAPROXY_NBTHREAD": "1",
-        "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": str(DRAIN_S),
+        **BRIEF_DRAIN,
     }
 
 

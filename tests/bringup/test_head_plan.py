@@ -214,6 +214,9 @@ def test_a_head_with_the_usual_ports_has_ports_of_its_own_where_those_are_taken(
         assert int(made[name]) != taken
         assert made[haproxy.FLAG] == "1"
         assert haproxy_environ({haproxy.FLAG: "0"}, GCS_PORT, stack) == {}
+        assert not made.keys() & haproxy.BRIEF_DRAIN.keys()
+        alone = haproxy_environ({}, GCS_PORT, stack, alone=True)
+        assert alone.items() >= haproxy.BRIEF_DRAIN.items()
         assert other not in made
 
 
