@@ -82,7 +82,7 @@ Try it in another terminal:
   state      {rkserve} status
   metrics    {url}/metrics
   dashboard  {dashboard}  (its token is in {token})
-  logs       {rkserve} logs, and head.log, serve.log and ray.log in {logs}
+  logs       {rkserve} logs, and serve.log and ray.log in {logs}
 
 Ctrl-C, or `{rkserve} down{state}`, ends it.
 """
