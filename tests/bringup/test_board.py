@@ -51,8 +51,9 @@ ANSWER: dict[str, Any] = {
 # The agent's modules are not needed here, and take seconds.
 JOIN = """
 import pathlib, sys
-from rkserve.bringup import board
+from rkserve.bringup import board, processes
 folder = pathlib.Path(sys.argv[1])
+processes.SHORT_FOLDER = folder / "short"
 board.RAY_START = (sys.executable, str(folder / "ray.py"))
 board.AGENTS = "pass"
 options = board.JoinOptions(

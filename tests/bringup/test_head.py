@@ -91,8 +91,9 @@ server.serve_forever()
 """
 UP = """
 import pathlib, sys
-from rkserve.bringup import head, head_plan, serving
+from rkserve.bringup import head, head_plan, processes, serving
 folder = pathlib.Path(sys.argv[1])
+processes.SHORT_FOLDER = folder / "short"  # that of this machine may have a real Ray's files
 head.RAY_START = (sys.executable, str(folder / "ray.py"))
 serving.SERVE = (sys.executable, str(folder / "serve.py"))
 options = head_plan.HeadOptions(
