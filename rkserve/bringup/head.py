@@ -371,7 +371,8 @@ class RunningHead:
             if time.monotonic() - recorded_s >= RECORD_S:
                 self.node.record()
                 self._show_waiting()
-                self._show_failing()
+                if step:  # Ray's dashboard asks Serve's controller each time
+                    self._show_failing()
                 recorded_s = time.monotonic()
             time.sleep(serving.POLL_S)
         self.note(

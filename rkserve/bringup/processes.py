@@ -7,6 +7,7 @@ recorded one only with the same start time.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import logging
 import os
@@ -37,7 +38,9 @@ ENDS_S = 60.0  # the time of a child to end in order
 # The longest path of a socket is 107 bytes; Ray's own part is `/session_2026-11-28_10-02-21_443112_
 # 1234567/sockets/plasma_store.999`.
 RAY_FOLDER_BYTES = 107 - 68
-SHORT_FOLDER = Path("/tmp/rkserve")  # noqa: S108 # with the account's number, and private
+# With the account's number; what is in it is private. The state folder itself is too long for a
+# socket's path, and no other folder is both short and there on every machine.
+SHORT_FOLDER = Path("/tmp/rkserve")  # noqa: S108
 KEPT_SESSIONS = 3
 
 
@@ -195,7 +198,9 @@ def ray_folder(state: Path, given: Path | None, environ: Mapping[str, str]) -> P
         return Path(named) / "ray"
     folder = state.absolute() / "ray"
     if len(os.fsencode(folder)) > RAY_FOLDER_BYTES:
-        folder = SHORT_FOLDER.with_name(f"{SHORT_FOLDER.name}-{os.geteuid()}") / "ray"
+        # One for each state folder: of another node's sessions the oldest may be in use.
+        own = SHORT_FOLDER.with_name(f"{SHORT_FOLDER.name}-{os.geteuid()}")
+        folder = own / hashlib.sha256(os.fsencode(folder)).hexdigest()[:8] / "ray"
     try:
         private_folder(folder.parent)
         sessions = sorted(folder.glob("session_2*"))

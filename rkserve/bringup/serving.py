@@ -26,8 +26,9 @@ ANSWER_S = 120.0
 UNAUTHORIZED = 401
 UNNAMED = "its models"
 CHAT, EMBEDDINGS = "/v1/chat/completions", "/v1/embeddings"
-# The line of a traceback that names an error, as Serve appends it to a deployment's message.
-ERROR_LINE = re.compile(r"^(?:\w+\.)*\w+: ", re.MULTILINE)
+# The line of a traceback that names an error, as Serve appends it to a deployment's message. A line
+# of an error's own text may begin with a word and a colon, too.
+ERROR_LINE = re.compile(r"^(?:(?:\w+\.)+\w+|\w*(?:Error|Exception|Exit)): ", re.MULTILINE)
 Note = Callable[[str], None]
 
 

@@ -17,8 +17,8 @@ GCS_PORT, DASHBOARD_PORT = 6379, 8265
 # Ray's default is a third of the memory; rkserve puts no large objects into it.
 OBJECT_STORE_BYTES = 100_000_000
 # Ray's log monitor copies what workers print to the driver. Nothing of rkserve reads that:
-# `rkserve logs` asks the processes, and the dashboard reads the files. It takes 43 MB and 0.6 % of
-# an x86 core from an idle board, and 1.6 CPU-seconds from a head that starts.
+# `rkserve logs` asks the processes, and the dashboard reads the files. It takes 43 MB of an
+# idle board's memory (PSS, x86-64), and 1.6 CPU-seconds from a head that starts.
 NO_LOG_MONITOR = ("--include-log-monitor=false",)
 SLOW_START = (
     "Ray gives 30 s or less by default; a busy machine or a board with a cold SD card takes longer."

@@ -69,7 +69,7 @@ TempDir = Annotated[
     Path | None,
     typer.Option(
         help="Ray's folder for sockets and logs; without it, ray in the state folder, or "
-        "/tmp/rkserve-UID/ray where that path is too long for a socket."
+        "/tmp/rkserve-UID where that path is too long for a socket."
     ),
 ]
 

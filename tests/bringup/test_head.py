@@ -73,7 +73,7 @@ assert sys.stdin.readline(), "a head whose Ray runs writes one"
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         body = json.dumps({"data": [{"id": "sim-chat"}]}).encode()
-        self.send_response(200)
+        self.send_response(503 if "FAILING" in os.environ else 200)
         self.send_header("content-length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)

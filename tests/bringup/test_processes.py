@@ -220,10 +220,13 @@ def test_ray_s_folder_is_in_a_private_one_whose_sockets_have_short_paths(
 ) -> None:
     monkeypatch.setattr(processes, "SHORT_FOLDER", tmp_path / "short")
     monkeypatch.setattr(processes, "RAY_FOLDER_BYTES", len(str(tmp_path / "node" / "ray")))
-    own, elsewhere = tmp_path / "node" / "ray", tmp_path / f"short-{os.geteuid()}" / "ray"
-    for state, expected in ((tmp_path / "node", own), (tmp_path / "node2", elsewhere)):
-        assert ray_folder(state, None, {}) == expected
-        assert stat.S_IMODE(expected.parent.stat().st_mode) == 0o700
+    own = ray_folder(tmp_path / "node", None, {})
+    elsewhere, other = (ray_folder(tmp_path / name, None, {}) for name in ("node2", "node3"))
+    assert own == tmp_path / "node" / "ray"
+    assert elsewhere.parents[1] == other.parents[1] == tmp_path / f"short-{os.geteuid()}"
+    assert elsewhere != other, "the sessions of one node are none of the other's to remove"
+    for folder in (own, elsewhere, other):
+        assert stat.S_IMODE(folder.parent.stat().st_mode) == 0o700
     assert ray_folder(tmp_path, Path("/named"), {"RAY_TMPDIR": "/other"}) == Path("/named")
     assert ray_folder(tmp_path, None, {"RAY_TMPDIR": "/other"}) == Path("/other/ray")
     elsewhere.parent.chmod(0o777)

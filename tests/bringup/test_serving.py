@@ -63,7 +63,7 @@ The above exception was the direct cause of the following exception:
 
   File "coordinator.py", line 9, in __init__
 rkserve.core.errors.boards.LedgerFailed: The ledger is damaged.
-Its newest intact backup was made yesterday."""
+Restore: its newest intact backup was made yesterday."""
 
 
 def test_deployments_that_do_not_start_are_named_with_the_last_error(url: str) -> None:
@@ -77,7 +77,7 @@ def test_deployments_that_do_not_start_are_named_with_the_last_error(url: str) -
     application = {"message": "", "deployments": deployments}
     answer = {"applications": {"rkserve": application}}
     Router.answers["/api/serve/applications/"] = (200, answer)
-    words = "The ledger is damaged.\nIts newest intact backup was made yesterday."
+    words = "The ledger is damaged.\nRestore: its newest intact backup was made yesterday."
     assert serving.failing_deployments(url, "token") == {"Coordinator": words}
     application["message"] = "Failed to build. Error:\nModuleNotFoundError: No module named 'x'"
     found = serving.failing_deployments(url, "token")
