@@ -21,6 +21,7 @@ from ray.serve.exceptions import DeploymentUnavailableError, RayServeException
 from rkserve.core.board_report import BoardReport
 from rkserve.core.errors import BoardFailed, BoardGone, BoardSilent, BoardStartFailed, RkserveError
 from rkserve.core.messages import Accepted, EmbedRequest, Event, GenerateRequest
+from rkserve.fleet.fleet import TakeDelta
 from rkserve.transport.client import BoardConnection, ChannelClient, ChannelLost
 from rkserve.transport.codec import METHODS
 from rkserve.transport.server import ChannelAddress
@@ -53,12 +54,14 @@ class RayLink:
         self._replicas = Replicas(handle, report_timeout_s)
         self.complete = False  # see ``BoardLink``
 
-    async def open(self, request: GenerateRequest, replica: str) -> AsyncGenerator[Event, None]:
+    async def open(
+        self, request: GenerateRequest, replica: str, take: TakeDelta | None = None
+    ) -> AsyncGenerator[Event, None]:
         """Generate on that replica; see ``BoardLink``."""
         channels = self._channels
         line = None if channels is None else channels.line(replica)
         if channels is not None and line is not None:
-            inbox = line.generate(request)
+            inbox = line.generate(request, take)
             try:
                 while (event := await inbox.next()) is not None:
                     yield event

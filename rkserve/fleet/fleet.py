@@ -18,7 +18,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from rkserve.core.board_report import BoardReport, BoardState
 from rkserve.core.desired_state import Desired
 from rkserve.core.errors import BoardFailed, BoardStartFailed, RkserveError
-from rkserve.core.messages import Event, GenerateRequest
+from rkserve.core.messages import Delta, Event, GenerateRequest
 from rkserve.fleet.board_table import SILENT, BoardAddress, BoardTable
 
 log = logging.getLogger(__name__)
@@ -54,6 +54,10 @@ def merged(lists: Iterable[Sequence[T]]) -> list[T]:
     return [item for one in lists for item in one]
 
 
+# Processes a delta in the turn of the loop in which it arrived; False if its reader must do that.
+TakeDelta = Callable[[Delta], bool]
+
+
 class BoardLink(Protocol):
     """The connection of one Router to the boards of one group."""
 
@@ -61,8 +65,13 @@ class BoardLink(Protocol):
     def complete(self) -> bool:
         """Return whether every existing replica answered the last round of reports."""
 
-    def open(self, request: GenerateRequest, replica: str) -> AsyncGenerator[Event, None]:
-        """Generate on that replica. Closing the generator aborts; raises ``RkserveError`` only."""
+    def open(
+        self, request: GenerateRequest, replica: str, take: TakeDelta | None = None
+    ) -> AsyncGenerator[Event, None]:
+        """Generate on that replica. Closing the generator aborts; raises ``RkserveError`` only.
+
+        Deltas that ``take`` has processed, while all before them have been read, are not yielded.
+        """
 
     async def ask(self, replica: str, method: str, *args: Any, timeout_s: float) -> Any:
         """Call a method of that replica's board; raises ``RkserveError`` only."""

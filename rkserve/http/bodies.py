@@ -1,6 +1,5 @@
 """Request bodies and answers: bodies read within limits of length and time, which Ray Serve itself
-does not have; answers of the generation routes, whole or streamed, with early headers and cleanup
-on disconnect.
+does not have; answers of the generation routes, whole or streamed, with early headers.
 """
 
 from __future__ import annotations
@@ -8,15 +7,14 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from functools import partial
 from typing import Any
 
 from fastapi import Request
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import JSONResponse, Response
 from starlette.requests import ClientDisconnect
-from starlette.types import Message, Receive, Scope, Send
 
 from rkserve.api.admin.query import read_key
 from rkserve.api.common.answer import AnyCall, Dialect
@@ -57,6 +55,7 @@ from rkserve.http.openapi import (
     Routes,
     returns,
 )
+from rkserve.http.streamed_answer import ClientStream, StreamedAnswer
 from rkserve.router.auth.callers import Caller
 from rkserve.router.auth.key_ring import ClientKey
 from rkserve.router.idempotency.answers import REPLAYED, LiveAnswer
@@ -241,7 +240,11 @@ def generation(  # noqa: PLR0917 - as a table of routes reads them
 
 
 async def stream_late(
-    service: Service, opening: asyncio.Task[Opened], dialect: Dialect, call: AnyCall
+    service: Service,
+    opening: asyncio.Task[Opened],
+    dialect: Dialect,
+    call: AnyCall,
+    writer: ClientStream | None = None,
 ) -> AsyncGenerator[bytes, None]:
     """Yield pings while a call is being opened, and then its answer. Closes the call.
 
@@ -252,7 +255,7 @@ async def stream_late(
         while not opening.done():
             yield dialect.ping(call)
             await asyncio.wait({opening}, timeout=service.config.ping_s)
-        async with aclosing(service.stream(opening.result())) as events:
+        async with aclosing(service.stream(opening.result(), writer)) as events:
             async for chunk in events:
                 yield chunk
     except Exception as exc:
@@ -274,7 +277,6 @@ async def give_up(service: Service, opening: asyncio.Task[Opened]) -> None:
 
 Remember = Callable[[ClientKey | None], CallMemory]
 Aside = Callable[[bytes, Caller], Awaitable[Response | None]]
-DIRECT = "rkserve.send"  # the key of the server's own ``send`` in a scope
 
 
 def policy_of(request: Request) -> VersionPolicy:
@@ -314,13 +316,15 @@ async def respond(
     try:
         await asyncio.wait({opening}, timeout=service.config.headers_after_s)
         if not opening.done() and (call := await read_call(body, dialect.parse)).stream:
-            events = stream_late(service, opening, dialect, call)
+            writer, end = ClientStream(), partial(give_up, service, opening)
+            events = stream_late(service, opening, dialect, call, writer)
             early = {**dialect.headers, **tool_headers(call.left_out)}
-            return StreamedAnswer(events, partial(give_up, service, opening), early)
+            return StreamedAnswer(events, end, early, writer=writer)
         opened = await opening
         if opened.call.stream:
-            events, end = service.stream(opened), partial(service.close, opened)
-            return StreamedAnswer(events, end, {**dialect.headers, **opened.headers})
+            writer, end = ClientStream(), partial(service.close, opened)
+            headers = {**dialect.headers, **opened.headers}
+            return StreamedAnswer(service.stream(opened, writer), end, headers, writer=writer)
         answer = await service.whole(opened)  # the headers are complete only after this
     except BaseException:
         await give_up(service, opening)
@@ -418,59 +422,3 @@ async def _late(
     except Exception as exc:  # noqa: BLE001 - a defect is logged where the answer is made
         failed(record_of_request(), exc)
         yield dialect.broken(exc)
-
-
-class StreamedAnswer(StreamingResponse):
-    """A streamed answer whose call ends with the exchange, even before its first byte.
-
-    The framework leaves an unfinished generator to the garbage collector; until then the board
-    would go on generating.
-    """
-
-    def __init__(
-        self,
-        events: AsyncGenerator[bytes, None],
-        end: Callable[[], Awaitable[None]],
-        headers: Mapping[str, str],
-        send_limit_s: float | None = None,
-    ) -> None:
-        """A client that takes no byte for ``send_limit_s`` is disconnected."""
-        self._events, self._end, self._send_limit_s = events, end, send_limit_s
-        self._direct: Send | None = None
-        super().__init__(events, headers=dict(headers))
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._direct = scope.get(DIRECT)
-        try:
-            await super().__call__(scope, receive, send)
-        except ClientDisconnect:
-            record_of_request().left = True
-        finally:
-            await self._events.aclose()
-            await self._end()
-
-    async def stream_response(self, send: Send) -> None:
-        """Send the answer; the framework's layers see only its start and its end.
-
-        Each layer would cost time for every token.
-        """
-        start = {"type": "http.response.start", "status": self.status_code}
-        await send({**start, "headers": self.raw_headers})
-        direct = self._direct or send
-        if self._send_limit_s is not None:
-            direct = _limited(direct, self._send_limit_s)
-        async for chunk in self._events:
-            await direct({"type": "http.response.body", "body": chunk, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-def _limited(send: Send, limit_s: float) -> Send:
-    """Return a ``send`` that raises ``ClientDisconnect`` if the client does not read in time."""
-
-    async def limited(message: Message) -> None:
-        try:
-            await asyncio.wait_for(send(message), limit_s)
-        except (TimeoutError, asyncio.TimeoutError):  # two classes before Python 3.11
-            raise ClientDisconnect from None
-
-    return limited

@@ -25,8 +25,9 @@ from rkserve.api.json.fields import parse_object
 from rkserve.api.json.schemas import Example
 from rkserve.core.errors import GenerationNotFound, QueueFull, RequestError, RkserveError
 from rkserve.http.auth import key_of
-from rkserve.http.bodies import StreamedAnswer, body_of, stream_late
+from rkserve.http.bodies import body_of, stream_late
 from rkserve.http.openapi import ASK, EVENTS, INFER, OK, EndpointAnswer, Routes, returns
+from rkserve.http.streamed_answer import StreamedAnswer
 from rkserve.router.auth.callers import Caller
 from rkserve.router.service import Service, read_call
 from rkserve.router.stored_responses import owner_of

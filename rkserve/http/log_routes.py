@@ -13,8 +13,9 @@ from rkserve.api.admin.logs import LogEntry, LogsQuery
 from rkserve.api.admin.query import ControlRequest
 from rkserve.api.json.schemas import Example
 from rkserve.http.auth import while_admitted
-from rkserve.http.bodies import StreamedAnswer, query_of
+from rkserve.http.bodies import query_of
 from rkserve.http.openapi import LINES, OPERATE, EndpointAnswer, Routes
+from rkserve.http.streamed_answer import StreamedAnswer
 from rkserve.router.features.logs import Logs, RouterLogs
 from rkserve.router.service import Service
 

@@ -21,8 +21,9 @@ from rkserve.api.admin.query import ControlRequest
 from rkserve.api.admin.view_document import board_history, usage_answer, verdict_answer
 from rkserve.api.json.schemas import Example
 from rkserve.http.auth import may_operate, while_admitted
-from rkserve.http.bodies import StreamedAnswer, query_of
+from rkserve.http.bodies import query_of
 from rkserve.http.openapi import EVENTS, FIGURES, READ, EndpointAnswer, Routes, returns
+from rkserve.http.streamed_answer import StreamedAnswer
 from rkserve.router.features.cluster_view import ClusterView
 from rkserve.router.features.view_feed import ViewFeed
 from rkserve.router.service import Service

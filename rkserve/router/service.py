@@ -39,6 +39,7 @@ from rkserve.core.messages import (
     FIRST_LABEL,
     Accepted,
     Delta,
+    Event,
     Finished,
     GenerateRequest,
     Paused,
@@ -57,7 +58,7 @@ from rkserve.router.queue.admission import QueueTerms
 from rkserve.router.request_log import AnswerMeter, RequestLog, is_fault, noted
 from rkserve.router.served_models import ServedModel, ServedModels
 from rkserve.router.stored_responses import CallMemory
-from rkserve.router.streams import Choices, OpenStreams
+from rkserve.router.streams import Choices, ChunkWriter, OpenStreams
 
 log = logging.getLogger(__name__)
 
@@ -339,7 +340,13 @@ class Service:
                 choices.fail(BoardTimeExceeded(limit_s))
 
         metered = replace(terms, use=use)
-        choices = Choices(partial(self.dispatch.generate, terms=metered), requests)
+
+        def generate(
+            request: GenerateRequest, deliver: Callable[[Event], None]
+        ) -> AsyncGenerator[Event, None]:
+            return self.dispatch.generate(request, metered, deliver)
+
+        choices = Choices(generate, requests)
         if terms.deadline_s is not None:
             # The queue may reject it earlier; at the deadline it is stopped in any case.
             choices.fail_at(terms.deadline_s, DeadlineExceeded(terms.timeout_s))
@@ -366,12 +373,18 @@ class Service:
     async def whole(self, opened: Opened) -> JsonObject:
         """Return the whole answer. Raises ``RkserveError``. Closes the call."""
         answer, meter = opened.answer, opened.meter
+
+        def add(index: int, delta: Delta) -> bool:
+            meter.delta(index, delta)
+            answer.add(index, delta)
+            return True
+
+        opened.choices.at_once = add
         try:
             while (item := await opened.choices.next()) is not None:
                 index, event = item
                 if isinstance(event, Delta):
-                    meter.delta(index, event)
-                    answer.add(index, event)
+                    add(index, event)
                 elif isinstance(event, Paused):
                     meter.paused(index)
                 else:
@@ -386,40 +399,48 @@ class Service:
         finally:
             await self.close(opened)
 
-    async def stream(self, opened: Opened) -> AsyncGenerator[bytes, None]:
+    async def stream(
+        self, opened: Opened, writer: ChunkWriter | None = None
+    ) -> AsyncGenerator[bytes, None]:
         """Yield the answer in chunks of its dialect. Closes the call.
 
-        After the headers, an error is sent as the last event of the stream.
+        After the headers, an error is sent as the last event of the stream. Chunks of deltas are
+        written to ``writer`` instead, in order with the yielded ones, where it is ready.
         """
         answer = opened.answer
+        opened.choices.at_once = partial(self._write, opened, writer)
         for request in opened.requests:
             self.flows.enter(request)
+        choices = opened.choices
+        held = b"".join(answer.opening(index) for index in range(opened.call.choices))
         try:
-            yield b"".join(answer.opening(index) for index in range(opened.call.choices))
-            while True:
+            while not choices.over:
+                if held and not choices.pending:
+                    yield held
+                    held = b""
                 try:
-                    events = await opened.choices.batch(self.config.ping_s)
+                    events = await choices.batch(self.config.ping_s)
                 except TimeoutError:
                     yield opened.dialect.ping(opened.call)
                     continue
-                if not events:
-                    break
-                # All pending events are sent in one chunk.
-                if chunk := b"".join([self._chunk(opened, *item) for item in events]):
-                    yield chunk
+                # All pending events are sent in one chunk, the last ones with the end.
+                held += b"".join([self._chunk(opened, *item) for item in events])
+                if held and not choices.over:
+                    yield held
+                    held = b""
                 # The generator resumes only after the chunk was sent.
                 for index, event in events:
                     self.flows.sent(opened.requests[index].request_id, event)
             opened.meter.done(answer.usage())
             # Before the client sees the end, because its next call may refer to this answer.
             await opened.keep()
-            yield await self._completed(opened, answer.closing())
+            yield _last(await self._completed(opened, held + answer.closing()), writer)
         except Exception as exc:
             opened.meter.broken(exc)
             if not isinstance(exc, RkserveError):
                 log.exception("an answer failed in a way that it should not")
             await opened.keep(exc)
-            yield answer.broken(exc)
+            yield _last(held + answer.broken(exc), writer)
         except BaseException as exc:
             opened.meter.broken(exc)
             opened.keep_later()
@@ -432,6 +453,17 @@ class Service:
         if opened.completed is not None:
             await opened.completed(last)
         return last
+
+    def _write(self, opened: Opened, writer: ChunkWriter | None, index: int, delta: Delta) -> bool:
+        """Write the chunk of a delta; return False if the client is not ready for it."""
+        if writer is None or not writer.ready:
+            return False
+        sent = partial(self.flows.sent, opened.requests[index].request_id, delta)
+        if chunk := self._chunk(opened, index, delta):
+            writer.write(chunk, sent)
+        else:
+            sent()
+        return True
 
     def _chunk(self, opened: Opened, index: int, event: Delta | Paused | Finished) -> bytes:
         if isinstance(event, Delta):
@@ -467,6 +499,12 @@ class Service:
         """
         if images := images_of(messages):
             self._sight.check(images, self.models.by_name[model].folder.settings.vision)
+
+
+def _last(chunk: bytes, writer: ChunkWriter | None) -> bytes:
+    if writer is not None:
+        writer.last = True
+    return chunk
 
 
 async def _lexicon(

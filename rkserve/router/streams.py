@@ -14,6 +14,8 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
 
 from rkserve.core.board_report import Emitted
 from rkserve.core.desired_state import Scope
@@ -62,12 +64,16 @@ class OpenStreams:
         self._flows: dict[str, _OpenStream] = {}
         self._moved = asyncio.Event()
         self._sent_s = -math.inf  # the time of the latest write to any stream
+        self._clock: Callable[[], float] | None = None  # the loop's, known with the first stream
 
     def __len__(self) -> int:
         return len(self._flows)
 
     def enter(self, request: GenerateRequest) -> None:
         """Add a stream."""
+        # Before Python 3.12 a look at the running loop asks the kernel for the process, which for
+        # each token would take as long as its decoding.
+        self._clock = self._clock or asyncio.get_running_loop().time
         self._flows[request.request_id] = _OpenStream(request.request_id, request.adapter_name)
 
     def sent(self, request_id: str, event: Delta | Paused | Finished) -> None:
@@ -77,7 +83,8 @@ class OpenStreams:
             return
         if isinstance(event, Delta):
             flow.tokens += len(event.token_ids)
-            self._sent_s = asyncio.get_running_loop().time()
+            assert self._clock is not None
+            self._sent_s = self._clock()
         elif isinstance(event, Paused):
             # The count includes tokens whose text is held back until it is complete; a later delta
             # brings them.
@@ -154,17 +161,32 @@ class OpenStreams:
         return [address for address in addresses if scope.covers(address.board_id, address.model)]
 
 
-Generate = Callable[[GenerateRequest], AsyncGenerator[Event, None]]
+# Takes a request, and a function for the deltas that arrive while the reader waits.
+Generate = Callable[[GenerateRequest, Callable[[Event], None]], AsyncGenerator[Event, None]]
 _Item = tuple[int, Event | BaseException]
 _Event = Delta | Paused | Finished
 # Pending events of a slow client; further deltas are merged.
 WAITING = 64
 
 
+class ChunkWriter(Protocol):
+    """The sending end of a streamed answer. ``last``: no chunk follows the next one."""
+
+    last: bool
+
+    @property
+    def ready(self) -> bool:
+        """True if the client takes a chunk at once."""
+
+    def write(self, chunk: bytes, sent: Callable[[], None]) -> None:
+        """Send a chunk without waiting, while ``ready``; ``sent`` is called when it was sent."""
+
+
 class Choices:
     """Runs one generation per choice and merges them. Always ``aclose`` it: that frees the boards.
 
-    An error of one choice is the error of the call.
+    An error of one choice is the error of the call. A delta that arrives while ``next`` waits is
+    offered to ``at_once``, which returns False if ``next`` must return it.
     """
 
     def __init__(self, generate: Generate, requests: Sequence[GenerateRequest]) -> None:
@@ -173,7 +195,9 @@ class Choices:
         self._reader: asyncio.Future[bool] | None = None  # False: timed out
         self._patience: asyncio.TimerHandle | None = None
         self._deadline: asyncio.TimerHandle | None = None
+        self._timeout_s = 0.0  # the reader's
         self._until_s = 0.0  # the reader's deadline
+        self.at_once: Callable[[int, Delta], bool] | None = None
         self._early: list[_Item] = []  # events of fast choices, before the slowest was accepted
         self._begun = False  # accepted() has returned: later acceptances are not reported
         self._open = len(requests)
@@ -203,6 +227,16 @@ class Choices:
         self._waiting.extendleft(reversed(self._early))
         self._early.clear()
         return [found[index] for index in sorted(found)]
+
+    @property
+    def over(self) -> bool:
+        """Return whether every choice has ended."""
+        return self._open == 0
+
+    @property
+    def pending(self) -> bool:
+        """Return whether ``next`` need not wait."""
+        return bool(self._waiting)
 
     async def next(self, timeout_s: float | None = None) -> tuple[int, _Event] | None:
         """Return the next event and its choice's index, or None after the last one.
@@ -261,7 +295,7 @@ class Choices:
         """Wait for an event; return False on timeout."""
         self._reader = self._loop.create_future()
         if timeout_s is not None:
-            self._until_s = self._loop.time() + timeout_s
+            self._timeout_s, self._until_s = timeout_s, self._loop.time() + timeout_s
             # One timer serves all waits: it is renewed if an event arrived meanwhile.
             if self._patience is None:
                 self._patience = self._loop.call_at(self._until_s, self._look)
@@ -295,9 +329,24 @@ class Choices:
         self._waiting.append((index, event))
         self._wake(came=True)
 
+    def _deliver(self, index: int, event: Event) -> None:
+        """Have an event processed at once, if the reader waits for it; queue it otherwise."""
+        reader = self._reader
+        if (
+            self.at_once is None
+            or reader is None
+            or reader.done()
+            or self._waiting
+            or not isinstance(event, Delta)
+            or not self.at_once(index, event)
+        ):
+            self._put(index, event)
+        elif self._patience is not None:
+            self._until_s = self._loop.time() + self._timeout_s
+
     async def _pump(self, generate: Generate, index: int, request: GenerateRequest) -> None:
         try:
-            async with aclosing(generate(request)) as events:
+            async with aclosing(generate(request, partial(self._deliver, index))) as events:
                 async for event in events:
                     self._put(index, event)
         except RkserveError as exc:

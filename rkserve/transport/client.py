@@ -25,12 +25,16 @@ from rkserve.transport.server import ChannelAddress
 class EventStream:
     """The events of one call. ``stream`` is its number on the connection."""
 
-    def __init__(self, stream: int) -> None:
+    def __init__(self, stream: int, take: Callable[[Delta], bool] | None = None) -> None:
+        """A delta that arrives while the reader waits is offered to ``take``: a turn of the event
+        loop for each token would cost more than all that is done with it.
+        """
         self.stream = stream
+        self._take = take
         self._loop = asyncio.get_running_loop()
         self._events: deque[Event] = deque()
         self._waiter: asyncio.Future[None] | None = None
-        self._error: RkserveError | None = None  # the error that ended the stream
+        self._error: Exception | None = None  # the error that ended the stream
         self._ended = False  # no more events
         self._finished = False  # the answer is complete
         self.received = False  # the board has sent something
@@ -41,6 +45,8 @@ class EventStream:
     def put(self, event: Event) -> None:
         """Add an event. Consecutive unread deltas are merged, which bounds the queue."""
         self.received = True
+        if self._take is not None and event.__class__ is Delta and self._taken(event):
+            return
         self._finished = isinstance(event, Finished)
         events, whole = self._events, None
         if events and isinstance(event, Delta) and isinstance(last := events[-1], Delta):
@@ -50,6 +56,16 @@ class EventStream:
         else:
             events[-1] = whole
         self._wake()
+
+    def _taken(self, delta: Any) -> bool:
+        waiter = self._waiter
+        if waiter is None or waiter.done() or self._take is None:
+            return False  # the reader has events to read before this one
+        try:
+            return self._take(delta)
+        except Exception as exc:  # noqa: BLE001 - raised where the reader would have raised it
+            self.end(exc)
+            return True
 
     def fail(self, error: RkserveError) -> None:
         """End the stream with the board's error, after all events."""
@@ -62,7 +78,7 @@ class EventStream:
             self.lost = True
             self.end(None if self._finished else error)
 
-    def end(self, error: RkserveError | None = None) -> None:
+    def end(self, error: Exception | None = None) -> None:
         """End the stream after its events; events and errors that come later are dropped."""
         if not self._ended:
             self._ended, self._error = True, error
@@ -75,6 +91,7 @@ class EventStream:
 
         Raises:
             RkserveError: the call failed; raised after its events.
+            Exception: raised by ``take``.
         """
         while not self._events:
             if self._ended:
@@ -125,9 +142,14 @@ class BoardConnection:
         side = RouterHandshake(address.key, address.fingerprint)
         self.line = ChannelConnection(side, pulse, self)
 
-    def generate(self, request: GenerateRequest) -> EventStream:
-        """Start a generation and read its events; the caller must ``leave`` it."""
-        inbox = EventStream(next(self._numbers))
+    def generate(
+        self, request: GenerateRequest, take: Callable[[Delta], bool] | None = None
+    ) -> EventStream:
+        """Start a generation and read its events; the caller must ``leave`` it.
+
+        See ``EventStream`` for ``take``.
+        """
+        inbox = EventStream(next(self._numbers), take)
         self._inboxes[inbox.stream] = inbox
         self.line.send([codec.pack_request(inbox.stream, request)])
         return inbox

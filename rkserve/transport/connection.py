@@ -11,6 +11,7 @@ import asyncio
 import hashlib
 import hmac
 import logging
+import math
 import secrets
 import struct
 from collections.abc import Sequence
@@ -64,6 +65,10 @@ class ChannelFrames:
         Raises:
             ChannelError: a frame is longer than ``MAX_FRAME``.
         """
+        if not self._held and len(data) >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(data)
+            if len(data) == _LENGTH.size + length:  # one frame, as most are
+                return [data[_LENGTH.size :]]
         self._parts.append(data)
         self._held += len(data)
         if self._held < self._need:
@@ -221,6 +226,7 @@ class ChannelConnection(asyncio.Protocol):
         self._raw = b""  # bytes of the handshake
         self._frames = ChannelFrames()
         self._began_s = self._heard_s = self._ticked_s = self._loop.time()
+        self._wrote_s = -math.inf  # the time of the latest frame, heartbeats aside
         self._timer: asyncio.TimerHandle | None = None
         self._loss: Disconnect | None = None
         self.full = False  # the peer reads more slowly than this end writes
@@ -229,6 +235,7 @@ class ChannelConnection(asyncio.Protocol):
     def send(self, items: Sequence[Sequence[Any]]) -> None:
         """Write a frame; do nothing after the end."""
         if self.open:
+            self._wrote_s = self._loop.time()
             self._write(frame(codec.to_bytes(items)))
 
     def close(self, reason: str, *, silent: bool = False) -> None:
@@ -347,6 +354,7 @@ class ChannelConnection(asyncio.Protocol):
         if now_s - since_s > limit_s:
             self.close(f"no sign of life for {limit_s:g} s", silent=True)
             return
-        if self.open and not self.full:
+        # Whatever was written is as good a sign: a busy connection has no heartbeats.
+        if self.open and not self.full and now_s - self._wrote_s > pulse.heartbeat_s / 2:
             self._write(HEARTBEAT)
         self._timer = self._loop.call_later(self._pulse.heartbeat_s, self._tick)

@@ -73,7 +73,9 @@ class FusedLink:
     real: FakeCluster
     fuse: Fuse
 
-    async def open(self, request: GenerateRequest, replica: str) -> AsyncGenerator[Event, None]:
+    async def open(
+        self, request: GenerateRequest, replica: str, take: object = None
+    ) -> AsyncGenerator[Event, None]:
         raise AssertionError(f"the Coordinator generates nothing: {request} {replica}")
         yield
 

@@ -245,3 +245,32 @@ def test_an_error_has_no_markup_of_the_path(path: str) -> None:
     assert answer.status_code == 404
     assert "<" not in answer.text
     assert "%3C" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "status", "code"),
+    [
+        ("POST", CHAT, b"{", 400, None),
+        ("GET", CHAT, b"", 405, "method_not_allowed"),
+        ("POST", f"{CHAT}/", b"{}", 404, "not_found"),
+        ("POST", CHAT, b'{"model":"sim-chat"}', 400, None),
+    ],
+)
+def test_generations_beside_the_framework_are_answered_as_in_it(
+    method: str, path: str, body: bytes, status: int, code: str | None
+) -> None:
+    of = House(FakeBoards.answering("a"))
+    found = send(of, method, path, content=body, headers={"content-type": "application/json"})
+    assert (found.status_code, found.json()["error"]["code"]) == (status, code)
+
+
+def test_a_defect_in_a_generation_is_a_500_that_the_server_logs() -> None:
+    of = House(FakeBoards.answering("a"))
+
+    async def broken(*_: Any, **__: Any) -> Any:
+        raise ZeroDivisionError("a defect")
+
+    of.service.open = broken  # type: ignore[method-assign]
+    found = send(of, "POST", CHAT, json=chat())
+    assert (found.status_code, found.json()["error"]["code"]) == (500, "internal_error")
+    assert of.metric("rkserve_requests_total", route=CHAT, status="500") == 1

@@ -125,7 +125,7 @@ def test_a_request_whose_board_cannot_load_its_model_is_told_why() -> None:
     }
     opens = of.boards.open
 
-    def open_and_fail(request: Any, replica: str) -> Any:
+    def open_and_fail(request: Any, replica: str, take: object = None) -> Any:
         of.boards.reported = [report("a", state=BoardState.FAILED, reason=reason)]
         return opens(request, replica)
 
@@ -248,7 +248,7 @@ def test_a_request_that_is_refused_because_its_model_fell_asleep_meanwhile_wakes
         await of.service.fleet.refresh()
         await of.cluster.refresh()
 
-        def open_late(request: Any, replica: str) -> Any:
+        def open_late(request: Any, replica: str, take: object = None) -> Any:
             # It slept when the request was on its way, and this Router hears of it now.
             if not of.head.calls:
                 of.head.desired = slept(mode=PauseMode.WAIT)

@@ -179,7 +179,7 @@ def scripted(*scripts: Sequence[Step]) -> tuple[FakeBoards, Generate]:
         {str(k): [script] for k, script in enumerate(scripts)},
     )
 
-    def generate(request: GenerateRequest) -> AsyncGenerator[Event, None]:
+    def generate(request: GenerateRequest, _: object = None) -> AsyncGenerator[Event, None]:
         return boards.open(request, request.request_id)
 
     return boards, generate
@@ -396,4 +396,68 @@ async def test_a_call_that_is_failed_from_outside_raises_that_before_what_waits(
     choices.fail(QueueFull(1, 2))
     with pytest.raises(QueueFull):
         await choices.batch()
+    await choices.aclose()
+
+
+# -- deltas that are processed in the turn in which they arrive ------------------------------------
+
+
+class Pushing:
+    """A generation whose deltas are delivered as a channel does it."""
+
+    def __init__(self) -> None:
+        self.deliver: dict[str, Any] = {}
+        self.ends = asyncio.Event()
+
+    async def generate(
+        self, request: GenerateRequest, deliver: Any = None
+    ) -> AsyncGenerator[Event, None]:
+        """Accept, and end after ``ends``; the rest is delivered by the test."""
+        self.deliver[request.request_id] = deliver
+        yield accepted("a")
+        await self.ends.wait()
+        yield finished(1)
+
+
+async def test_a_delta_that_nothing_precedes_is_processed_at_once() -> None:
+    source, seen = Pushing(), []
+
+    def at_once(index: int, delta: Delta) -> bool:
+        seen.append((index, delta.text))
+        return delta.text != "refused"
+
+    choices = Choices(source.generate, REQUESTS[:2])
+    await choices.accepted()
+    choices.at_once = at_once
+    first, second = (source.deliver[one.request_id] for one in REQUESTS[:2])
+    first(Delta("nobody waits", (1,)))
+    assert seen == []
+    assert await choices.next() == (0, Delta("nobody waits", (1,)))
+    waiting = asyncio.ensure_future(choices.next())
+    await asyncio.sleep(0)
+    second(Delta("a", (1,)))
+    first(Delta("b", (1,)))
+    assert seen == [(1, "a"), (0, "b")]
+    first(Delta("refused", (1,)))
+    second(Delta("behind it", (1,)))  # must not overtake it
+    assert seen == [(1, "a"), (0, "b"), (0, "refused")]
+    assert await waiting == (0, Delta("refused", (1,)))
+    assert await choices.next() == (1, Delta("behind it", (1,)))
+    source.ends.set()
+    assert {index for index, _ in await drain(choices)} == {0, 1}
+    await choices.aclose()
+
+
+async def test_deltas_that_are_processed_at_once_are_no_silence() -> None:
+    source = Pushing()
+    choices = Choices(source.generate, REQUESTS[:1])
+    await choices.accepted()
+    choices.at_once = lambda *_: True
+    waiting = asyncio.ensure_future(choices.next(timeout_s=0.03))
+    for _ in range(10):
+        await asyncio.sleep(0.01)
+        source.deliver[REQUESTS[0].request_id](Delta("a", (1,)))
+    assert not waiting.done()
+    with pytest.raises(TimeoutError):
+        await waiting
     await choices.aclose()

@@ -103,3 +103,63 @@ async def test_a_reader_who_leaves_is_not_waited_for() -> None:
         await reading
     inbox.end()
     play(inbox, ["events", "end", "lost"])
+
+
+async def test_a_delta_is_taken_at_once_while_the_reader_waits_and_in_its_order() -> None:
+    taken: list[Event] = []
+
+    def take(delta: Delta) -> bool:
+        taken.append(delta)
+        return True
+
+    inbox = EventStream(1, take)
+    inbox.put(accepted("sim-0"))
+    inbox.put(Delta("unread", (1,)))  # the acceptance is not read yet
+    assert await inbox.next() == accepted("sim-0")
+    assert await inbox.next() == Delta("unread", (1,))
+    reading = asyncio.ensure_future(inbox.next())
+    await asyncio.sleep(0)
+    inbox.put(Delta("a", (2,)))
+    inbox.put(Delta("b", (3,)))
+    assert taken == [Delta("a", (2,)), Delta("b", (3,))]
+    inbox.put(finished(3))
+    inbox.put(Delta("behind the end", (4,)))  # the reader has an event to read before it
+    assert await reading == finished(3)
+    assert taken == [Delta("a", (2,)), Delta("b", (3,))]
+
+
+async def test_a_delta_that_is_not_taken_is_read() -> None:
+    inbox = EventStream(1, lambda _: False)
+    reading = asyncio.ensure_future(inbox.next())
+    await asyncio.sleep(0)
+    inbox.put(Delta("a", (2,)))
+    assert await reading == Delta("a", (2,))
+
+
+async def test_a_delta_behind_a_cancelled_reader_is_not_taken() -> None:
+    taken: list[Event] = []
+
+    def take(delta: Delta) -> bool:
+        taken.append(delta)
+        return True
+
+    inbox = EventStream(1, take)
+    reading = asyncio.ensure_future(inbox.next())
+    await asyncio.sleep(0)
+    reading.cancel()
+    inbox.put(Delta("a", (2,)))
+    assert taken == []
+    await asyncio.wait({reading})
+    assert await inbox.next() == Delta("a", (2,))
+
+
+async def test_an_error_of_the_one_that_takes_is_raised_to_the_reader() -> None:
+    def take(_: Delta) -> bool:
+        raise ValueError("a defect")
+
+    inbox = EventStream(1, take)
+    reading = asyncio.ensure_future(inbox.next())
+    await asyncio.sleep(0)
+    inbox.put(Delta("a", (2,)))
+    with pytest.raises(ValueError, match="a defect"):
+        await reading

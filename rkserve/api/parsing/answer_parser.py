@@ -254,6 +254,11 @@ class _Reader:
         self._count, self._muted = 0, False
         self.news = self._read(TextPart(reading.opening)) if reading.opening else []
 
+    @property
+    def settled(self) -> bool:
+        """Return whether all that follows is text."""
+        return self._calls is None and (self._thoughts is None or self._thoughts.over)
+
     def feed(self, text: str) -> list[Part]:
         """Add text, and return its parts."""
         parts: list[Part] = [TextPart(text)] if text else []
@@ -303,6 +308,7 @@ class AnswerParser:
     def __init__(self, reading: ParserOptions = PLAIN) -> None:
         self._reading = reading
         self._reader = _Reader(reading)
+        self._settled = False  # the reader has nothing to look for in the rest of the answer
         self._raw: list[str] = []
         self._result = _Result()
         self._begun = 0  # calls, also void ones
@@ -325,6 +331,12 @@ class AnswerParser:
 
     def feed(self, delta: Delta) -> list[Part]:
         """Add a delta, and return its parts."""
+        if self._settled and not delta.retract and delta.splice is None:
+            if not delta.text:
+                return []
+            self._raw.append(delta.text)
+            self._result.words.append(delta.text)
+            return [TextPart(delta.text)]
         if delta.retract:
             parts = self._reread("".join(self._raw)[: -delta.retract] + delta.text)
         else:
@@ -332,6 +344,7 @@ class AnswerParser:
             parts = self._taken(self._reader.feed(delta.text))
         if delta.splice and any(one.kind is TokenOrigin.INJECTED for one in delta.splice.slots):
             self._answered = len(self._result.calls)
+        self._settled = self._reader.settled
         return parts
 
     def end(self) -> list[Part]:

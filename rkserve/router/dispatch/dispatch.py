@@ -6,7 +6,7 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import AsyncGenerator, Awaitable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -199,9 +199,15 @@ class Dispatch:
         self.breaker.keep(frozenset(address.replica for address in self.fleet.addresses()))
 
     async def generate(
-        self, request: GenerateRequest, terms: QueueTerms | None = None
+        self,
+        request: GenerateRequest,
+        terms: QueueTerms | None = None,
+        deliver: Callable[[Event], None] | None = None,
     ) -> AsyncGenerator[Event, None]:
         """Yield the events of one generation, over as many boards as it takes.
+
+        Deltas that arrive while the reader waits are passed to ``deliver`` instead, in order with
+        the yielded events.
 
         Before acceptance, a board that fails, is full, paused, asleep, behind the desired state, or
         lacks something that the request needs, is skipped for another one. A request in a board's
@@ -226,7 +232,7 @@ class Dispatch:
                 link = self.fleet.links[reservation.group]
                 try:
                     async with (
-                        aclosing(link.open(reservation.request, reservation.replica)) as opened,
+                        aclosing(self._opened(location, one, link, deliver)) as opened,
                         aclosing(self._events(location, one, opened)) as events,
                     ):
                         async for event in events:
@@ -253,6 +259,25 @@ class Dispatch:
             for last in self.unassigned.end(location):
                 yield last
 
+    def _opened(
+        self,
+        location: RequestLocation,
+        one: _Attempt,
+        link: BoardLink,
+        deliver: Callable[[Event], None] | None,
+    ) -> AsyncGenerator[Event, None]:
+        def take(delta: Delta) -> bool:
+            assert deliver is not None
+            if not one.accepted or one.reservation.movable:
+                return False
+            if (sent := self._observed(location, one, delta)) is not None:
+                deliver(sent)
+            return True
+
+        reservation = one.reservation
+        taken = None if deliver is None else take
+        return link.open(reservation.request, reservation.replica, taken)
+
     async def _events(
         self, location: RequestLocation, one: _Attempt, opened: AsyncGenerator[Event, None]
     ) -> AsyncGenerator[Event, None]:
@@ -264,7 +289,7 @@ class Dispatch:
             RkserveError: as the board's stream.
         """
         reservation = one.reservation
-        first = await location.unless_changed(self._first(opened, reservation.replica))
+        first = await self._accepted(location, opened, reservation.replica)
         one.observe(first)
         reservation.leave_if_recalled()  # before the client gets the name of this board
         one.accepted = True
@@ -378,20 +403,21 @@ class Dispatch:
         reports = self.fleet.reports(model)
         return bool(reports) and all(one.state is BoardState.FAILED for one in reports)
 
-    async def _first(self, events: AsyncGenerator[Event, None], replica: str) -> Event:
+    async def _accepted(
+        self, location: RequestLocation, events: AsyncGenerator[Event, None], replica: str
+    ) -> Event:
         """Return the board's acceptance, which is due at once even if the request must queue.
 
         Raises:
             BoardFailed: it did not arrive; the replica is frozen or unreachable.
+            ControlChange: a control call changed the request before.
         """
         limit_s = self._limits.accept_timeout_s
         try:
-            return await asyncio.wait_for(anext(events), limit_s)
-        except (TimeoutError, asyncio.TimeoutError):  # two classes before Python 3.11
+            return await location.unless_changed(_first(events, replica), timeout_s=limit_s)
+        except TimeoutError:
             reason = f"it did not accept the request within {limit_s:g} s"
             raise BoardSilent(replica, reason) from None
-        except StopAsyncIteration:
-            raise BoardFailed(replica, "it ended without an answer") from None
 
     def _require_end(self, one: _Attempt) -> None:
         """Raise ``BoardFailed`` if the stream ended normally before the answer did."""
@@ -501,6 +527,13 @@ class Dispatch:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+async def _first(events: AsyncGenerator[Event, None], replica: str) -> Event:
+    try:
+        return await anext(events)
+    except StopAsyncIteration:
+        raise BoardFailed(replica, "it ended without an answer") from None
 
 
 def open_fleet(

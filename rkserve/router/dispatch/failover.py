@@ -342,7 +342,8 @@ class RequestLocation:
         self.since_s = time.monotonic()  # the time since which it has no board
         self.replica: str | None = None
         self._running, self._known = fleet.running, known
-        self._changed = asyncio.Event()
+        self._changed = False  # by a control call, since the last wait that it ended
+        self._signal: asyncio.Future[None] | None = None  # of the wait that such a call ends
 
     def __enter__(self) -> RequestLocation:
         self._known[self.id] = self
@@ -372,7 +373,7 @@ class RequestLocation:
         """End the request when no board has it; a board that has it is asked by others."""
         self.ended = True
         if self.replica is None:
-            self._changed.set()
+            self._change()
 
     def act(self, action: ControlAction) -> bool:
         """Apply a control action; return False if the request's state does not allow it."""
@@ -385,30 +386,44 @@ class RequestLocation:
             progress.resume()
         else:
             return False
-        self._changed.set()
+        self._change()
         return True
 
+    def _change(self) -> None:
+        self._changed = True
+        if self._signal is not None and not self._signal.done():
+            self._signal.set_result(None)
+
     async def unless_changed(
-        self, work: Coroutine[Any, Any, T], drop: Callable[[T], None] = lambda _: None
+        self,
+        work: Coroutine[Any, Any, T],
+        drop: Callable[[T], None] = lambda _: None,
+        timeout_s: float | None = None,
     ) -> T:
         """Return the result of ``work``; ``drop`` releases one that comes too late.
 
         Raises:
             ControlChange: a control call changed the request first.
+            TimeoutError: there was none within ``timeout_s``.
         """
         loop = asyncio.get_running_loop()
-        task, changed = loop.create_task(work), loop.create_task(self._changed.wait())
-        pending: set[asyncio.Task[Any]] = {task, changed}
+        task, signal = loop.create_task(work), loop.create_future()
+        self._signal = signal
+        if self._changed:
+            signal.set_result(None)
+        pending: set[asyncio.Future[Any]] = {task, signal}
         returned = False
         try:
-            await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-            if not self._changed.is_set():
-                returned = True
-                return task.result()
-            self._changed.clear()
-            raise ControlChange
+            await asyncio.wait(pending, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            if self._changed:
+                self._changed = False
+                raise ControlChange
+            if not task.done():
+                raise TimeoutError
+            returned = True
+            return task.result()
         finally:
-            changed.cancel()
+            self._signal = None
             if not returned:
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)

@@ -34,6 +34,9 @@ LOOKED_AT = 16
 MOST_RECALLS = 4
 # For that time, a board is left free for a recalled request: its client may have left meanwhile.
 RETURN_S = 0.1
+# Board time of running requests is charged this often: at every change of a board it would take as
+# long as all else, where many run.
+METER_S = 0.1
 # While no board is better than these, none will become free.
 _CLOSED = (None, PauseEffect.REFUSES, PauseEffect.DRAINED)
 
@@ -129,6 +132,7 @@ class ModelQueue:
         self._again_s = math.inf  # by request: when a decision to wait is reconsidered
         self._timer: asyncio.TimerHandle | None = None
         self._running: dict[Reservation, _Running] = {}
+        self._metered_s = -math.inf
 
     def __len__(self) -> int:
         return len(self._admission) + len(self._aside)
@@ -260,8 +264,10 @@ class ModelQueue:
     def pump(self) -> None:
         """Assign the free boards, and set a timer for the next thing to do."""
         now_s = time.monotonic()
-        for reservation in list(self._running):
-            self._meter(reservation, now_s)
+        if now_s - self._metered_s >= METER_S:
+            self._metered_s = now_s
+            for reservation in list(self._running):
+                self._meter(reservation, now_s)
         for entry, exc in self._admission.expire(now_s):
             self._left(entry.what, exc)
         if len(self._admission) and self.boards.held in _CLOSED:

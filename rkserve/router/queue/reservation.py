@@ -179,6 +179,8 @@ class InFlightRequest:
             self._answer += event.token_ids
             if event.retract or event.splice or event.bound:
                 self._unknown = True  # only the board knows the context after an edit
+            if not self._resting:
+                return
         elif isinstance(event, Accepted):
             self._accepted(event)
         elif isinstance(event, Finished):
@@ -284,6 +286,9 @@ class Reservation:
     def observe(self, event: Event) -> None:
         """Process an event of the answer; the last one frees the board."""
         self._in_flight.observe(event)
+        if isinstance(event, Delta) and not self._paused:  # as most are
+            self._movable = False
+            return
         # Other events are of a state that this board alone has: a pause, an edit, a run.
         self._movable = isinstance(event, Accepted) and event.waits and not self._continues
         if isinstance(event, Accepted | QueueChange):

@@ -48,7 +48,9 @@ class Judges(FakeBoards):
     silent: bool = False
     most: int = 0
 
-    async def open(self, request: GenerateRequest, replica: str) -> AsyncGenerator[Event, None]:
+    async def open(
+        self, request: GenerateRequest, replica: str, take: object = None
+    ) -> AsyncGenerator[Event, None]:
         self.opened.append((replica, request))
         self.running += 1
         self.most = max(self.most, self.running)

@@ -35,7 +35,9 @@ class Slow(FakeBoards):
     busy_s: float = 0.0
     at_once: Counter[str] = field(default_factory=Counter)
 
-    async def open(self, request: GenerateRequest, replica: str) -> AsyncGenerator[Event, None]:
+    async def open(
+        self, request: GenerateRequest, replica: str, take: object = None
+    ) -> AsyncGenerator[Event, None]:
         self.running += 1
         self.at_once[replica] += 1
         assert self.at_once[replica] == 1, "it was sent what it could not start"

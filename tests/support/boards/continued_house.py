@@ -181,7 +181,9 @@ class House:
                 return
             yield event
 
-    async def open(self, request: GenerateRequest, replica: str) -> AsyncGenerator[Event, None]:
+    async def open(
+        self, request: GenerateRequest, replica: str, take: object = None
+    ) -> AsyncGenerator[Event, None]:
         self.opened.append((replica, request))
         loss = self.losses.pop(0) if self.losses else None
         tokens = events = 0

@@ -66,7 +66,9 @@ class VectorBoards(FakeBoards):
             setattr(made, name, value)
         return made
 
-    async def open(self, request: GenerateRequest, replica: str) -> AsyncGenerator[Event, None]:
+    async def open(
+        self, request: GenerateRequest, replica: str, take: object = None
+    ) -> AsyncGenerator[Event, None]:
         assert isinstance(request, EmbedRequest)
         self.opened.append((replica, request))
         self.running += 1

@@ -72,7 +72,9 @@ class FakeBoards:
         scripts = {f"replica of {b}": [answer(b, *text.split("|"))] for b in boards}
         return cls([report(b) for b in boards], {key: list(s) for key, s in scripts.items()})
 
-    async def open(self, request: GenerateRequest, replica: str) -> AsyncGenerator[Event, None]:
+    async def open(
+        self, request: GenerateRequest, replica: str, take: object = None
+    ) -> AsyncGenerator[Event, None]:
         self.opened.append((replica, request))
         scripts = self.scripts[replica]
         script = scripts.pop(0) if len(scripts) > 1 else scripts[0]

@@ -352,7 +352,9 @@ class FakeCluster:
     def __getitem__(self, name: str) -> FakeBoard:
         return self.boards[name]
 
-    async def open(self, request: GenerateRequest, replica: str) -> AsyncGenerator[Event, None]:
+    async def open(
+        self, request: GenerateRequest, replica: str, take: object = None
+    ) -> AsyncGenerator[Event, None]:
         raise AssertionError(f"the Coordinator generates nothing: {request} {replica}")
         yield
 

@@ -222,7 +222,9 @@ class Link:
         """See ``BoardLink``."""
         return None
 
-    async def open(self, request: GenerateRequest, replica: str) -> AsyncGenerator[Event, None]:
+    async def open(
+        self, request: GenerateRequest, replica: str, take: object = None
+    ) -> AsyncGenerator[Event, None]:
         """Stream; the party that no longer hears the other ends its side after a while."""
         node = self._nodes[replica.partition("/")[0]]
         coming: asyncio.Queue[Event | RkserveError | None] = asyncio.Queue()
