@@ -105,7 +105,7 @@ class Board:
         )
         self._prefixes = PrefixReport(caching)
         control = RequestControl(books, slot, runner)
-        cache_calls = CacheCalls(settings, slot, queue, caching, runner.pauses)
+        self._cache_calls = CacheCalls(settings, slot, queue, caching, runner.pauses)
         # The calls that one part answers by itself.
         self.check, self.forgive = supervisor.check, supervisor.forgive
         self.generations, self.emitted = control.generations, control.emitted
@@ -115,9 +115,9 @@ class Board:
         self._probes = probes = AdapterProbes(settings, slot, queue, caching, runner)
         self.load_adapter, self.try_adapter = probes.load, probes.try_fresh
         self.measure = SpeedTrials(books, slot, queue, caching, runner).measure
-        self.kv, self.clear_kv = cache_calls.kv, cache_calls.clear_kv
-        self.build_cache, self.delete_cache = cache_calls.build_cache, cache_calls.delete_cache
-        self.caches = cache_calls.caches
+        calls = self._cache_calls
+        self.kv, self.clear_kv, self.caches = calls.kv, calls.clear_kv, calls.caches
+        self.build_cache, self.delete_cache = calls.build_cache, calls.delete_cache
         self.pump = queue.pump
 
     # -- life -------------------------------------------------------------------------------------
@@ -139,6 +139,7 @@ class Board:
     async def stop(self) -> None:
         """End the engine and all queued and paused requests."""
         self.queue.stop_timer()
+        self._cache_calls.stop()
         await self.supervisor.stop()
         await self._model_file.stop()
         await self.caching.close()
@@ -191,6 +192,8 @@ class Board:
             trying=self._probes.trying,
             crashes=tuple(sorted(supervisor.crashes.items())),
             cache_bytes=self.caching.store.used_bytes if self.caching.store is not None else 0,
+            cache_write_rate=self.caching.costs.writing.bytes_per_s,
+            cache_read_rate=self.caching.costs.reading.bytes_per_s,
             **asdict(self.books.counters),
         )
 
@@ -411,6 +414,7 @@ class Board:
         finally:
             self.books.free_since_s = loop_time_s()
             self.queue.finished(work[0], self.books.free_since_s - started_s)
+            self._cache_calls.freed()
 
     def lose(self, error: RkserveError) -> None:
         """Fail the work that has the board. A paused job does not have it."""

@@ -63,6 +63,11 @@ class SimulatedConfig(Settings):
         description="What a batch gains over one run after the other; no gain is published for "
         "hardware, so none is assumed.",
     )
+    disk_mb_per_s: float = Field(
+        200.0,
+        gt=0,
+        description="Speed of writing and reading prompt caches; an SD card has 20 to 80.",
+    )
     control_dir: Path | None = Field(
         None,
         description="Folder of control files, one per board (sim-0.control), to inject faults. `~` "

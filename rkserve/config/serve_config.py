@@ -405,6 +405,7 @@ def engine_environ(group: BoardGroupConfig, board_id: str) -> dict[str, str]:
         "RKSIM_TIME_SCALE": repr(simulated.time_scale),
         "RKSIM_STRICT": "1" if simulated.strict else "0",
         "RKSIM_BATCH_GAIN": simulated.batch_gain,
+        "RKSIM_DISK_MB_PER_S": repr(simulated.disk_mb_per_s),
     }
     if simulated.load_s is not None:
         environ["RKSIM_LOAD_MS"] = repr(simulated.load_s * 1e3)

@@ -44,7 +44,7 @@ _GAUGES: tuple[tuple[str, str, Callable[[BoardReport], float | None]], ...] = (
     ("rkserve_prompt_cache_bytes", "Prompt cache files on the board.", lambda r: r.cache_bytes),
 )
 
-_COUNTERS: tuple[tuple[str, str, Callable[[BoardReport], float]], ...] = (
+_COUNTERS: tuple[tuple[str, str, Callable[[BoardReport], float | None]], ...] = (
     ("rkserve_board_requests", "Requests that the board took.", lambda r: r.requests),
     ("rkserve_prompt_tokens", "Prompt tokens of answers.", lambda r: r.prompt_tokens),
     ("rkserve_cached_tokens", "Prompt tokens found in the KV cache.", lambda r: r.cached_tokens),
@@ -69,6 +69,12 @@ _COUNTERS: tuple[tuple[str, str, Callable[[BoardReport], float]], ...] = (
     ("rkserve_pauses", "Times that a generation was paused.", lambda r: r.pauses),
     ("rkserve_parked", "Conversations whose KV cache was put on disk.", lambda r: r.parked),
     ("rkserve_restored", "Runs that began from a prompt cache file.", lambda r: r.restored),
+    (
+        "rkserve_prompt_cache_seconds",
+        "Time of writing and reading prompt cache files, in which the board does nothing else; no "
+        "sample before the first.",
+        lambda r: (r.cache_write_ms + r.cache_read_ms) / 1e3 or None,
+    ),
     ("rkserve_batch_runs", "Runs of a batch.", lambda r: r.batch_runs),
     ("rkserve_batch_entries", "Generations in runs of a batch.", lambda r: r.batch_entries),
     (
@@ -148,18 +154,13 @@ class BoardCollector(Collector):
                 state.add_metric(labels, float(report.state is one))
         yield state
         reports = [report for report in reports if report.state is not BoardState.LOST]
-        for name, text, figure in _GAUGES:
-            gauge = GaugeMetricFamily(name, text, labels=_BOARD_LABELS)
-            for report in reports:
-                value = figure(report)
-                if value is not None:
-                    gauge.add_metric((report.board_id, report.model), value)
-            yield gauge
-        for name, text, figure in _COUNTERS:
-            counter = CounterMetricFamily(name, text, labels=_BOARD_LABELS)
-            for report in reports:
-                counter.add_metric((report.board_id, report.model), figure(report))
-            yield counter
+        for made, figures in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS)):
+            for name, text, figure in figures:
+                family = made(name, text, labels=_BOARD_LABELS)
+                for report in reports:
+                    if (value := figure(report)) is not None:
+                        family.add_metric((report.board_id, report.model), value)
+                yield family
         crashes = CounterMetricFamily(
             "rkserve_engine_crashes",
             "Engines that ended out of order, by kind: a signal, exit, hung, silent, runs_failed "

@@ -327,7 +327,9 @@ class BoardReport:
     ``replica`` addresses the replica that wrote it and changes with the replica; ``board_id``
     changes only if the board's node is renamed. The live context takes ``kv_positions`` of
     ``context_len``. ``paused`` generations are paused now, ``pauses`` counts all pauses;
-    conversations were ``parked`` in and ``restored`` from prompt cache files; ``adapters`` are
+    conversations were ``parked`` in and ``restored`` from prompt cache files, whose transfers are
+    counted by ``cache_*_bytes`` and ``cache_*_ms``, with the rates in bytes/s that the board
+    reckons with, None before the first transfer; ``adapters`` are
     the keys of the loaded ones, whose files have ``adapter_bytes``. Of the ``engine_starts``,
     ``engine_renewals`` replaced a healthy engine. A batched run holds ``batch_entries`` /
     ``batch_runs`` generations on average; ``batch_tail_ms`` is the time that finished
@@ -390,6 +392,12 @@ class BoardReport:
     pauses: int = 0
     parked: int = 0
     restored: int = 0
+    cache_written_bytes: int = 0
+    cache_write_ms: float = 0.0
+    cache_read_bytes: int = 0
+    cache_read_ms: float = 0.0
+    cache_write_rate: float | None = None
+    cache_read_rate: float | None = None
     batch_runs: int = 0
     batch_entries: int = 0
     batch_tail_ms: float = 0.0

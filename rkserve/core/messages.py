@@ -270,7 +270,9 @@ class Timings:
     """The board's measurements, in milliseconds; prefill and decode are the runtime's own figures.
 
     ``queue_ms`` is the wait for the board, ``paused_ms`` the total time of pauses. Images took
-    ``encode_ms`` before the prefill. ``prefill_tokens`` were actually prefilled. An interrupted
+    ``encode_ms`` before the prefill. ``cache_ms`` went into prompt cache files, apart from the
+    prefill: parking the conversation that this one displaced, reading its own, writing it again.
+    ``prefill_tokens`` were actually prefilled. An interrupted
     generation adds up its runs; the runtime reports nothing for a run that it paused, so that one
     is measured by the board's clock. ``batch`` is the largest number of generations that shared the
     run (all times are the board's then), and ``batch_wait_ms`` the wait of this one for the batch
@@ -291,6 +293,7 @@ class Timings:
     continued: int = 0
     lost_ms: float = 0.0
     encode_ms: float = 0.0
+    cache_ms: float = 0.0
 
 
 @crosses_versions

@@ -121,6 +121,7 @@ def assemble(
         asleep_file=place.state_dir / f"{place.board_id}.asleep",
         kv_position_bytes=folder.settings.kv_bytes_per_token,
         caches=_caches(group, place, folder, spec),
+        disk_bytes_per_s=_simulated_disk(group),
         park=group.prompt_cache.park,
         park_min_tokens=group.prompt_cache.park_min_tokens,
         hooks=tuple(load_hook(path) for path in group.hooks),
@@ -243,6 +244,14 @@ def _caches(
         load=f"{spec.params.max_context_len} {spec.params.n_keep}",
     )
     return CacheStore(_cache_root(group, place) / place.board_id, seal, settings.max_bytes)
+
+
+def _simulated_disk(group: BoardGroupConfig) -> float | None:
+    """Return the rate of a simulated board's disk in bytes/s, by its own clock."""
+    if group.simulated is None:
+        return None
+    scale = max(group.simulated.time_scale, 1e-9)
+    return group.simulated.disk_mb_per_s * (1 << 20) / scale
 
 
 def _cache_root(group: BoardGroupConfig, place: BoardLocation) -> Path:

@@ -65,6 +65,7 @@ class TimingsAnswer(TypedDict):
     batch: NotRequired[Count]
     batch_wait_ms: NotRequired[Seconds]
     encode_ms: NotRequired[Seconds]
+    cache_ms: NotRequired[Seconds]
     continued: NotRequired[Count]
     lost_ms: NotRequired[Seconds]
 
@@ -305,6 +306,8 @@ def timings_of(ends: list[Finished]) -> TimingsAnswer:
         timings["batch_wait_ms"] = round(batch_wait_ms, 3)
     if encode_ms := _total(measured, "encode_ms"):
         timings["encode_ms"] = round(encode_ms, 3)
+    if cache_ms := _total(measured, "cache_ms"):
+        timings["cache_ms"] = round(cache_ms, 3)
     if continued := _total(measured, "continued"):
         timings["continued"] = continued
         timings["lost_ms"] = round(_total(measured, "lost_ms"), 3)

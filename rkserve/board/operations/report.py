@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -34,11 +35,19 @@ from rkserve.core.board_report import (
     CacheEntry,
     KvReport,
 )
-from rkserve.core.errors import BoardAsleep, CacheUnsupported, ContextOverflow
+from rkserve.core.errors import (
+    BoardAsleep,
+    BoardFailed,
+    CacheUnsupported,
+    ContextOverflow,
+    QueueFull,
+)
 from rkserve.core.files import CachedDigest, check_cache_name
 from rkserve.core.messages import AdapterRef
 
 log = logging.getLogger(__name__)
+
+IDLE_S = 1.0  # without a run, until a board counts as idle
 
 
 class ModelFileDigest:
@@ -139,6 +148,7 @@ class CacheCalls:
         self._caching = caching
         self._pauses = pauses
         self._clears: dict[bool, asyncio.Future[None]] = {}  # the last clear of each kind
+        self._idles: asyncio.TimerHandle | None = None  # ends when the board has idled for a while
 
     def kv(self) -> KvReport:
         """Return the content of the KV cache, by the runtime's last count and the ids sent since.
@@ -220,6 +230,28 @@ class CacheCalls:
 
         done = self._queue.schedule(build, first=False)
         return await done
+
+    def freed(self) -> None:
+        """Park the live context later, if the board idles until then."""
+        self.stop()
+        if self._caching.parks:
+            self._idles = asyncio.get_running_loop().call_later(IDLE_S, self._idle)
+
+    def stop(self) -> None:
+        """Cancel what ``freed`` has begun."""
+        if self._idles is not None:
+            self._idles.cancel()
+
+    def _idle(self) -> None:
+        async def park() -> None:
+            if self._caching.parks_when_idle(self._slot.live):
+                await self._caching.park(self._slot.live, idle=True)
+
+        with suppress(BoardFailed, QueueFull):
+            if self._queue.free and self._caching.parks_when_idle(self._slot.live):
+                done = self._queue.schedule(park, first=False)
+                # Its failure is the board's, which reports it.
+                done.add_done_callback(lambda it: it.cancelled() or it.exception())
 
     def caches(self) -> list[CacheEntry]:
         """Return the prompt caches on this board's disk."""

@@ -147,6 +147,10 @@ class BoardCounters:
     pauses: int = 0
     parked: int = 0
     restored: int = 0
+    cache_written_bytes: int = 0
+    cache_write_ms: float = 0.0
+    cache_read_bytes: int = 0
+    cache_read_ms: float = 0.0
     batch_runs: int = 0
     batch_entries: int = 0
     batch_tail_ms: float = 0.0
@@ -179,6 +183,7 @@ class GenerationCounters:
     batch: int = 1
     batch_wait_s: float = 0.0
     encode_ms: float = 0.0
+    cache_s: float = 0.0  # spent on prompt cache files before its runs and after them
     runs: int = 0
     continued: int = 0
     begun_tokens: int = 0  # tokens of the answer that came with a continued request
@@ -219,6 +224,7 @@ class GenerationCounters:
             batch_wait_ms=self.batch_wait_s * 1e3,
             continued=self.continued,
             encode_ms=self.encode_ms,
+            cache_ms=self.cache_s * 1e3,
         )
 
 

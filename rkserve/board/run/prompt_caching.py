@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 from rkserve.board.answer.transcript import Ids, common_prefix, held
 from rkserve.board.engine.protocol import EntryCommand, RunEnded
+from rkserve.board.rules.cache_costs import LEAST_BYTES, CacheCosts
 from rkserve.board.rules.generations import BoardCounters
 from rkserve.board.run.job import EngineRun, RunSpec
 from rkserve.board.run.loaded_engine import LoadedEngine
 from rkserve.board.run.settings import BoardSettings
 from rkserve.board.storage.prompt_cache import CachedFile, CacheHit, CacheStore
-from rkserve.core.block_hashes import adapter_of
+from rkserve.core.block_hashes import BlockHashes, adapter_of, seed_of
 from rkserve.core.board_report import CacheEntry
 from rkserve.core.errors import (
     BoardFailed,
@@ -36,6 +39,9 @@ log = logging.getLogger(__name__)
 # After this many restores in a row that saved nothing, the runtime or model does not profit from
 # files.
 USELESS_LIMIT = 3
+NO_TIME_MS = 0.05  # of prefill for a token: no board has so little
+CONTENDED_S = 600.0  # since the latest displacement of a conversation: a board that idles parks
+IDLE_WRITE_MS = 2000.0  # a request that arrives meanwhile waits no longer than that
 NO_STORE = (
     "This board keeps no prompt caches: its model family does not support them, they are "
     "switched off (prompt_cache in rkserve.yaml or serve_config.yaml), or their folder cannot be "
@@ -50,6 +56,8 @@ class PromptCaching:
         self._settings = settings
         self.store = settings.caches
         self._figures = figures
+        self.costs = CacheCosts(settings.kv_position_bytes or 0, time.monotonic)
+        self._displaced_s = -math.inf  # the time of the latest displacement of a conversation
         self._parks = settings.park and settings.n_batch == 1 and self.store is not None
         self._useless = 0
         # Tasks that publish files written by the runtime, with ids and origin of each file.
@@ -66,6 +74,18 @@ class PromptCaching:
             return
         try:
             await asyncio.to_thread(self.store.open)
+            known = self._settings.disk_bytes_per_s
+            written, read = known or 0.0, known or 0.0
+            if known is None:
+                written, read = await asyncio.to_thread(self.store.measure)
+                log.info(
+                    "board %s: the folder of prompt caches takes %.0f MB/s and gives %.0f MB/s",
+                    self._settings.board_id,
+                    written / 1e6,
+                    read / 1e6,
+                )
+            self.costs.writing.set(written)
+            self.costs.reading.set(read)
         except (ConfigError, OSError) as exc:
             log.warning("board %s serves without prompt caches: %s", self._settings.board_id, exc)
             self.store, self._parks = None, False
@@ -102,6 +122,11 @@ class PromptCaching:
             await self.settled()
             if self.store is not None:
                 self.store.close()
+
+    @property
+    def parks(self) -> bool:
+        """True where conversations are parked."""
+        return self._parks
 
     # -- queries ----------------------------------------------------------------------------------
 
@@ -140,6 +165,23 @@ class PromptCaching:
 
     # -- restoring --------------------------------------------------------------------------------
 
+    @property
+    def prefill_ms(self) -> float | None:
+        """The board's measured prefill time of a token; None before its first answer, and for a
+        simulated board that takes no time.
+        """
+        figures = self._figures
+        if figures.prefill_ms <= figures.prefill_tokens * NO_TIME_MS:
+            return None
+        return figures.prefill_ms / figures.prefill_tokens
+
+    def asked(self, live: LoadedEngine, wanted: Ids, origin: str | None) -> None:
+        """Note a prompt, for the chance that conversations come back."""
+        if self._parks:
+            ids = live.context.ids if live.context.origin == origin else None
+            links = BlockHashes(wanted, seed_of(origin)).links
+            self.costs.returns.asked(links, _links(ids, origin))
+
     def usable(self, live: LoadedEngine) -> bool:
         """Return whether this engine may load a prompt cache: an aborted run may forbid it."""
         return not live.aborted or live.quirk("prompt_cache_after_abort")
@@ -158,7 +200,10 @@ class PromptCaching:
         """Return the number of tokens from which a displaced context is parked; 0: never."""
         if not self._parks or not _saves(live) or not live.facts.per_run_sampling:
             return 0
-        least, figures = self._settings.park_min_tokens, self._figures
+        figures = self._figures
+        least = self.costs.least_tokens(self._settings.park_min_tokens, self.prefill_ms)
+        if not least:
+            return 0
         if self.usable(live):
             return least
         if figures.prefill_tokens == 0 or figures.prefill_ms <= 0:
@@ -196,7 +241,9 @@ class PromptCaching:
             return False
         if name is not None:
             return saved > 0
-        return self._parks and saved >= self._settings.park_min_tokens
+        if not self._parks or saved < self._settings.park_min_tokens:
+            return False
+        return self.costs.restoring_pays(saved, hit.entry.file_bytes, self.prefill_ms)
 
     def used(self, hit: CacheHit, prefilled: int | None, sent: int, refused: str | None) -> None:
         """Rate a run that began from ``hit`` by the tokens that the runtime prefilled."""
@@ -223,6 +270,9 @@ class PromptCaching:
         """Return the file for the longer context of a run that restored a parked conversation."""
         if hit.entry.name is not None or history or not self._parks:
             return None
+        links = _links(hit.entry.ids, hit.entry.origin)
+        if not self.costs.parking_pays(links, hit.tokens, self.prefill_ms, idle=False):
+            return None
         return await self._reserve(hit.tokens)
 
     def keep(self, path: Path, ids: Ids, origin: str | None) -> None:
@@ -241,7 +291,8 @@ class PromptCaching:
             return 0
         files = [entry.ids for entry in self.store.entries() if entry.origin == origin]
         most = max((common_prefix(kept, ids) for kept in files), default=0)
-        return most if most >= self._settings.park_min_tokens else 0
+        pays = self.costs.restoring_pays(most, most * self.costs.position_bytes, self.prefill_ms)
+        return most if pays and most >= self._settings.park_min_tokens else 0
 
     async def drop_parked(self) -> None:
         """Remove the parked conversations; named caches stay.
@@ -281,8 +332,13 @@ class PromptCaching:
         if begin.hit is not None:
             prefilled = ended.perf.prefill_tokens if ended.in_order else None
             self.used(begin.hit, prefilled, len(begin.base), ended.cache_refused)
+            if ended.in_order and run.first_s is not None:
+                took_s = run.first_s - run.started_s - ended.perf.prefill_ms / 1e3
+                self._read(begin.hit.entry.file_bytes, max(0.0, took_s))
+                _charge(run, max(0.0, took_s))
         if begin.save is None:
             return
+        _charge(run, self._wrote(begin.save, run))
         trusted = not run.stopping or live.quirk("kv_valid_after_abort")
         # The last token was never computed, so the file does not contain it. The KV cache is
         # mostly empty when its size is read: a run without history is dropped at its end.
@@ -298,21 +354,20 @@ class PromptCaching:
         if path is not None:
             await asyncio.to_thread(self.require().abandon, path)
 
-    async def park(self, live: LoadedEngine, *, renewing: bool = False) -> None:
+    async def park(self, live: LoadedEngine, *, renewing: bool = False, idle: bool = False) -> None:
         """Write the live context to a file before another conversation uses the engine.
 
-        With ``renewing`` the engine itself is about to be replaced. A run of one token writes the
-        whole KV cache. One with history gets the last id once more for that, so the file ends with
-        it twice and is the same up to there, and afterwards the context is unknown.
+        It is written if that pays on this board's disk (``rules.cache_costs``). With ``renewing``
+        the engine itself is about to be replaced, with ``idle`` no request waits. A run of one
+        token writes the whole KV cache. One with history gets the last id once more for that, so
+        the file ends with it twice and is the same up to there, and afterwards the context is
+        unknown.
 
         Raises:
             EngineHung, EngineDied: as any run; parking is off then until the board restarts.
         """
         ids, origin = live.context.ids, live.context.origin
-        if ids is None or not self._may_park(live, ids, origin):
-            return
-        # A file that no later restore could use is not worth writing.
-        if not (renewing or self.usable(live) or self.worth_renewing(live, len(ids))):
+        if ids is None or not self._worth_parking(live, ids, renewing=renewing, idle=idle):
             return
         path = await self._reserve(len(ids))
         if path is None:
@@ -329,7 +384,7 @@ class PromptCaching:
             whole = (EntryCommand(ids),)
             begin = replace(begin, entries=whole, base=ids, reused=len(ids), history=False)
         try:
-            _, ended = await live.run([None], begin)
+            run, ended = await live.run([None], begin)
         except BaseException as exc:
             if isinstance(exc, BoardFailed):
                 self._parks = False
@@ -338,11 +393,66 @@ class PromptCaching:
             raise
         if begin.history:
             live.context.forget()
+        self._wrote(path, run)
         if ended.in_order:
             self.keep(path, ids, origin)
         else:
             log.warning("board %s: parking failed: %s", self._settings.board_id, ended.error)
             await self.abandon(path)
+
+    def _worth_parking(self, live: LoadedEngine, ids: Ids, *, renewing: bool, idle: bool) -> bool:
+        """Return whether to write the live context; note that it is displaced unless ``idle``."""
+        origin = live.context.origin
+        links = _links(ids, origin)
+        if not idle and len(ids) >= self._settings.park_min_tokens and not live.context.once:
+            self._displaced_s = time.monotonic()
+            self.costs.returns.displaced(links)
+        if not self._may_park(live, ids, origin):
+            return False
+        # A file that no later restore could use is not worth writing.
+        if not (renewing or self.usable(live) or self.worth_renewing(live, len(ids))):
+            return False
+        return self.costs.parking_pays(links, len(ids), self.prefill_ms, idle=idle or renewing)
+
+    def parks_when_idle(self, live: LoadedEngine) -> bool:
+        """Return whether to write the live context now, while no request waits for the board.
+
+        Only where conversations displace each other: a disk has so many writes. And only a context
+        that stays in memory meanwhile.
+        """
+        ids, origin = live.context.ids, live.context.origin
+        if ids is None or live.context.history or live.paused is not None or not live.alive:
+            return False
+        if not self.usable(live):
+            return False
+        contended = time.monotonic() - self._displaced_s < CONTENDED_S
+        return (
+            contended
+            and self._may_park(live, ids, origin)
+            and self.costs.write_ms(len(ids)) <= IDLE_WRITE_MS
+            and self.costs.parking_pays(_links(ids, origin), len(ids), self.prefill_ms, idle=True)
+        )
+
+    def _wrote(self, path: Path, run: EngineRun) -> float:
+        """Measure the writing of a file, from a run's last token to its end; return the seconds."""
+        if run.first_s is None:
+            return 0.0
+        try:
+            size_bytes = path.stat().st_size
+        except OSError:  # the runtime wrote nothing
+            return 0.0
+        took_s = asyncio.get_running_loop().time() - run.token_s
+        self.costs.writing.observe(size_bytes, took_s, time.monotonic())
+        if size_bytes >= LEAST_BYTES:
+            self.costs.position_bytes = size_bytes // len(run.transcript)
+        self._figures.cache_written_bytes += size_bytes
+        self._figures.cache_write_ms += took_s * 1e3
+        return took_s
+
+    def _read(self, size_bytes: int, took_s: float) -> None:
+        self.costs.reading.observe(size_bytes, took_s, time.monotonic())
+        self._figures.cache_read_bytes += size_bytes
+        self._figures.cache_read_ms += took_s * 1e3
 
     def _may_park(self, live: LoadedEngine, ids: Ids, origin: str | None) -> bool:
         settings, store = self._settings, self.store
@@ -407,6 +517,15 @@ class PromptCaching:
         except (RequestError, OSError) as exc:
             log.warning("board %s: nothing was parked: %s", self._settings.board_id, exc)
             return None
+
+
+def _charge(run: EngineRun, took_s: float) -> None:
+    for job in run.jobs:
+        job.tally.cache_s += took_s
+
+
+def _links(ids: Ids | None, origin: str | None) -> tuple[int, ...]:
+    return () if ids is None else BlockHashes(tuple(ids), seed_of(origin)).links
 
 
 def _saves(live: LoadedEngine) -> bool:

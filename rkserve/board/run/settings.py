@@ -34,7 +34,8 @@ class BoardSettings:
     how answers with a grammar are made. ``ledgers_dir`` is the board's folder for copies of the
     ledger; None keeps none. ``own_file`` is the base model in the model folder, and
     ``own_digest_file`` caches its sha256. Each ``engine_growth_period_s`` an engine that has grown
-    by more than ``engine_growth_bytes`` is replaced; 0: none is.
+    by more than ``engine_growth_bytes`` is replaced; 0: none is. ``disk_bytes_per_s`` is the
+    rate of a simulated disk of ``caches``; that of a real one is measured at the start.
     """
 
     board_id: str
@@ -65,6 +66,7 @@ class BoardSettings:
     max_adapter_bytes: int | None = None
     kv_position_bytes: int | None = None
     caches: CacheStore | None = None
+    disk_bytes_per_s: float | None = None
     park: bool = True
     park_min_tokens: int = 256
     vocab_size: int | None = None

@@ -6,12 +6,13 @@ run of a job itself.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 from rkserve.board.answer.transcript import Ids, common_prefix
 from rkserve.board.engine.protocol import EntryCommand
-from rkserve.board.run.job import Job, RunSpec
+from rkserve.board.run.job import Job, RunSpec, loop_time_s
 from rkserve.board.run.loaded_engine import LoadedEngine
 from rkserve.board.run.parts import EngineSlot
 from rkserve.board.run.prompt_caching import PromptCaching
@@ -57,7 +58,7 @@ class RunPlanner:
         text = job.request.prompt_text
         if text is None:
             return await self._afresh(live, job)
-        await self._park(live)
+        await self._park(live, job)
         prompt, limit = text + job.generation.generated_text, job.generation.budget
         entry = EntryCommand(
             ids=job.request.decoder_ids,
@@ -105,10 +106,12 @@ class RunPlanner:
         wanted = job.generation.context
         history = _keeps_history(live, job)
         reused = live.context.reusable(wanted, origin, history=history)
+        caching.asked(live, wanted, origin)
         name, hit, save = job.request.use_cache, None, None
         # A shorter prompt is not worth a file, but has to release the last one.
         if name is not None or live.cache_loaded or len(wanted) > self._settings.park_min_tokens:
-            hit = await caching.choose(live, wanted, origin, name, reused)
+            with _timed(job):
+                hit = await caching.choose(live, wanted, origin, name, reused)
         if hit is None and reused:
             if history:
                 return live, replace(_extending(job, wanted, reused), history=True)
@@ -117,7 +120,7 @@ class RunPlanner:
             await self._slot.renew("a prompt cache needs a handle without an aborted run")
             live = await self._engine(job)
         else:
-            await self._park(live)
+            await self._park(live, job)
         if hit is not None:
             history = history and live.quirk("prompt_cache_load_with_history")
             if not (job.request.once or live.context.prefix):  # a live context is parked later
@@ -138,7 +141,8 @@ class RunPlanner:
         Without history nothing is appended, so an inexact count costs time and nothing else.
         """
         if live.context.positions - reused >= self._settings.park_min_tokens:
-            await self._caching.park(live)
+            with _timed(job):
+                await self._caching.park(live)
             reused = live.context.reusable(wanted, job.origin, history=False)
         return replace(
             _extending(job, wanted, 0), reused=reused, clear=not reused and live.context.ids != ()
@@ -157,7 +161,7 @@ class RunPlanner:
         history = _keeps_history(live, job) and not optimistic
         reused = live.context.reusable(wanted, origin) if history and not prompt else 0
         if not reused:
-            await self._park(live)
+            await self._park(live, job)
         file = self._settings.tokenizer_file
         assert file is not None  # else the request was rejected
         return live, replace(
@@ -178,10 +182,11 @@ class RunPlanner:
             ),
         )
 
-    async def _park(self, live: LoadedEngine) -> None:
+    async def _park(self, live: LoadedEngine, job: Job) -> None:
         """Keep the previous conversation, if it is worth a file."""
         if live.context.positions >= self._settings.park_min_tokens:
-            await self._caching.park(live)
+            with _timed(job):
+                await self._caching.park(live)
 
     def _is_optimistic(self, live: LoadedEngine, job: Job, asked: Stepwise) -> bool:
         """Return whether the library generates freely and its tokens are checked against the
@@ -204,6 +209,16 @@ class RunPlanner:
             live = await self._slot.with_adapter(ref)
             if job.ref == ref:  # else it was bound to another version meanwhile
                 return live
+
+
+@contextmanager
+def _timed(job: Job) -> Iterator[None]:
+    """Count the time as the job's for prompt cache files."""
+    begun_s = loop_time_s()
+    try:
+        yield
+    finally:
+        job.tally.cache_s += loop_time_s() - begun_s
 
 
 def _extending(job: Job, wanted: Ids, reused: int) -> RunSpec:

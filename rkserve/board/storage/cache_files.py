@@ -14,7 +14,9 @@ import logging
 import math
 import os
 import re
+import shutil
 import stat
+import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -30,6 +32,8 @@ log = logging.getLogger(__name__)
 VERSION = 2  # of the manifest; version 1 had no salt
 MANIFEST_MAX_BYTES = 1 << 20  # the ids of the largest context need a seventh of it
 LOCK_FILE = "lock"
+MEASURED_BYTES = 16 << 20  # enough for a rate: an SD card of 20 MB/s takes 0.8 s
+SPARE_BYTES = 256 << 20  # a disk that prompt caches leave to others, or a twentieth of it
 # Other files in the folder are foreign, and left alone.
 OUR_FOLDER = re.compile(r"kv-[0-9a-f]{16}")
 OUR_FILE = re.compile(r"([0-9a-f]{16})\.(kv|json)(\.tmp)?")
@@ -96,6 +100,43 @@ class WrittenFile:
     stamp: Stamp
 
 
+@dataclass(frozen=True, slots=True)
+class FolderSpace:
+    """The file system of a folder: its kind, such as ``ext4``, its size and its free bytes."""
+
+    kind: str
+    total_bytes: int
+    free_bytes: int
+
+    @property
+    def in_memory(self) -> bool:
+        """True where files take the machine's memory."""
+        return self.kind in ("tmpfs", "ramfs")
+
+    def limit(self, budget_bytes: int, used_bytes: int) -> int:
+        """Return the part of a budget that the folder has room for, with ``used_bytes`` in use."""
+        share = self.total_bytes // (16 if self.in_memory else 20)
+        spare = 0 if self.in_memory else max(SPARE_BYTES, share)
+        room = max(0, used_bytes + self.free_bytes - spare)
+        return min(budget_bytes, room, share) if self.in_memory else min(budget_bytes, room)
+
+
+def _file_system(folder: Path) -> str:
+    """Return the type of the file system of a folder; empty where the kernel does not tell."""
+    best, kind, own = "", "", str(folder.resolve())
+    try:
+        lines = Path("/proc/self/mounts").read_text("utf-8", "replace").splitlines()
+    except OSError:
+        return ""
+    for line in lines:
+        _, point, found, *_ = line.split(" ")
+        point = point.replace("\\040", " ")
+        inside = own == point or own.startswith(point.rstrip("/") + "/")
+        if inside and len(point) >= len(best):
+            best, kind = point, found
+    return kind
+
+
 class CacheFolder:
     """The files of one board with one fingerprint at a time. Every method touches the disk."""
 
@@ -123,6 +164,32 @@ class CacheFolder:
         except ConfigError:
             self.close()
             raise
+
+    def measure(self) -> tuple[float, float]:
+        """Return the rates of writing and of reading a file here, in bytes/s.
+
+        Raises ``OSError``. What is read comes from the disk, where the kernel lets go of the pages.
+        """
+        path, data = self._root / "measure.tmp", os.urandom(MEASURED_BYTES)
+        try:
+            with path.open("wb", buffering=0) as file:
+                begun_s = time.perf_counter()
+                file.write(data)
+                os.fsync(file.fileno())
+                written_s = time.perf_counter() - begun_s
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            with path.open("rb", buffering=0) as file:
+                begun_s = time.perf_counter()
+                file.readall()
+                read_s = time.perf_counter() - begun_s
+        finally:
+            path.unlink(missing_ok=True)
+        return len(data) / max(written_s, 1e-9), len(data) / max(read_s, 1e-9)
+
+    def space(self) -> FolderSpace:
+        """Return the space where the folder is. Raises ``OSError``."""
+        usage = shutil.disk_usage(self._root)
+        return FolderSpace(_file_system(self._root), usage.total, usage.free)
 
     def seal(self, seal: CacheFingerprint) -> None:
         """Set the fingerprint of a folder that is not open."""

@@ -64,7 +64,7 @@ class CacheStore:
     ) -> None:
         """``clock`` returns the time of day, which continues after the process has ended."""
         self.budget_bytes = budget_bytes
-        self._own = seal
+        self._own, self._folder = seal, folder
         self._files = CacheFolder(folder, seal)
         self._clock = clock
         # Calls come from the board's loop and from threads. The lock is held for look-ups only,
@@ -81,6 +81,34 @@ class CacheStore:
             ConfigError: the folder cannot be used, or another process uses it.
         """
         self._take_over(self._files.open())
+        self._limit()
+
+    def _limit(self) -> None:
+        """Reduce the budget to the room that there is, in words for the operator."""
+        space = self._files.space()
+        found = space.limit(self.budget_bytes, self.used_bytes)
+        if found < self.budget_bytes:
+            why = (
+                f"they are in memory ({space.kind}): set prompt_cache.folder to a disk"
+                if space.in_memory
+                else f"the disk has {space.free_bytes >> 20} MiB free, of which a part stays free"
+            )
+            log.warning(
+                "the prompt caches in %s are limited to %d MiB instead of %d MiB: %s",
+                self._folder,
+                found >> 20,
+                self.budget_bytes >> 20,
+                why,
+            )
+            self.budget_bytes = found
+            self._remove(self._room_for(0))
+
+    def measure(self) -> tuple[float, float]:
+        """Return the rates of writing and reading files here, in bytes/s. Disk.
+
+        Raises ``OSError``.
+        """
+        return self._files.measure()
 
     def reseal(self, base: str) -> None:
         """Keep and use only caches computed with these base weights. Disk.

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from rkserve.board.engine.protocol import EntryCommand, RunEnded
+from rkserve.board.operations.report import IDLE_S
 from rkserve.board.run.job import RunSpec
 from rkserve.board.storage.prompt_cache import CachedFile, CacheFingerprint, CacheHit, CacheStore
 from rkserve.core.block_hashes import salted
@@ -57,7 +58,12 @@ class CacheBench(Bench):
     def __init__(self, folder: Path, *scripts: Script, **extra: Any) -> None:
         self.store = CacheStore(folder, CacheFingerprint("m", "r"), 1 << 20)
         self.load_s = extra.pop("load_s", 0.0)
-        limits = {"caches": self.store, "park_min_tokens": 10, **extra.pop("limits", {})}
+        limits = {
+            "caches": self.store,
+            "park_min_tokens": 10,
+            "disk_bytes_per_s": 1e12,
+            **extra.pop("limits", {}),
+        }
         settings = replace(SETTINGS, **limits)
         quirks: Mapping[str, bool] = {**CACHES, **extra.pop("quirks", {})}
         super().__init__(*scripts, settings=settings, quirks=quirks, **extra)
@@ -146,6 +152,84 @@ def test_a_conversation_is_parked_for_another_one_and_restored_when_it_returns(
         await bench.board.caching.settled()
         report = bench.board.report()
         assert (report.parked, report.restored) == (3, 1)  # the restored one was saved again
+
+    cache_test(body, tmp_path)
+
+
+def on_a_disk_of(bench: CacheBench, bytes_per_s: float) -> None:
+    """Have the board know its disk: 100,000 bytes a token, and 100 ms for its prefill."""
+    costs, counters = bench.board.caching.costs, bench.board.books.counters
+    costs.position_bytes = 100_000
+    costs.writing.set(bytes_per_s)
+    costs.reading.set(bytes_per_s)
+    counters.prefill_ms, counters.prefill_tokens = 1e8, 1_000_000
+
+
+def test_on_a_slow_disk_nothing_is_parked_and_no_file_is_expected_of_the_board(
+    tmp_path: Path,
+) -> None:
+    async def body(bench: CacheBench) -> None:
+        on_a_disk_of(bench, 0.9e6)  # it takes longer to read than to compute
+        for ids in (A, B, A, B):
+            await bench.ask(ids)
+        assert bench.board.caches() == []
+        assert (bench.board.report().parked, bench.board.report().restored) == (0, 0)
+        live = bench.board.supervisor.live
+        assert live is not None
+        assert bench.board.caching.worth_from(live) == 0
+
+    cache_test(body, tmp_path)
+
+
+def test_a_disk_that_writes_at_the_cost_of_others_is_left_to_those_that_come_back(
+    tmp_path: Path,
+) -> None:
+    async def body(bench: CacheBench) -> None:
+        on_a_disk_of(bench, 5e6)  # 0.2 of the prefill each way: 0.3 * 0.8 < 2 * 0.2 < 0.6 * 0.8
+        one, other = tuple(range(1000, 1040)), tuple(range(2000, 2040))
+        await bench.ask(one)
+        await bench.ask(other)
+        assert bench.board.report().parked == 0
+        await bench.ask(follow_up(other))
+        await bench.ask(one)  # the other one was continued, and is parked for it
+        assert bench.board.report().parked == 1
+        (entry,) = bench.store.entries()
+        assert entry.ids[: len(other)] == other
+
+    cache_test(body, tmp_path)
+
+
+def test_a_board_that_idles_parks_once_conversations_displace_each_other(tmp_path: Path) -> None:
+    async def body(bench: CacheBench) -> None:
+        on_a_disk_of(bench, 2e6)  # writing pays only where no request waits for it
+        await bench.ask(A)
+        await asyncio.sleep(2 * IDLE_S)
+        assert bench.board.report().parked == 0  # nothing has displaced anything
+        await bench.ask(B)
+        assert bench.board.report().parked == 0
+        await asyncio.sleep(2 * IDLE_S)
+        await bench.board.caching.settled()
+        assert bench.board.report().parked == 1
+        (entry,) = bench.board.caches()
+        assert entry.tokens == len(B) + LENGTH
+        finished = await bench.ask(follow_up(B))  # its context is still in memory
+        assert finished.usage.cached_tokens == len(B) + LENGTH
+        assert bench.board.report().restored == 0
+
+    cache_test(body, tmp_path, quirks={"prefix_reuse_in_ram": True})
+
+
+def test_the_time_for_files_is_in_the_answer_and_in_the_report(tmp_path: Path) -> None:
+    async def body(bench: CacheBench) -> None:
+        assert (await bench.ask(A)).timings.cache_ms == 0
+        bench.engine.disk_s = 0.5
+        assert (await bench.ask(B)).timings.cache_ms == pytest.approx(500, abs=50)  # A is parked
+        # B is parked, and A's longer context is written again.
+        assert (await bench.ask(follow_up(A))).timings.cache_ms == pytest.approx(1000, abs=50)
+        report = bench.board.report()
+        assert report.cache_write_ms == pytest.approx(1500, abs=100)
+        assert report.cache_written_bytes > 0
+        assert report.cache_read_bytes > 0
 
     cache_test(body, tmp_path)
 

@@ -18,8 +18,8 @@ from pathlib import Path
 
 import pytest
 
-from rkserve.board.storage.cache_files import CacheFolder
-from rkserve.board.storage.prompt_cache import CachedFile, CacheStore
+from rkserve.board.storage.cache_files import CacheFolder, FolderSpace, _file_system
+from rkserve.board.storage.prompt_cache import CachedFile, CacheFingerprint, CacheStore
 from rkserve.core.errors import CacheUnsupported, ConfigError
 from tests.support.boards.cache_cabinet import (
     FIRST,
@@ -494,3 +494,52 @@ def test_calls_from_several_threads_leave_files_and_entries_in_step(cabinet: Cab
     assert on_disk == {entry.id for entry in store.entries()}
     assert cabinet.files() == ["json"] * len(on_disk) + ["kv"] * len(on_disk)
     assert all(store.verify(entry) for entry in store.entries())
+
+
+# -- the disk -------------------------------------------------------------------------------------
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("kind", "total", "free", "used", "limit"),
+    [
+        pytest.param("ext4", 100 * GIB, 50 * GIB, 0, 2 * GIB, id="room"),
+        pytest.param("ext4", 16 * GIB, 1 * GIB, 0, GIB - (16 * GIB) // 20, id="little room"),
+        pytest.param("ext4", 16 * GIB, GIB // 8, 0, 0, id="none"),
+        pytest.param("ext4", 16 * GIB, GIB, GIB, 2 * GIB - (16 * GIB) // 20, id="own files count"),
+        pytest.param("tmpfs", 4 * GIB, 4 * GIB, 0, GIB // 4, id="in memory"),
+        pytest.param("ramfs", 0, 0, 0, 0, id="in memory of no known size"),
+    ],
+)
+def test_the_budget_is_limited_to_the_room_there_is(
+    kind: str, total: int, free: int, used: int, limit: int
+) -> None:
+    assert FolderSpace(kind, total, free).limit(2 * GIB, used) == limit
+
+
+def test_a_folder_in_memory_is_limited_in_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(CacheFolder, "space", lambda _: FolderSpace("tmpfs", 16 << 20, 16 << 20))
+    store = CacheStore(tmp_path / "kv", CacheFingerprint("m", "r"), 2 * GIB)
+    store.open()
+    assert store.budget_bytes == 1 << 20
+    assert "limited to 1 MiB instead of 2048 MiB" in caplog.text
+    assert "in memory (tmpfs): set prompt_cache.folder to a disk" in caplog.text
+    store.close()
+
+
+def test_the_folder_is_measured_and_nothing_is_left(tmp_path: Path) -> None:
+    store = CacheStore(tmp_path / "kv", CacheFingerprint("m", "r"), GIB)
+    store.open()
+    before = sorted(path.name for path in (tmp_path / "kv").iterdir())
+    written, read = store.measure()
+    assert min(written, read) > 1e5
+    assert sorted(path.name for path in (tmp_path / "kv").iterdir()) == before
+    store.close()
+
+
+def test_the_file_system_of_a_folder_is_that_of_the_nearest_mount() -> None:
+    assert _file_system(Path("/proc/self")) == "proc"
+    assert _file_system(Path("/")) not in {"", "proc"}

@@ -127,6 +127,7 @@ class FakeEngine:
         self.pid = 4711
         self.died: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.commands: list[RunCommand] = []
+        self.disk_s = 0.0  # what it takes to write a prompt cache
         self.aborts: list[int] = []
         self.pauses: list[int] = []
         self.calls: list[tuple[str, dict[str, Any]]] = []
@@ -204,6 +205,7 @@ class FakeEngine:
                 self.kvs[entry].pop()
             return RunEnded(RunEnd.PAUSED, Perf(), 0, self._sizes(play), None, cache_refused)
         if command.save_cache is not None:
+            await asyncio.sleep(self.disk_s)
             await asyncio.to_thread(Path(command.save_cache).write_text, json.dumps(self.kv))
         perf = Perf(1.0, prefilled, 1.0, len(self.kv), 1.0)
         ended = RunEnded(play.script.end, perf, 0, self._sizes(play), None, cache_refused)

@@ -340,6 +340,7 @@ class Sim:
             patience=CALM,
             sampling=self.sampling,
             model_dir=self.models,
+            disk_bytes_per_s=1e15,
         )
         settings = replace(settings, **changes)
         spec = self.spec(settings.n_batch)
