@@ -257,7 +257,7 @@ class Router:
     killed: threading.Event = field(default_factory=threading.Event)
     dies: bool = False  # it closes each connection when it has read a request
     asked: list[str] = field(default_factory=list)
-    headers: list[tuple[str, str]] = field(default_factory=list)  # of the last request
+    headers: list[tuple[str, str]] = field(default_factory=list)  # of the last one of a client
 
     @contextmanager
     def listening(self) -> Iterator[int]:
@@ -270,12 +270,14 @@ class Router:
 
             def requests(self) -> None:
                 while line := self.rfile.readline():
-                    length, router.headers = 0, []
+                    length, headers = 0, list[tuple[str, str]]()
                     while (header := self.rfile.readline()).strip():
                         name, _, value = header.decode().partition(":")
-                        router.headers.append((name.lower(), value.strip()))
+                        headers.append((name.lower(), value.strip()))
                         length = int(value) if name.lower() == "content-length" else length
                     self.rfile.read(length)
+                    if not line.split()[1].startswith(b"/-/"):  # HAProxy's checks
+                        router.headers = headers
                     router.asked.append(line.split()[1].decode())
                     if router.dies and not line.split()[1].startswith(b"/-/"):
                         return
