@@ -106,8 +106,8 @@ class EmittingBoard:
         yield Finished(FinishReason.LENGTH, usage, timings)
 
     async def embed(self, request: EmbedRequest) -> AsyncGenerator[Event, None]:
-        """Yield nothing: no load asks for vectors."""
-        raise NotImplementedError(request.request_id)
+        """Refuse: no load asks for vectors."""
+        raise BenchFailed(f"{request.request_id} asks for vectors")
         yield
 
     async def report(self) -> BoardReport:
@@ -123,8 +123,8 @@ class EmittingBoard:
         return Adoption(self._name, desired.epoch)
 
     async def logs(self, query: LogQuery) -> LogPage:
-        """Return an empty page: no load reads logs."""
-        raise NotImplementedError(query)
+        """Refuse: no load reads logs."""
+        raise BenchFailed(f"{query} asks for logs")
 
 
 def board_report(name: str) -> BoardReport:
@@ -208,7 +208,7 @@ async def run_router(addresses: Sequence[ChannelAddress]) -> None:
     fleet = open_fleet(config, {GROUP: ChannelLink(channels, names)}, {GROUP: model})
     metrics = RouterMetrics(CollectorRegistry())
     dispatch = open_dispatch(config, fleet, metrics, random.Random(1))
-    cluster = CoordinatorClient(NoCoordinator(), fleet.obey)  # type: ignore[arg-type]
+    cluster = CoordinatorClient(NoCoordinator(), fleet.obey)  # type: ignore[arg-type] # unused
     service = Service(config, {model: served}, dispatch, cluster, metrics)
     app = make_app(service, 1, 1, Responses(config, Path()))
     for address in addresses:
@@ -300,11 +300,11 @@ async def play(load: CoreLoad, port: int, router: Child) -> CoreFigures:
     begun_s = time.monotonic()
     warm_s = min(2.0, load.seconds / 3)
     end_s = begun_s + warm_s + load.seconds
-    tokens = events = answers = 0
+    events = answers = 0
     counting = False
 
     async def client(delay_s: float) -> None:
-        nonlocal tokens, events, answers
+        nonlocal events, answers
         await asyncio.sleep(delay_s)
         connection = await Connection.open(HOST, port)
         while time.monotonic() < end_s:

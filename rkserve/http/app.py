@@ -198,8 +198,8 @@ def _begin_counts(app: FastAPI, service: Service) -> None:
 
 
 class _Direct:
-    """Calls the handlers of generations without the framework's layers: its ten middlewares and the
-    search through all routes cost a fifth of a short request's time at the Router.
+    """Calls the handlers of generations without the framework's layers and its search through all
+    routes.
 
     Plain ASGI. Errors are answered as in the framework, and all other routes are its own.
     """

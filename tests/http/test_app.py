@@ -270,7 +270,7 @@ def test_a_defect_in_a_generation_is_a_500_that_the_server_logs() -> None:
     async def broken(*_: Any, **__: Any) -> Any:
         raise ZeroDivisionError("a defect")
 
-    of.service.open = broken  # type: ignore[method-assign]
+    of.service.open = broken  # type: ignore[method-assign] # a defect
     found = send(of, "POST", CHAT, json=chat())
     assert (found.status_code, found.json()["error"]["code"]) == (500, "internal_error")
     assert of.metric("rkserve_requests_total", route=CHAT, status="500") == 1

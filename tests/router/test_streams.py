@@ -430,9 +430,9 @@ async def test_a_delta_that_nothing_precedes_is_processed_at_once() -> None:
     await choices.accepted()
     choices.at_once = at_once
     first, second = (source.deliver[one.request_id] for one in REQUESTS[:2])
-    first(Delta("nobody waits", (1,)))
+    first(Delta("unread", (1,)))
     assert seen == []
-    assert await choices.next() == (0, Delta("nobody waits", (1,)))
+    assert await choices.next() == (0, Delta("unread", (1,)))
     waiting = asyncio.ensure_future(choices.next())
     await asyncio.sleep(0)
     second(Delta("a", (1,)))
