@@ -56,6 +56,9 @@ class End:
         if self._answers:
             self.line.send(ANSWER)
 
+    def handle_raw(self, _: bytes) -> None:
+        """See ``ConnectionOwner``: there are none."""
+
     def drained(self) -> None:
         """See ``ConnectionOwner``."""
 

@@ -34,6 +34,8 @@ from rkserve.core.errors import BoardStartFailed
 from rkserve.core.logs import LogPage, LogQuery
 from rkserve.core.messages import (
     Accepted,
+    CacheOffer,
+    CacheQuery,
     Delta,
     EmbedRequest,
     Event,
@@ -122,6 +124,11 @@ class EmittingBoard:
         """Accept the desired state."""
         return Adoption(self._name, desired.epoch)
 
+    async def send_cache(self, _: CacheQuery) -> AsyncGenerator[CacheOffer | bytes, None]:
+        """See ``BoardMethods``."""
+        raise BenchFailed("no board fetches a prompt cache here")
+        yield b""
+
     async def logs(self, query: LogQuery) -> LogPage:
         """Refuse: no load reads logs."""
         raise BenchFailed(f"{query} asks for logs")
@@ -159,6 +166,9 @@ class ChannelLink:
     async def ask(self, replica: str, method: str, *args: Any, timeout_s: float) -> Any:
         """Refuse: no load needs a call."""
         raise BenchFailed(f"{method} of {replica}: {args} within {timeout_s:g} s")
+
+    def cache_source(self, _replica: str, _tokens: int) -> None:
+        """See ``BoardLink``: these boards have no files."""
 
     async def ask_all(
         self, method: str, *args: Any, timeout_s: float, take: Callable[[Any], None]

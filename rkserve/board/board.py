@@ -28,6 +28,7 @@ from rkserve.board.operations.sleep import BoardSleep
 from rkserve.board.operations.trials import AdapterProbes, SpeedTrials
 from rkserve.board.rules.engine_growth import EngineGrowth
 from rkserve.board.rules.obligations import Obligations
+from rkserve.board.run.cache_exchange import CacheExchange
 from rkserve.board.run.job import Job, loop_time_s
 from rkserve.board.run.loaded_engine import LoadedEngine
 from rkserve.board.run.parts import BoardBooks, EngineSlot, EngineTask, RunQueue
@@ -102,10 +103,12 @@ class Board:
             runner=runner,
             sleep=self._sleep,
             weights=self._weights,
+            drained=self._idles,
         )
-        self._prefixes = PrefixReport(caching)
+        self._exchange = CacheExchange(settings, caching, books.counters)
+        self._prefixes = PrefixReport(caching, self._exchange)
         control = RequestControl(books, slot, runner)
-        self._cache_calls = CacheCalls(settings, slot, queue, caching, runner.pauses)
+        self._cache_calls = CacheCalls(books, slot, queue, caching, runner.pauses)
         # The calls that one part answers by itself.
         self.check, self.forgive = supervisor.check, supervisor.forgive
         self.generations, self.emitted = control.generations, control.emitted
@@ -118,6 +121,7 @@ class Board:
         calls = self._cache_calls
         self.kv, self.clear_kv, self.caches = calls.kv, calls.clear_kv, calls.caches
         self.build_cache, self.delete_cache = calls.build_cache, calls.delete_cache
+        self.send_cache = self._exchange.send
         self.pump = queue.pump
 
     # -- life -------------------------------------------------------------------------------------
@@ -243,6 +247,8 @@ class Board:
             del self.books.jobs[job.ticket]
             raise
         self.books.counters.requests += 1
+        if request.source is not None and request.prompt_text is None:
+            self._exchange.fetch(live, request.source, job.generation.context, job.origin)
         try:
             self.pump()
             job.waits = job.ticket not in self.queue.admission.running
@@ -441,6 +447,9 @@ class Board:
             if not (spare_paused and spared):
                 job.end(self.supervisor.failed())
         self.queue.fail_tasks()
+
+    def _idles(self) -> None:
+        self._cache_calls.freed()
 
     def _release_board(self) -> None:
         self._runner.pauses.release_board()

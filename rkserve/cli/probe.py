@@ -57,6 +57,13 @@ def probe(
     repeat: Annotated[
         int, typer.Option(min=1, max=100, help="Times that each experiment is made.")
     ] = 1,
+    cache_file: Annotated[
+        Path | None,
+        typer.Option(
+            help="For prompt_cache_portable: the file to write on one board, and, copied with its "
+            ".json, to load on another."
+        ),
+    ] = None,
     time_limit: Annotated[
         float, typer.Option(min=1, help="Seconds for one experiment, its model load included.")
     ] = 120.0,
@@ -75,6 +82,7 @@ def probe(
             only=tuple(only or ()),
             limit_s=time_limit,
             repeat=repeat,
+            cache_file=None if cache_file is None else cache_file.expanduser().absolute(),
             environ={} if library else SIMULATED,
         )
         with interruptible():

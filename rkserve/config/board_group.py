@@ -132,6 +132,14 @@ class PromptCacheConfig(Settings):
     folder: Path | None = Field(
         None, description="Folder for the files, on a local disk; empty: `cache` in state_dir."
     )
+    share_mb_per_s: float = Field(
+        100.0,
+        ge=0,
+        description="The most that a board sends of its files to other boards of the same SoC, "
+        "model and library, in MB/s (gigabit Ethernet carries 117); 0: nothing. A board fetches a "
+        "file where that is faster than the prefill, and only where files of one board are known "
+        "to load on another (quirk `prompt_cache_portable`).",
+    )
     system_prompt: str | None = Field(
         None,
         min_length=1,

@@ -20,13 +20,15 @@ BLOCK = 32  # tokens of a link; a prefix that ends within a block loses half a b
 FILES = 64  # the last used files of a board that are reported: reports must not grow with the disk
 STRIDE = 8  # every 8th link (256 tokens), and the last one, are reported for a context on a disk
 
+_FORM = 1  # of the packed contexts; another form is not read, and a board without it holds nothing
+
 # Hashes of tuples of ints are the same in every process of one build of Python, which Ray demands
 # of a cluster anyway, at half the cost of a digest. This value identifies the hash function.
-SCHEME = hash((1 << 40, -7, 65_537, 3)) & 0xFFFF_FFFF
+SCHEME = (hash((1 << 40, -7, 65_537, 3)) + _FORM) & 0xFFFF_FFFF
 
-# Scheme, park_min; tokens, leaf, tail and number of marks of the live one; flags; number of files.
-# Then the files' tokens, the numbers of their marks, and all marks.
-_HEAD = struct.Struct("<IIIqqHBH")
+# Scheme, park_min; tokens, leaf, tail and number of marks of the live one; flags; number of files;
+# compatibility and fetch_ms. Then the files' tokens, the numbers of their marks, and all marks.
+_HEAD = struct.Struct("<IIIqqHBHqf")
 _APPENDS, _LIVE, _PREFIX = 1, 2, 4
 
 
@@ -145,6 +147,9 @@ class CachedPrefixes:
     ``appends``: the live context may be extended as a whole. ``prefix``: a prompt may also share
     only its beginning. Contexts of at least ``park_min`` tokens are saved to disk when another one
     replaces them; 0: they are lost.
+
+    Boards of the same ``compatibility`` may load each other's files; 0: of none. To fetch a file
+    from another board and to load it takes ``fetch_ms`` per token.
     """
 
     appends: bool = False
@@ -152,6 +157,8 @@ class CachedPrefixes:
     live: LivePrefix | None = None
     files: tuple[FilePrefix, ...] = ()
     prefix: bool = False
+    compatibility: int = 0
+    fetch_ms: float = 0.0
 
 
 def pack(holdings: CachedPrefixes) -> bytes:
@@ -164,7 +171,10 @@ def pack(holdings: CachedPrefixes) -> bytes:
         marks += file.marks
     return b"".join(
         (
-            _HEAD.pack(SCHEME, holdings.park_min, *exact, flags, len(files)),
+            _HEAD.pack(
+                *(SCHEME, holdings.park_min, *exact, flags, len(files)),
+                *(holdings.compatibility, holdings.fetch_ms),
+            ),
             struct.pack(f"<{len(files)}I", *(file.tokens for file in files)),
             struct.pack(f"<{len(files)}H", *(len(file.marks) for file in files)),
             struct.pack(f"<{len(marks)}q", *marks),
@@ -176,7 +186,8 @@ def unpack(data: bytes) -> CachedPrefixes | None:
     """Return the argument of ``pack``; None if another build of Python or rkserve wrote it."""
     if len(data) < _HEAD.size:
         return None
-    scheme, park_min, long, leaf, tail, own, flags, count = _HEAD.unpack_from(data)
+    scheme, park_min, *exact, flags, count, compatible, fetch_ms = _HEAD.unpack_from(data)
+    long, leaf, tail, own = exact
     columns = _HEAD.size + count * 6
     if scheme != SCHEME or len(data) < columns:
         return None
@@ -192,7 +203,8 @@ def unpack(data: bytes) -> CachedPrefixes | None:
     for each, size in zip(tokens, sizes, strict=True):
         files.append(FilePrefix(each, marks[at : at + size]))
         at += size
-    return CachedPrefixes(bool(flags & _APPENDS), park_min, live, tuple(files), prefix)
+    appends = bool(flags & _APPENDS)
+    return CachedPrefixes(appends, park_min, live, tuple(files), prefix, compatible, fetch_ms)
 
 
 _BETWEEN = "#"  # no adapter's key has one

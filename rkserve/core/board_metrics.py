@@ -75,6 +75,16 @@ _COUNTERS: tuple[tuple[str, str, Callable[[BoardReport], float | None]], ...] = 
         "sample before the first.",
         lambda r: (r.cache_write_ms + r.cache_read_ms) / 1e3 or None,
     ),
+    (
+        "rkserve_prompt_cache_fetched",
+        "Prompt cache files that the board has fetched from others; no sample before the first.",
+        lambda r: r.cache_fetched or None,
+    ),
+    (
+        "rkserve_prompt_cache_fetched_bytes",
+        "Their size.",
+        lambda r: r.cache_fetched_bytes or None,
+    ),
     ("rkserve_batch_runs", "Runs of a batch.", lambda r: r.batch_runs),
     ("rkserve_batch_entries", "Generations in runs of a batch.", lambda r: r.batch_entries),
     (

@@ -396,6 +396,11 @@ class BoardReport:
     cache_write_ms: float = 0.0
     cache_read_bytes: int = 0
     cache_read_ms: float = 0.0
+    cache_fetched: int = 0
+    cache_fetched_bytes: int = 0
+    cache_fetch_ms: float = 0.0
+    cache_sent: int = 0
+    cache_sent_bytes: int = 0
     cache_write_rate: float | None = None
     cache_read_rate: float | None = None
     batch_runs: int = 0

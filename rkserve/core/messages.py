@@ -150,6 +150,46 @@ class Thinking:
 
 @crosses_versions
 @dataclass(frozen=True, slots=True)
+class CacheSource:
+    """A board with a prompt cache file, for another board that fetches it from there.
+
+    ``key`` opens that board's cache files and nothing else of its channel, ``fingerprint`` is the
+    SHA-256 of its certificate, empty where nothing is encrypted. ``tokens`` of the prompt are
+    expected in the file.
+    """
+
+    board_id: str
+    host: str
+    port: int
+    tokens: int
+    key: bytes = field(repr=False)  # must not be logged
+    fingerprint: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheQuery:
+    """A request of a board for another one's prompt cache file.
+
+    It is for the file that shares most with ``ids``, computed under ``origin``. Both boards have
+    the same ``compatibility``, a hash of all on which a file depends.
+    """
+
+    compatibility: int
+    origin: str | None
+    ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CacheOffer:
+    """The file that answers a ``CacheQuery``: its positions, size and SHA-256."""
+
+    ids: tuple[int, ...]
+    file_bytes: int
+    sha256: str
+
+
+@crosses_versions
+@dataclass(frozen=True, slots=True)
 class GenerateRequest:
     """One generation: a transcript to continue and its options.
 
@@ -191,6 +231,9 @@ class GenerateRequest:
 
     One of ``stop_ids`` ends the answer as an EOS token does. With ``include_stop`` the text that
     ended it, of a stop string or of one of ``stop_ids``, is part of the answer.
+
+    ``source`` is a board that holds a prompt cache file for the prompt, where fetching it should be
+    faster than the prefill.
     """
 
     request_id: str
@@ -221,6 +264,7 @@ class GenerateRequest:
     salt: str = ""
     stop_ids: tuple[int, ...] = ()
     include_stop: bool = False
+    source: CacheSource | None = None
     embeds: Embeds | None = None
     encoder: EncoderStates | None = None
     decoder_ids: tuple[int, ...] = ()

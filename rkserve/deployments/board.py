@@ -43,6 +43,8 @@ from rkserve.core.files import write_private
 from rkserve.core.logs import LogPage, LogQuery
 from rkserve.core.messages import (
     AdapterRef,
+    CacheOffer,
+    CacheQuery,
     ControlAction,
     Edit,
     EmbedRequest,
@@ -292,6 +294,12 @@ class BoardReplica:
             fetch=fetch.progress,
             version=__version__,
         )
+
+    async def send_cache(self, query: CacheQuery) -> AsyncGenerator[CacheOffer | bytes, None]:
+        """Yield a prompt cache file for another board; see ``PromptCaching.send``."""
+        async with aclosing(self._board.send_cache(query)) as parts:
+            async for part in parts:
+                yield part
 
     async def model_piece(self, name: str, version: str, path: str, number: int) -> bytes:
         """Return a piece of this board's copy of a model, for another board.

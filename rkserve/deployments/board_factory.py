@@ -41,6 +41,7 @@ from rkserve.models.folder import ModelFolder, open_model_folder
 from rkserve.native.quirks import read_quirks_file
 from rkserve.native.runtime import LoadParams, VisionParams
 from rkserve.native.sim import telemetry as simulated
+from rkserve.transport.cache_transfer import fetched
 
 ADAPTERS = "adapters"
 WEIGHTS = "weights"
@@ -124,6 +125,8 @@ def assemble(
         kv_position_bytes=folder.settings.kv_bytes_per_token,
         caches=_caches(group, place, folder, spec),
         disk_bytes_per_s=_simulated_disk(group),
+        share_bytes_per_s=_share_rate(group),
+        fetch_cache=fetched,
         park=group.prompt_cache.park,
         park_min_tokens=group.prompt_cache.park_min_tokens,
         hooks=tuple(load_hook(path) for path in group.hooks),
@@ -225,9 +228,11 @@ def _library(group: BoardGroupConfig) -> Path:
 
 def quirks_of(group: BoardGroupConfig) -> dict[str, bool]:
     """Return a group's overrides: its quirks file's, and its own. Raises ``ConfigError``."""
-    if group.quirks_file is None:
-        return group.quirks
-    return read_quirks_file(group.quirks_file.expanduser(), _library(group)) | group.quirks
+    # The simulated library's files load on other boards; of the vendor's that is not known.
+    known = {} if group.simulated is None else {"prompt_cache_portable": True}
+    if group.quirks_file is not None:
+        known |= read_quirks_file(group.quirks_file.expanduser(), _library(group))
+    return known | group.quirks
 
 
 def _caches(
@@ -243,7 +248,13 @@ def _caches(
         release=_digest_of(Path(spec.library), file_digest),
         template=hashlib.sha256((folder.chat_template or "").encode()).hexdigest(),
         tokenizer=_digest_of(folder.tokenizer_file, content_digest),
-        load=f"{spec.params.max_context_len} {spec.params.n_keep}",
+        load=" ".join(
+            (
+                f"{spec.params.max_context_len} {spec.params.n_keep}",
+                # A real model is converted for one SoC; a simulated one loads on all of them.
+                *(() if group.simulated is None else (soc_of(group.simulated.profile),)),
+            )
+        ),
     )
     return CacheStore(_cache_root(group, place) / place.board_id, seal, settings.max_bytes)
 
@@ -252,8 +263,21 @@ def _simulated_disk(group: BoardGroupConfig) -> float | None:
     """Return the rate of a simulated board's disk in bytes/s, by its own clock."""
     if group.simulated is None:
         return None
-    scale = max(group.simulated.time_scale, 1e-9)
-    return group.simulated.disk_mb_per_s * (1 << 20) / scale
+    return group.simulated.disk_mb_per_s * (1 << 20) / _scale(group)
+
+
+def _share_rate(group: BoardGroupConfig) -> float:
+    """Return the rate at which files go to other boards, in bytes/s, by a board's own clock."""
+    return group.prompt_cache.share_mb_per_s * 1e6 / _scale(group)
+
+
+def soc_of(profile: str) -> str:
+    """Return the SoC of a simulated board's profile, such as ``RK3588``."""
+    return profile.partition("-")[0].upper()
+
+
+def _scale(group: BoardGroupConfig) -> float:
+    return 1.0 if group.simulated is None else max(group.simulated.time_scale, 1e-9)
 
 
 def _cache_root(group: BoardGroupConfig, place: BoardLocation) -> Path:
@@ -297,7 +321,7 @@ class HardwareView:
         if group.simulated is None:
             platform = read_soc(ROOT) or os.uname().machine
             return cls(ROOT, platform, is_simulated=False, state=folder.parent)
-        soc = group.simulated.profile.partition("-")[0].upper()
+        soc = soc_of(group.simulated.profile)
         try:
             simulated.ensure_tree(folder, soc, simulated.BoardReadings())
         except (ConfigError, OSError) as exc:

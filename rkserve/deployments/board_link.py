@@ -20,8 +20,9 @@ from ray.serve.exceptions import DeploymentUnavailableError, RayServeException
 
 from rkserve.core.board_report import BoardReport
 from rkserve.core.errors import BoardFailed, BoardGone, BoardSilent, BoardStartFailed, RkserveError
-from rkserve.core.messages import Accepted, EmbedRequest, Event, GenerateRequest
+from rkserve.core.messages import Accepted, CacheSource, EmbedRequest, Event, GenerateRequest
 from rkserve.fleet.fleet import TakeDelta
+from rkserve.transport.cache_transfer import cache_key
 from rkserve.transport.client import BoardConnection, ChannelClient, ChannelLost
 from rkserve.transport.codec import METHODS
 from rkserve.transport.server import ChannelAddress
@@ -79,6 +80,14 @@ class RayLink:
         async with aclosing(self._streamed(request, replica)) as streamed:
             async for event in streamed:
                 yield event
+
+    def cache_source(self, replica: str, tokens: int) -> CacheSource | None:
+        """Return the way to that replica's cache files; see ``BoardLink``."""
+        line = None if self._channels is None else self._channels.line(replica)
+        if line is None:
+            return None
+        at = line.address
+        return CacheSource(at.board_id, at.host, at.port, tokens, cache_key(at.key), at.fingerprint)
 
     async def _streamed(
         self, request: GenerateRequest, replica: str

@@ -18,7 +18,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from rkserve.core.board_report import BoardReport, BoardState
 from rkserve.core.desired_state import Desired
 from rkserve.core.errors import BoardFailed, BoardStartFailed, RkserveError
-from rkserve.core.messages import Delta, Event, GenerateRequest
+from rkserve.core.messages import CacheSource, Delta, Event, GenerateRequest
 from rkserve.fleet.board_table import SILENT, BoardAddress, BoardTable
 
 log = logging.getLogger(__name__)
@@ -71,6 +71,11 @@ class BoardLink(Protocol):
         """Generate on that replica. Closing the generator aborts; raises ``RkserveError`` only.
 
         Deltas that ``take`` has processed, while all before them have been read, are not yielded.
+        """
+
+    def cache_source(self, replica: str, tokens: int) -> CacheSource | None:
+        """Return the way to that replica's cache files, of which one has so many tokens of a
+        prompt; None without a connection to it.
         """
 
     async def ask(self, replica: str, method: str, *args: Any, timeout_s: float) -> Any:

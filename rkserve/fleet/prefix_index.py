@@ -8,7 +8,7 @@ are identified by small numbers (slots).
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -26,10 +26,14 @@ LOOKED_AT = 16  # boards with the same prefix to compare; more do not help
 
 @dataclass(frozen=True, slots=True)
 class Reuse:
-    """A board's cached prefix of a prompt: ``tokens`` in the live context, or in a file."""
+    """A board's cached prefix of a prompt: ``tokens`` in the live context, or in a file.
+
+    With ``source`` the file is on the board of that slot, and has to be fetched from there.
+    """
 
     tokens: int = 0
     live: bool = False
+    source: int | None = None
 
     def __bool__(self) -> bool:
         return self.tokens > 0
@@ -56,6 +60,8 @@ class _Store:
     appends: bool = False
     prefix: bool = False  # a prompt may share only the beginning of the live context
     park_min: int = 0
+    compatibility: int = 0
+    fetch_ms: float = 0.0
     live: LivePrefix | None = None
     live_guessed_s: float | None = None
     files: dict[int, _Filed] = field(default_factory=dict)
@@ -120,6 +126,52 @@ class PrefixIndex:
     def reuse(self, slot: int, chain: BlockHashes) -> Reuse:
         """Return the board's cached prefix of the prompt."""
         return self._of((slot,), chain, len(chain.links)).get(slot, NOTHING)
+
+    def sources(self, chain: BlockHashes) -> dict[int, Reuse]:
+        """Return the longest file for the prompt among boards that exchange files.
+
+        It is by their compatibility, and has the slot of its board as ``source``.
+        """
+        found: dict[int, Reuse] = {}
+        for blocks in range(len(chain.links), 0, -1):
+            at = self._files.get(chain.links[blocks - 1])
+            if at is None:
+                continue
+            tokens = _spared(chain, blocks)
+            for slot in (at,) if isinstance(at, int) else islice(at, LOOKED_AT):
+                store = self._stores[slot]
+                if store.compatibility and store.compatibility not in found:
+                    found[store.compatibility] = Reuse(tokens, source=slot)
+            if len(found) == self._kinds:
+                break
+        return found
+
+    def fetched(
+        self, slot: int, own: Reuse, sources: Mapping[int, Reuse], prefill_ms: float
+    ) -> Reuse:
+        """Return the file to fetch for a board that has ``own``, or nothing.
+
+        It saves ``park_min`` tokens over that, and more time than the fetch takes; a token's
+        prefill there takes ``prefill_ms``.
+        """
+        store = self._stores.get(slot)
+        if store is None or not store.compatibility or not store.park_min:
+            return NOTHING
+        other = sources.get(store.compatibility, NOTHING)
+        more = other.tokens - own.tokens
+        if other.source == slot or more < store.park_min:
+            return NOTHING
+        return other if more * prefill_ms > other.tokens * store.fetch_ms else NOTHING
+
+    def fetch_ms(self, slot: int) -> float:
+        """Return the time in which the board fetches and reads a token of a file, in ms."""
+        store = self._stores.get(slot)
+        return 0.0 if store is None else store.fetch_ms
+
+    @property
+    def _kinds(self) -> int:
+        """The number of different compatibilities, at least 1."""
+        return max(1, len({store.compatibility for store in self._stores.values()} - {0}))
 
     def _of(self, slots: Collection[int], chain: BlockHashes, blocks: int) -> dict[int, Reuse]:
         """Return the cached prefixes of boards whose files match at most ``blocks`` blocks."""
@@ -263,6 +315,7 @@ class PrefixIndex:
         store = self._stores.setdefault(slot, _Store())
         store.appends, store.prefix = contents.appends, contents.prefix
         store.park_min = contents.park_min
+        store.compatibility, store.fetch_ms = contents.compatibility, contents.fetch_ms
         fresh = store.live_guessed_s is not None and store.live_guessed_s >= asked_s
         if not fresh and not store.runs:
             self._set_live(slot, store, contents.live, None)

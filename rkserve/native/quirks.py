@@ -120,6 +120,15 @@ TABLE = (
         default=True,
     ),
     Quirk(
+        "prompt_cache_portable",
+        "A prompt cache that one board has saved loads on another board with the same SoC, model "
+        "and library, and shortens the prefill there. Nothing is known of it: a file may depend on "
+        "the memory of the process that wrote it. Where True boards exchange files. `rkserve probe "
+        "--cache-file FILE`, run on one board and then with that file on another, finds it.",
+        Evidence.UNKNOWN,
+        default=False,
+    ),
+    Quirk(
         "run_async",
         "`rkllm_run_async` works. It was broken in 1.2.1 (rknn-llm #320 and #321), and the "
         "vendor's change log has it repaired in 1.2.2; where False the binding refuses it.",

@@ -110,6 +110,8 @@ class ExperimentOrder:
     tokenizer_file: str
     thinking: Sequence[str]  # the marks of reasoning
     allow_unlisted: bool = False
+    simulated: bool = False
+    cache_file: str = ""  # a prompt cache of another board, or the one to write for it
 
 
 @dataclass(slots=True)
@@ -654,6 +656,46 @@ def prompt_cache_save_with_history(lab: Lab) -> Figures:
         }
 
 
+def prompt_cache_portable(lab: Lab) -> Figures:
+    """Write a prompt cache for another board, or load the one of another board."""
+    order = lab.order
+    if not order.cache_file:
+        return {"file": ""}
+    file = Path(order.cache_file)
+    note = file.with_name(f"{file.name}.json")
+    lab.open()
+    if not file.exists():
+        first = lab.run(lab.ids("story"), clear=True, limit=STOP_AT, save_cache=str(file))
+        if not file.exists():
+            return {"file": ""}
+        ids = [*lab.ids("story"), *lab.kept(first)]
+        note.write_text(json.dumps({"machine": _machine(), "ids": ids}), encoding="utf-8")
+        return {"file": "written"}
+    known = json.loads(note.read_text(encoding="utf-8"))
+    sent = (*known["ids"], *lab.stop_ids(), *lab.ids("short"))
+    whole = lab.run(sent, clear=True, limit=STOP_AT)
+    lab.runtime.clear_kv_cache()
+    lab.trial()
+    lab.runtime.load_prompt_cache(str(file))
+    answer = lab.run(sent, limit=STOP_AT)
+    return {
+        "file": "loaded",
+        "elsewhere": order.simulated or known["machine"] != _machine(),
+        "end": answer.end,
+        "same": answer.ids == whole.ids,
+        "sent": len(sent),
+        "prefill": answer.perf.prefill_tokens,
+    }
+
+
+def _machine() -> str:
+    """Return a name of this machine that no other one has."""
+    try:
+        return Path("/etc/machine-id").read_text(encoding="utf-8").strip()
+    except OSError:
+        return os.uname().nodename
+
+
 def cache_compares_ids(lab: Lab) -> Figures:
     with tempfile.TemporaryDirectory() as folder:
         file, other = f"{folder}/cache.bin", lab.ids("other")
@@ -936,6 +978,7 @@ EXPERIMENTS: Mapping[str, Callable[[Lab], Figures]] = {
         prompt_cache_after_abort,
         prompt_cache_load_with_history,
         prompt_cache_save_with_history,
+        prompt_cache_portable,
         cache_compares_ids,
         run_async,
         prefix_reuse_in_ram,

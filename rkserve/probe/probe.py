@@ -67,9 +67,15 @@ _FACTS: Mapping[str, re.Pattern[str]] = {
 OnResult = Callable[[ExperimentResult], None]
 
 
+OF_TWO_BOARDS = "prompt_cache_portable"
+
+
 @dataclass(frozen=True, slots=True)
 class ProbeOptions:
-    """The library and model to probe. ``environ`` is added to that of the children."""
+    """The library and model to probe. ``environ`` is added to that of the children.
+
+    ``cache_file`` is a prompt cache of another board, or the one to write for it.
+    """
 
     library: Path
     folder: ModelFolder
@@ -79,6 +85,7 @@ class ProbeOptions:
     limit_s: float = 120.0
     repeat: int = 1
     environ: Mapping[str, str] = field(default_factory=dict)
+    cache_file: Path | None = None
 
 
 class Stuck(Exception):
@@ -103,7 +110,7 @@ class ProbeRun:
             Stuck: a child does not end.
         """
         options, baseline = self._options, None
-        for plan in _wanted(options.only):
+        for plan in _wanted(options):
             times = 1 if plan.name in FIRST else options.repeat
             observed = [self.observe(plan.name) for _ in range(times)]
             seen = observed[-1]
@@ -204,6 +211,8 @@ def _order(options: ProbeOptions) -> ExperimentOrder:
         tokenizer_file=str(folder.tokenizer_file),
         thinking=marks,
         allow_unlisted=options.allow_unlisted,
+        simulated=options.simulated,
+        cache_file="" if options.cache_file is None else str(options.cache_file),
     )
 
 
@@ -292,8 +301,12 @@ def _ignore(_: ExperimentResult) -> None:
     """Do nothing with a result before the report."""
 
 
-def _wanted(only: Sequence[str]) -> list[ExperimentPlan]:
-    return [plan for plan in PLANS if not only or plan.name in (*FIRST, *only)]
+def _wanted(options: ProbeOptions) -> list[ExperimentPlan]:
+    """Return the experiments to make; one that takes two boards only where it is asked for."""
+    if options.only:
+        return [plan for plan in PLANS if plan.name in (*FIRST, *options.only)]
+    skipped = () if options.cache_file is not None else (OF_TWO_BOARDS,)
+    return [plan for plan in PLANS if plan.name not in skipped]
 
 
 def _verdict(plan: ExperimentPlan, seen: Observation, baseline: Baseline | None) -> Verdict:

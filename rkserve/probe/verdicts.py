@@ -314,6 +314,18 @@ def _cache_save(figures: Figures) -> Verdict:
     return _shortened(figures, figures["prefill"], figures["sent"])
 
 
+def _cache_portable(figures: Figures) -> Verdict:
+    if figures["file"] == "written":
+        return _open(figures, "the file is written: run the probe with it on another board")
+    if not figures["file"]:
+        return _open(figures, "it takes two boards: run the probe with --cache-file FILE on one")
+    if not figures["elsewhere"]:
+        return _open(figures, "the file was written on this board: copy it to another one")
+    if figures["end"] != FINISHED or not figures["same"]:
+        return _settled(False, figures)
+    return _shortened(figures, figures["prefill"], figures["sent"])
+
+
 def _cache_ids(figures: Figures) -> Verdict:
     if not figures["file"]:
         return _open(figures, "no prompt cache was written")
@@ -515,6 +527,12 @@ PLANS: Sequence[ExperimentPlan] = (
         "A run with keep_history saves its whole context.",
         _cache_save,
         needs=("kv", "prefill"),
+    ),
+    ExperimentPlan(
+        "prompt_cache_portable",
+        "A prompt cache of another board loads, and shortens the prefill.",
+        _cache_portable,
+        needs=(*_COMPARED, "prefill"),
     ),
     _assumption(
         "cache_compares_ids",

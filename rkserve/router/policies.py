@@ -318,17 +318,19 @@ class PrefixPolicy(RoutingPolicy):
         last = None if known else boards.last(request.session)
         if last is not None and last.has_place and _may(last, request, free[0].held):
             looked[last.slot] = last
-        weighed = [self._weigh(request, boards, one, known, now_s) for one in looked.values()]
+        sources = index.sources(chain) if index is not None and chain is not None else {}
+        found = known, sources
+        weighed = [self._weigh(request, boards, one, found, now_s) for one in looked.values()]
         hinted = [
             one._replace(score=one.score - HINT_MS) if one.board is last else one for one in weighed
         ]
         best = self._best(hinted)
-        waits = [self._weigh(request, boards, one, known, now_s) for one in busy]
+        waits = [self._weigh(request, boards, one, found, now_s) for one in busy]
         return self._patient(request, best, waits, now_s)
 
     def satisfied(self, take: SendTo, /) -> bool:
         """See ``RoutingPolicy``."""
-        return take.reuse.tokens > 0
+        return take.reuse.tokens > 0 and take.reuse.source is None
 
     def first(self, offers: Sequence[tuple[RoutingRequest, SendTo]], /) -> int:
         """Prefer the request whose board saves the most prefill time; see ``RoutingPolicy``.
@@ -376,11 +378,19 @@ class PrefixPolicy(RoutingPolicy):
         request: RoutingRequest,
         boards: ModelBoards,
         board: Candidate,
-        known: dict[int, Reuse],
+        found: tuple[dict[int, Reuse], dict[int, Reuse]],
         now_s: float,
     ) -> _Estimate:
+        """Estimate a board by its own cached prefix, or by a file that it fetches; ``found`` are
+        those of boards, by slot, and the files to fetch, by compatibility.
+        """
         index, speed = boards.index, board.speed
-        reuse = known.get(board.slot, NOTHING)
+        known, sources = found
+        reuse, fetch_ms = known.get(board.slot, NOTHING), 0.0
+        if index is not None and sources:
+            fetched = index.fetched(board.slot, reuse, sources, speed.prefill_ms)
+            if fetched:
+                reuse, fetch_ms = fetched, fetched.tokens * index.fetch_ms(board.slot)
         live = index.live_tokens(board.slot) if index is not None else 0
         wait_ms = 0.0 if board.has_place else board.wait_ms(now_s)
         wait_ms += boards.booked_ms(board, request.request_id) if board.has_place else 0.0
@@ -395,7 +405,9 @@ class PrefixPolicy(RoutingPolicy):
             lost_ms = again_ms * RETURNS / (1.0 + idle_s / FORGOTTEN_S)
         cold_ms = wait_ms + parking_ms + request.prompt_tokens * speed.prefill_ms
         spared_ms = reuse.tokens * speed.prefill_ms
-        if reuse.tokens and not reuse.live:
+        if reuse.source is not None:
+            spared_ms -= fetch_ms
+        elif reuse.tokens and not reuse.live:
             spared_ms -= reuse.tokens * self.settings.restore_ms
         ttft_ms = cold_ms - spared_ms
         decode_ms = min(DECODED, request.max_tokens) * speed.decode_ms

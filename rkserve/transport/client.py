@@ -130,7 +130,7 @@ class BoardConnection:
     """The connection to one board, with all of this Router's streams there."""
 
     def __init__(self, address: ChannelAddress, pulse: Heartbeat) -> None:
-        self.board_id = address.board_id
+        self.board_id, self.address = address.board_id, address
         self._numbers = itertools.count(1)
         self._inboxes: dict[int, EventStream] = {}
         self._asked: dict[int, tuple[str, asyncio.Future[Any]]] = {}  # method and result
@@ -208,6 +208,10 @@ class BoardConnection:
             answer.set_exception(codec.unpack_error(item, self.board_id))
         else:
             answer.set_result(codec.unpack_answer(item, method))
+
+    def handle_raw(self, _data: bytes) -> None:
+        """Refuse raw bytes. Raises ``MalformedMessage``."""
+        raise codec.MalformedMessage("raw bytes where an answer was expected")
 
     def drained(self) -> None:
         """Do nothing: a Router sends only short messages."""

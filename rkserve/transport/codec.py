@@ -30,6 +30,8 @@ from rkserve.core.errors import BoardFailed, RkserveError
 from rkserve.core.logs import LogPage, LogQuery
 from rkserve.core.messages import (
     Accepted,
+    CacheOffer,
+    CacheQuery,
     Delta,
     Embedded,
     EmbedRequest,
@@ -257,6 +259,8 @@ def seal(kinds: Iterable[Any]) -> bytes:
 GENERATE, EMBED = 0, 1
 # Sent by a board, beside events:
 FAILED, ANSWERED = -1, -2
+# Sent by a board that fetches a prompt cache file from another one, and by that one:
+QUERY, OFFER = "query", "offer"
 
 # Methods that are called often or must be quick, such as those that a pause waits for. By name:
 # the types of the arguments, and the type of the answer.
@@ -276,9 +280,10 @@ _ERRORS = {
     for name, kind in vars(errors).items()
     if isinstance(kind, type) and issubclass(kind, RkserveError)
 }
+_QUERY, _OFFER = DataclassCodec(CacheQuery), DataclassCodec(CacheOffer)
 _KINDS = [kind for args, answer in METHODS.values() for kind in (*args, answer)]
 # Compared in the handshake: ends with different message types do not connect.
-SEAL = seal((*EVENTS, GenerateRequest, EmbedRequest, *_KINDS))
+SEAL = seal((*EVENTS, GenerateRequest, EmbedRequest, *_KINDS, CacheQuery, CacheOffer))
 
 
 def pack_request(stream: int, request: GenerateRequest) -> list[Any]:
@@ -319,6 +324,32 @@ def unpack_answer(item: Sequence[Any], method: str) -> Any:
     if item[1] != ANSWERED:
         raise MalformedMessage(f"not an answer to '{method}'")
     return _ANSWERS[method].unpack(item[2:])
+
+
+def pack_query(stream: int, query: CacheQuery) -> list[Any]:
+    """Return a query for a prompt cache file."""
+    return [stream, QUERY, *_QUERY.pack(query)]
+
+
+def unpack_query(item: Sequence[Any]) -> CacheQuery:
+    """Return such a query. Raises ``MalformedMessage``."""
+    if item[1:2] != [QUERY]:
+        raise MalformedMessage("not a query for a prompt cache file")
+    query: CacheQuery = _QUERY.unpack(item[2:])
+    return query
+
+
+def pack_offer(stream: int, offer: CacheOffer) -> list[Any]:
+    """Return the offer of a prompt cache file."""
+    return [stream, OFFER, *_OFFER.pack(offer)]
+
+
+def unpack_offer(item: Sequence[Any]) -> CacheOffer:
+    """Return such an offer. Raises ``MalformedMessage``."""
+    if item[1:2] != [OFFER]:
+        raise MalformedMessage("not an offer of a prompt cache file")
+    offer: CacheOffer = _OFFER.unpack(item[2:])
+    return offer
 
 
 def pack_error(stream: int, exc: RkserveError) -> list[Any]:

@@ -29,6 +29,7 @@ KEY_BYTES = 32
 # A frame holds the pending items: usually a few tokens, at most ``ITEMS`` whole answers.
 MAX_FRAME = 64 * 1024 * 1024
 HEARTBEAT = b"\0\0\0\0"  # a frame of nothing
+RAW = b"\0"  # begins a frame of raw bytes; JSON has no such byte
 _LENGTH = struct.Struct(">I")
 _NUMBER = struct.Struct(">Q")
 
@@ -101,9 +102,18 @@ def _prove(key: bytes, who: bytes, fingerprint: bytes, *parts: bytes) -> bytes:
 class BoardHandshake:
     """The board's side of the handshake: it sends first, and its connection number last."""
 
-    def __init__(self, key: bytes, number: int, identity: BoardIdentity | None = None) -> None:
-        """Encrypt with the certificate of ``identity``."""
-        self._key, self._number = key, number
+    def __init__(
+        self,
+        key: bytes,
+        number: int,
+        identity: BoardIdentity | None = None,
+        limited: bytes = b"",
+    ) -> None:
+        """Encrypt with the certificate of ``identity``. ``limited`` is a key that is taken, too,
+        and sets ``is_limited``; empty: none is.
+        """
+        self._key, self._number, self._limited = key, number, limited
+        self.is_limited = False
         self._pinned = identity.fingerprint if identity is not None else b""
         self._nonce = secrets.token_bytes(NONCE_BYTES)
         self.need = NONCE_BYTES + PROOF_BYTES  # length of the next message
@@ -118,13 +128,17 @@ class BoardHandshake:
     def take(self, message: bytes) -> bytes:
         """Verify the Router's proof; return the board's. Raises ``ChannelError``."""
         theirs, proof = message[:NONCE_BYTES], message[NONCE_BYTES:]
-        if not hmac.compare_digest(
-            proof, _prove(self._key, b"R", self._pinned, self._nonce, theirs)
-        ):
+        if self._limited and self._proves(self._limited, theirs, proof):
+            self._key, self.is_limited = self._limited, True
+        elif not self._proves(self._key, theirs, proof):
             raise ChannelError("the Router does not know the key")
         self.done = True
         number = _NUMBER.pack(self._number)
         return _prove(self._key, b"B", self._pinned, self._nonce, theirs, number) + number
+
+    def _proves(self, key: bytes, theirs: bytes, proof: bytes) -> bool:
+        expected = _prove(key, b"R", self._pinned, self._nonce, theirs)
+        return hmac.compare_digest(proof, expected)
 
 
 class RouterHandshake:
@@ -206,6 +220,9 @@ class ConnectionOwner(Protocol):
     def handle(self, items: list[list[Any]]) -> None:
         """Handle a frame. Raises ``MalformedMessage``, which closes the connection."""
 
+    def handle_raw(self, data: bytes) -> None:
+        """Handle a frame of raw bytes. Raises as ``handle``."""
+
     def drained(self) -> None:
         """Handle the end of backpressure, after ``ChannelConnection.full``."""
 
@@ -237,6 +254,27 @@ class ChannelConnection(asyncio.Protocol):
         if self.open:
             self._wrote_s = self._loop.time()
             self._write(frame(codec.to_bytes(items)))
+
+    def send_raw(self, data: bytes) -> None:
+        """Write a frame of raw bytes; do nothing after the end."""
+        if self.open:
+            self._wrote_s = self._loop.time()
+            self._write(frame(RAW + data))
+
+    def hand_to(self, owner: ConnectionOwner) -> None:
+        """Have another owner from now on."""
+        self._owner = owner
+
+    def pause_reading(self) -> None:
+        """Read no more for now; the peer notices once the buffers between them are full."""
+        if self._transport is not None:
+            self._transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        """Read again."""
+        if self._transport is not None and self._loss is None:
+            self._heard_s = self._loop.time()
+            self._transport.resume_reading()
 
     def close(self, reason: str, *, silent: bool = False) -> None:
         """Close at once; unsent data is dropped."""
@@ -334,7 +372,11 @@ class ChannelConnection(asyncio.Protocol):
 
     def _read(self, data: bytes) -> None:
         for payload in self._frames.feed(data):
-            if payload and self.open:
+            if not payload or not self.open:
+                continue
+            if payload[:1] == RAW:
+                self._owner.handle_raw(payload[1:])
+            else:
                 self._owner.handle(codec.from_bytes(payload))
 
     def _tick(self) -> None:

@@ -19,9 +19,18 @@ from rkserve.core.board_report import BoardReport, Emitted
 from rkserve.core.desired_state import Adoption, Desired
 from rkserve.core.errors import BoardFailed, RkserveError
 from rkserve.core.logs import LogPage, LogQuery
-from rkserve.core.messages import Delta, EmbedRequest, Event, GenerateRequest, merged
+from rkserve.core.messages import (
+    CacheOffer,
+    CacheQuery,
+    Delta,
+    EmbedRequest,
+    Event,
+    GenerateRequest,
+    merged,
+)
 from rkserve.core.skew import crosses_versions
 from rkserve.transport import codec
+from rkserve.transport.cache_transfer import CacheSender, cache_key
 from rkserve.transport.codec import MalformedMessage
 from rkserve.transport.connection import (
     BoardHandshake,
@@ -71,6 +80,9 @@ class BoardMethods(Protocol):
     def logs(self, query: LogQuery) -> Awaitable[LogPage]:
         """Return lines of the board's log."""
 
+    def send_cache(self, query: CacheQuery) -> AsyncGenerator[CacheOffer | bytes, None]:
+        """Yield the offer of a prompt cache file, then its content."""
+
 
 class RouterConnection:
     """The calls of one Router. Each is a task, cancelled when its reader leaves."""
@@ -78,6 +90,7 @@ class RouterConnection:
     def __init__(self, server: ChannelServer, side: BoardHandshake, pulse: Heartbeat) -> None:
         self._server = server
         self._board_id, self._callee = server.board_id, server.callee
+        self._side = side
         self.line = ChannelConnection(side, pulse, self)
         self.tasks: dict[int, asyncio.Task[None]] = {}  # the calls in progress, by stream
         # By stream: an event, an encoded answer or error, or None for its end.
@@ -112,7 +125,18 @@ class RouterConnection:
             self.line.send(items[start : start + ITEMS])
 
     def opened(self) -> None:
-        """See ``ConnectionOwner``."""
+        """Leave the connection of another board, which may read cache files only, to its sender."""
+        if self._side.is_limited:
+            server = self._server
+            server.connections.discard(self)
+            server.senders.add(self.line)
+            ended = partial(server.senders.discard, self.line)
+            sender = CacheSender(self._board_id, self.line, self._callee.send_cache, ended)
+            self.line.hand_to(sender)
+
+    def handle_raw(self, _data: bytes) -> None:
+        """Refuse raw bytes. Raises ``MalformedMessage``."""
+        raise MalformedMessage("raw bytes where a call was expected")
 
     def handle(self, items: list[list[Any]]) -> None:
         """Handle calls and cancellations of streams. Raises ``MalformedMessage``."""
@@ -215,6 +239,7 @@ class ChannelServer:
         self._identity: BoardIdentity | None = None  # the certificate, where it encrypts
         self._numbers = itertools.count(1)
         self.connections: set[RouterConnection] = set()
+        self.senders: set[ChannelConnection] = set()  # connections of boards that fetch a file
         self.ends = False  # new generations are rejected
         self._server: asyncio.Server | None = None
         self.address: ChannelAddress | None = None  # None while not listening
@@ -253,13 +278,14 @@ class ChannelServer:
         self.address = None
         if self._server is not None:
             self._server.close()
-        for one in list(self.connections):
-            one.line.close("the board ends")
+        for line in [*(one.line for one in self.connections), *self.senders]:
+            line.close("the board ends")
         if self._server is not None:
             await self._server.wait_closed()
 
     def _admit(self) -> ChannelConnection:
-        side = BoardHandshake(self._key, next(self._numbers), self._identity)
+        limited = cache_key(self._key)
+        side = BoardHandshake(self._key, next(self._numbers), self._identity, limited)
         admitted = RouterConnection(self, side, self._pulse)
         self.connections.add(admitted)
         if sum(not one.line.open for one in self.connections) > MAX_UNPROVEN:

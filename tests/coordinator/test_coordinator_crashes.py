@@ -85,6 +85,9 @@ class FusedLink:
         self.fuse.moment()
         return said
 
+    def cache_source(self, replica: str, tokens: int) -> None:
+        return None
+
     async def ask_all(
         self, method: str, *args: Any, timeout_s: float, take: Callable[[Any], None]
     ) -> None:

@@ -81,7 +81,11 @@ def test_a_group_takes_the_quirks_that_a_probe_found_and_its_own_first(tmp_path:
     probed = group(MODEL, 1).model_copy(
         update={"quirks_file": file, "quirks": {"abort_in_callback": False}}
     )
-    assert quirks_of(probed) == {"abort_in_callback": False, "run_async": False}
+    assert quirks_of(probed) == {
+        "abort_in_callback": False,
+        "run_async": False,
+        "prompt_cache_portable": True,  # of simulated boards
+    }
     other = probed.model_copy(update={"simulated": SimulatedConfig(release="1.2.3")})
     with pytest.raises(ConfigError, match="Run rkserve probe again"):
         assemble(other, place(tmp_path), "rk3588")

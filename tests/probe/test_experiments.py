@@ -35,6 +35,7 @@ SWITCHES: dict[str, tuple[dict[str, str], dict[str, str]]] = {
     "prompt_cache_after_abort": ({"CACHE_AFTER_ABORT": "ok"}, {"CACHE_AFTER_ABORT": "crash"}),
     "prompt_cache_load_with_history": ({"CACHE_WITH_HISTORY": "1"}, {}),
     "prompt_cache_save_with_history": ({}, {"NO_SAVE_WITH_HISTORY": "1"}),
+    "prompt_cache_portable": ({}, {"CACHE_BOUND": "1"}),
     "run_async": ({}, {"ASYNC_BROKEN": "1"}),
     "prefix_reuse_in_ram": ({}, {"PREFIX_REUSE": "0"}),
     "append_tokens_with_history": ({}, {"CLOSE_TURNS": "1"}),
@@ -70,7 +71,11 @@ def judged(
         simulated=True,
         limit_s=limit_s,
         environ=FAST | {f"RKSIM_{key}": value for key, value in given.items()},
+        cache_file=folder / "cache.bin",
     )
+    if name == "prompt_cache_portable":
+        written = verdict_of(PLAN[name], ProbeRun(options).observe(name), Baseline())
+        assert written.value is None
     return verdict_of(PLAN[name], ProbeRun(options).observe(name), Baseline())
 
 

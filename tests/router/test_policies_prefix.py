@@ -398,3 +398,73 @@ def test_the_context_that_is_idle_for_longest_is_displaced_first() -> None:
     for key, used_s in (("a", 100.0), ("b", 0.0), ("c", 90.0)):
         join(known, key, holdings=holds(TALK)).used_s = used_s
     assert chosen(PrefixPolicy().choose(ask(tuple(range(300))), known, 100.0)) == "b"
+
+
+# -- files of other boards ------------------------------------------------------------------------
+
+EXCHANGE = {"compatibility": 7, "fetch_ms": 0.5}
+OTHER = {"compatibility": 8, "fetch_ms": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("there", "here", "expected"),
+    [
+        pytest.param(EXCHANGE, EXCHANGE, Reuse(1024, source=0), id="of the same kind"),
+        pytest.param(OTHER, EXCHANGE, Reuse(), id="of another kind"),
+        pytest.param(EXCHANGE, {}, Reuse(), id="one that loads no files of others"),
+        pytest.param({}, EXCHANGE, Reuse(), id="one that sends none"),
+        pytest.param(EXCHANGE, {"compatibility": 7, "fetch_ms": 4.0}, Reuse(), id="a slow network"),
+    ],
+)
+def test_a_free_board_fetches_the_file_of_a_busy_one_where_that_is_faster(
+    there: dict[str, Any], here: dict[str, Any], expected: Reuse
+) -> None:
+    known = boards()
+    fast = speed(2.5, 50.0)
+    join(known, "a", running=1, holdings=holds(None, TALK[:1030], **there), **fast)
+    join(known, "b", holdings=holds(None, **here), **fast)
+    verdict = PrefixPolicy().choose(ask(), known, 0.0)
+    assert isinstance(verdict, SendTo)
+    assert (verdict.board.key, verdict.reuse) == ("b", expected)
+    sent = InFlightRequest(known, verdict.board, ask(), 0.0)
+    assert sent.expected == expected
+    source = sent.source
+    assert (None if source is None else source.key) == ("a" if expected else None)
+
+
+def test_a_board_fetches_no_file_that_it_has_itself_or_that_saves_little_more() -> None:
+    for own, found in ((1030, Reuse(1024)), (900, Reuse(896)), (300, Reuse(1024, source=0))):
+        known = boards()
+        fast = speed(2.5, 50.0)
+        join(known, "a", running=1, holdings=holds(None, TALK[:1030], **EXCHANGE), **fast)
+        join(known, "b", holdings=holds(None, TALK[:own], **EXCHANGE), **fast)
+        verdict = PrefixPolicy().choose(ask(), known, 0.0)
+        assert isinstance(verdict, SendTo)
+        assert (verdict.board.key, verdict.reuse) == ("b", found), own
+
+
+def test_a_request_waits_for_a_busy_board_only_if_no_free_one_can_have_its_file_sooner() -> None:
+    def decide(**exchange: Any) -> object:
+        known, fast = boards(), speed(2.5, 50.0)
+        busy = join(known, "a", holdings=holds(None, TALK[:1030], **exchange), **fast)
+        InFlightRequest(known, busy, RoutingRequest("other", "m", 8, 16), 0.0)
+        join(known, "b", holdings=holds(None, **exchange), **fast)
+        return PrefixPolicy().choose(ask(), known, 0.0)
+
+    assert isinstance(decide(), WaitFor)
+    assert isinstance(decide(**EXCHANGE), SendTo)
+
+
+def test_a_drained_board_still_gives_its_files() -> None:
+    known, fast = boards(), speed(2.5, 50.0)
+    join(
+        known,
+        "a",
+        held=PauseEffect.DRAINED,
+        holdings=holds(None, TALK[:1030], **EXCHANGE),
+        **fast,
+    )
+    join(known, "b", holdings=holds(None, **EXCHANGE), **fast)
+    verdict = PrefixPolicy().choose(ask(), known, 0.0)
+    assert isinstance(verdict, SendTo)
+    assert (verdict.board.key, verdict.reuse) == ("b", Reuse(1024, source=0))

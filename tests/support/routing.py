@@ -60,11 +60,11 @@ def speed(prefill_ms: float, decode_ms: float) -> dict[str, Any]:
     }
 
 
-def holds(live: tuple[int, ...] | None = None, *files: tuple[int, ...]) -> bytes:
+def holds(live: tuple[int, ...] | None = None, *files: tuple[int, ...], **rest: Any) -> bytes:
     """Return the packed KV holdings of a board."""
     held = None if live is None else LivePrefix.of(BlockHashes(live, seed_of(None)))
     filed = (FilePrefix(len(ids), BlockHashes(ids, seed_of(None)).marks) for ids in files)
-    return pack(CachedPrefixes(appends=True, park_min=256, live=held, files=tuple(filed)))
+    return pack(CachedPrefixes(appends=True, park_min=256, live=held, files=tuple(filed), **rest))
 
 
 def ask(

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from rkserve.board.operations.base_weights import BaseWeights, WeightSwap
@@ -68,7 +68,10 @@ class StateAdopter:
         runner: RequestRunner,
         sleep: BoardSleep,
         weights: BaseWeights,
+        drained: Callable[[], None],
     ) -> None:
+        """``drained`` is called at the beginning of a drain."""
+        self._drained = drained
         self._board_id = books.settings.board_id
         self._books, self._slot, self._queue = books, slot, queue
         self._embedding = embedding
@@ -188,6 +191,8 @@ class StateAdopter:
                 self._settle(job, done, thawed=job in thawed)
         self._plan_clear(before)
         self._sleep.update(done.stopped)
+        if target.drained and not (before is not None and before.drained):
+            self._drained()
         self._new_state.wake()
         self._queue.pump()
 

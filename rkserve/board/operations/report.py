@@ -14,11 +14,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from rkserve.board.answer.transcript import Ids
+from rkserve.board.run.cache_exchange import CacheExchange
 from rkserve.board.run.loaded_engine import LoadedEngine
-from rkserve.board.run.parts import EngineSlot, RunQueue
+from rkserve.board.run.parts import BoardBooks, EngineSlot, RunQueue
 from rkserve.board.run.paused import PausedRequests
 from rkserve.board.run.prompt_caching import PromptCaching
-from rkserve.board.run.settings import BoardSettings
 from rkserve.core.block_hashes import (
     BLOCK,
     FILES,
@@ -82,15 +82,16 @@ class ModelFileDigest:
 class PrefixReport:
     """The cached prefixes of one board. Computed hashes are kept."""
 
-    def __init__(self, caching: PromptCaching) -> None:
-        self._caching = caching
+    def __init__(self, caching: PromptCaching, exchange: CacheExchange) -> None:
+        self._caching, self._exchange = caching, exchange
         self._files: dict[str, FilePrefix] = {}
         self._live: tuple[Ids, str | None, LivePrefix] | None = None
+        self._park_min = 0  # with the last engine
         self._packed: tuple[CachedPrefixes, bytes] = (CachedPrefixes(), pack(CachedPrefixes()))
 
     def packed(self, live: LoadedEngine | None) -> bytes:
         """Return the cached prefixes with that engine; empty without one."""
-        holdings = CachedPrefixes() if live is None else self._of(live)
+        holdings = self._without_engine() if live is None else self._of(live)
         if holdings != self._packed[0]:
             self._packed = (holdings, pack(holdings))
         return self._packed[1]
@@ -98,14 +99,33 @@ class PrefixReport:
     def _of(self, live: LoadedEngine) -> CachedPrefixes:
         if live.facts.n_batch > 1:
             return CachedPrefixes()  # a batch keeps no context
-        park_min = self._caching.worth_from(live)
+        park_min = self._park_min = self._caching.worth_from(live)
+        compatibility = self._exchange.compatibility(live)
         return CachedPrefixes(
             appends=live.context.reuses,
             prefix=live.context.prefix,
             park_min=park_min,
             live=self._live_held(live),
             files=self._filed() if park_min else (),
+            compatibility=compatibility,
+            fetch_ms=self._fetch_ms() if compatibility else 0.0,
         )
+
+    def _without_engine(self) -> CachedPrefixes:
+        """Return the files that other boards may fetch while this one sleeps, or starts anew."""
+        compatibility = self._exchange.compatibility(None)
+        if not compatibility or not self._park_min:
+            return CachedPrefixes()
+        return CachedPrefixes(
+            park_min=self._park_min,
+            files=self._filed(),
+            compatibility=compatibility,
+            fetch_ms=self._fetch_ms(),
+        )
+
+    def _fetch_ms(self) -> float:
+        """Return the time of a fetched token in two digits: each change is packed anew."""
+        return float(f"{self._exchange.fetch_ms:.2g}")
 
     def _live_held(self, live: LoadedEngine) -> LivePrefix | None:
         ids, origin = live.context.ids, live.context.origin
@@ -138,13 +158,14 @@ class CacheCalls:
 
     def __init__(
         self,
-        settings: BoardSettings,
+        books: BoardBooks,
         slot: EngineSlot,
         queue: RunQueue,
         caching: PromptCaching,
         pauses: PausedRequests,
     ) -> None:
-        self._settings, self._slot, self._queue = settings, slot, queue
+        self._settings, self._slot, self._queue = books.settings, slot, queue
+        self._obligations = books.obligations
         self._caching = caching
         self._pauses = pauses
         self._clears: dict[bool, asyncio.Future[None]] = {}  # the last clear of each kind
@@ -243,12 +264,19 @@ class CacheCalls:
             self._idles.cancel()
 
     def _idle(self) -> None:
+        """Park the live context where that pays, and for other boards where this one is drained."""
+
+        def pays() -> bool:
+            target = self._obligations.target
+            drained = target is not None and target.drained
+            return self._caching.parks_when_idle(self._slot.live, drained=drained)
+
         async def park() -> None:
-            if self._caching.parks_when_idle(self._slot.live):
+            if pays():
                 await self._caching.park(self._slot.live, idle=True)
 
         with suppress(BoardFailed, QueueFull):
-            if self._queue.free and self._caching.parks_when_idle(self._slot.live):
+            if self._queue.free and pays():
                 done = self._queue.schedule(park, first=False)
                 # Its failure is the board's, which reports it.
                 done.add_done_callback(lambda it: it.cancelled() or it.exception())

@@ -146,6 +146,7 @@ class CacheCosts:
     clock: Callable[[], float]
     writing: TransferRate = field(default_factory=TransferRate)
     reading: TransferRate = field(default_factory=TransferRate)
+    network: TransferRate = field(default_factory=TransferRate)
     returns: ReturnStatistics = field(default_factory=ReturnStatistics)
 
     def read_ms(self, size_bytes: int) -> float:
@@ -164,6 +165,18 @@ class CacheCosts:
         """Return whether reading a file is faster than the prefill of the ``saved`` tokens."""
         read_ms = self.read_ms(size_bytes)
         return prefill_ms is None or read_ms <= FREE_MS or saved * prefill_ms > read_ms
+
+    def fetch_ms(self, size_bytes: int) -> float:
+        """Return the expected time of fetching a file from another board and reading it, in ms."""
+        return self.network.ms(size_bytes, self.clock()) + self.read_ms(size_bytes)
+
+    def fetching_pays(self, saved: int, tokens: int, prefill_ms: float | None) -> bool:
+        """Return whether fetching and reading a file of ``tokens`` is faster than the prefill of
+        the ``saved`` ones.
+        """
+        return prefill_ms is not None and (
+            saved * prefill_ms > self.fetch_ms(tokens * self.position_bytes)
+        )
 
     def parking_pays(
         self, links: Sequence[int], tokens: int, prefill_ms: float | None, *, idle: bool

@@ -151,6 +151,11 @@ class BoardCounters:
     cache_write_ms: float = 0.0
     cache_read_bytes: int = 0
     cache_read_ms: float = 0.0
+    cache_fetched: int = 0
+    cache_fetched_bytes: int = 0
+    cache_fetch_ms: float = 0.0
+    cache_sent: int = 0
+    cache_sent_bytes: int = 0
     batch_runs: int = 0
     batch_entries: int = 0
     batch_tail_ms: float = 0.0

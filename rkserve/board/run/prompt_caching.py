@@ -62,6 +62,8 @@ class PromptCaching:
         self._useless = 0
         # Tasks that publish files written by the runtime, with ids and origin of each file.
         self._writing: dict[asyncio.Task[None], tuple[Ids, str | None]] = {}
+        # Tasks that fetch files from other boards, with the ids and origin of each file.
+        self._expected: dict[asyncio.Task[None], tuple[Ids, str | None]] = {}
         self._base: str | None = None  # digest of the base weights of the caches; None: not set yet
         self._resealing = asyncio.Lock()
         self._reseals: set[asyncio.Task[None]] = set()
@@ -86,6 +88,8 @@ class PromptCaching:
                 )
             self.costs.writing.set(written)
             self.costs.reading.set(read)
+            if self._settings.share_bytes_per_s:
+                self.costs.network.set(self._settings.share_bytes_per_s)
         except (ConfigError, OSError) as exc:
             log.warning("board %s serves without prompt caches: %s", self._settings.board_id, exc)
             self.store, self._parks = None, False
@@ -118,6 +122,8 @@ class PromptCaching:
 
     async def close(self) -> None:
         """Release the folder once all written files are published."""
+        for task in self._expected:
+            task.cancel()
         async with self._resealing:
             await self.settled()
             if self.store is not None:
@@ -285,6 +291,17 @@ class PromptCaching:
         self._writing[task] = (ids, origin)
         task.add_done_callback(self._writing.pop)
 
+    def expect(self, task: asyncio.Task[None], ids: Ids, origin: str | None) -> None:
+        """Have the runs of prompts that begin with ``ids`` wait for ``task``, which fetches a file
+        for them.
+        """
+        self._expected[task] = (ids, origin)
+        task.add_done_callback(self._expected.pop)
+
+    def expects(self, ids: Ids, origin: str | None) -> bool:
+        """Return whether a file for these ids is being fetched."""
+        return (ids, origin) in self._expected.values()
+
     def restorable(self, ids: Ids, origin: str | None) -> int:
         """Return how many of ``ids`` a later run could restore from disk."""
         if self.store is None or not self._parks:
@@ -305,8 +322,9 @@ class PromptCaching:
             log.info("board %s: %d parked conversations are removed", self._settings.board_id, gone)
 
     async def settled(self) -> None:
-        """Wait until all written files are published."""
+        """Wait until all written files are published, and all that are fetched are there."""
         await asyncio.gather(*self._writing)
+        await asyncio.gather(*self._expected, return_exceptions=True)
 
     async def _commit(self, path: Path, ids: Ids, origin: str | None) -> None:
         store = self.require()
@@ -317,10 +335,10 @@ class PromptCaching:
             log.warning("board %s: a conversation was not parked: %s", self._settings.board_id, exc)
 
     async def _await_own(self, wanted: Ids, origin: str | None) -> None:
-        """Wait for the files of the conversation ``wanted`` that are being published."""
+        """Wait for the files of the conversation ``wanted`` that are being published or fetched."""
         own = {
             task
-            for task, (ids, made) in self._writing.items()
+            for task, (ids, made) in (*self._writing.items(), *self._expected.items())
             if made == origin and common_prefix(ids, wanted) >= self._settings.park_min_tokens
         }
         if own:
@@ -414,18 +432,20 @@ class PromptCaching:
             return False
         return self.costs.parking_pays(links, len(ids), self.prefill_ms, idle=idle or renewing)
 
-    def parks_when_idle(self, live: LoadedEngine) -> bool:
+    def parks_when_idle(self, live: LoadedEngine, *, drained: bool = False) -> bool:
         """Return whether to write the live context now, while no request waits for the board.
 
-        Only where conversations displace each other: a disk has so many writes. And only a context
-        that stays in memory meanwhile.
+        Only where conversations displace each other, as a disk has so many writes, or where the
+        board is ``drained`` and others may fetch it. And only a context that stays in memory
+        meanwhile, except on a drained board, which does not need it.
         """
         ids, origin = live.context.ids, live.context.origin
-        if ids is None or live.context.history or live.paused is not None or not live.alive:
+        lost = live.context.history and not drained
+        if ids is None or lost or live.paused is not None or not live.alive:
             return False
         if not self.usable(live):
             return False
-        contended = time.monotonic() - self._displaced_s < CONTENDED_S
+        contended = drained or time.monotonic() - self._displaced_s < CONTENDED_S
         return (
             contended
             and self._may_park(live, ids, origin)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -9,8 +10,12 @@ from rkserve.board.answer.hooks import HookFactory
 from rkserve.board.rules.hang_limits import RunTimeouts
 from rkserve.board.storage.prompt_cache import CacheStore
 from rkserve.core.errors import RequestError
-from rkserve.core.messages import GenerateRequest
+from rkserve.core.messages import CacheOffer, CacheQuery, CacheSource, GenerateRequest
 from rkserve.core.run_params import EncoderShape, Guided, Sampling
+
+# Yields the offer of another board's prompt cache file, then its content. Raises ``RkserveError``
+# and ``OSError``.
+FetchCache = Callable[[CacheSource, CacheQuery], AsyncGenerator[CacheOffer | bytes, None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +40,8 @@ class BoardSettings:
     ledger; None keeps none. ``own_file`` is the base model in the model folder, and
     ``own_digest_file`` caches its sha256. Each ``engine_growth_period_s`` an engine that has grown
     by more than ``engine_growth_bytes`` is replaced; 0: none is. ``disk_bytes_per_s`` is the
-    rate of a simulated disk of ``caches``; that of a real one is measured at the start.
+    rate of a simulated disk of ``caches``; that of a real one is measured at the start. Boards
+    exchange files of ``caches`` by ``fetch_cache`` at up to ``share_bytes_per_s``; 0: they do not.
     """
 
     board_id: str
@@ -67,6 +73,8 @@ class BoardSettings:
     kv_position_bytes: int | None = None
     caches: CacheStore | None = None
     disk_bytes_per_s: float | None = None
+    share_bytes_per_s: float = 0.0
+    fetch_cache: FetchCache | None = None
     park: bool = True
     park_min_tokens: int = 256
     vocab_size: int | None = None

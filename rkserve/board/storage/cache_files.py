@@ -196,6 +196,11 @@ class CacheFolder:
         self._seal = seal.digest
         self._folder = self._root / f"kv-{seal.digest[:16]}"
 
+    @property
+    def fingerprint(self) -> str:
+        """The digest of the current fingerprint."""
+        return self._seal
+
     def differs(self, seal: CacheFingerprint) -> bool:
         """Return whether the folder is open, with another fingerprint."""
         return self._lock is not None and self._seal != seal.digest
@@ -249,12 +254,18 @@ class CacheFolder:
         stamp = stamp_of(path)
         return WrittenFile(file_bytes, file_digest(path), stamp)
 
-    def publish(self, path: Path, entry: CachedFile, written: WrittenFile) -> None:
-        """Make ``path`` the file of ``entry``, completely or not at all."""
+    def publish(
+        self, path: Path, entry: CachedFile, written: WrittenFile, *, durable: bool = True
+    ) -> None:
+        """Make ``path`` the file of ``entry``, completely or not at all.
+
+        One that is not ``durable`` may be damaged by a power cut, which ``check`` finds.
+        """
         manifest = entry.manifest.with_suffix(".json.tmp")
         try:
             path.chmod(0o600)
-            sync(path)
+            if durable:
+                sync(path)
             path.rename(entry.path)
             self._proven[entry.id] = _unchanged(entry.path, written.stamp)
             manifest.write_bytes(_dump(entry, self._seal))

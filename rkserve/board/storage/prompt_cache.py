@@ -11,6 +11,7 @@ a thread; the others are quick.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import threading
 import time
@@ -102,6 +103,14 @@ class CacheStore:
             )
             self.budget_bytes = found
             self._remove(self._room_for(0))
+
+    def compatibility(self, platform: str) -> int:
+        """Return a hash of all on which a file depends, for boards that exchange files.
+
+        It is of the fingerprint, with the base weights that are loaded, and the SoC ``platform``.
+        """
+        content = f"{self._files.fingerprint} {platform}".encode()
+        return int.from_bytes(hashlib.blake2b(content, digest_size=7).digest(), "big")
 
     def measure(self) -> tuple[float, float]:
         """Return the rates of writing and reading files here, in bytes/s. Disk.
@@ -200,6 +209,12 @@ class CacheStore:
         best = max(hits, key=lambda hit: (hit.tokens, hit.entry.used_s), default=None)
         return best if best is not None and (best.tokens or name is not None) else None
 
+    def find_to_send(self, ids: Ids, origin: str | None) -> CachedFile | None:
+        """Return the file of exactly that origin that shares most with ``ids``; ``verify`` it."""
+        own = [entry for entry in self.entries() if entry.origin == origin]
+        best = max(own, key=lambda entry: common_prefix(entry.ids, ids), default=None)
+        return best if best is not None and common_prefix(best.ids, ids) else None
+
     def holds(self, ids: Ids, origin: str | None) -> bool:
         """Return whether a file covers all of ``ids``, so that storing them again gains nothing."""
         return any(
@@ -254,16 +269,24 @@ class CacheStore:
             raise _unwritten(exc) from exc
 
     def commit(
-        self, path: Path, ids: Sequence[int], name: str | None = None, origin: str | None = None
+        self,
+        path: Path,
+        ids: Sequence[int],
+        name: str | None = None,
+        origin: str | None = None,
+        *,
+        sha256: str | None = None,
     ) -> CachedFile:
         """Add the file written at ``path``, and return its entry. Disk.
 
-        ``ids`` are exactly its positions, computed under ``origin``. A cache of the same name is
-        replaced, and so are parked conversations that this one extends.
+        ``ids`` are exactly its positions, computed under ``origin``; a file from another board has
+        its ``sha256``. A cache of the same name is replaced, and so are parked conversations that
+        this one extends.
 
         Raises:
-            CacheUnsupported: nothing was written, it does not fit into the budget, or the disk
-                failed. The file is removed then, and the named caches are unchanged.
+            CacheUnsupported: nothing was written, another content than that of ``sha256``, it does
+                not fit into the budget, or the disk failed. The file is removed then, and the named
+                caches are unchanged.
             RequestError: ``name`` is invalid.
         """
         path = self._files.reserved(path)
@@ -274,6 +297,8 @@ class CacheStore:
             if name is not None:
                 check_cache_name(name)
             written = self._files.examine(path)
+            if sha256 is not None and written.sha256 != sha256:
+                raise CacheUnsupported("The content of a fetched prompt cache is another one.")
             self._make_room(written.file_bytes, name)
             entry = CachedFile(
                 id=path.name.partition(".")[0],
@@ -286,7 +311,8 @@ class CacheStore:
                 created_s=now_s,
                 used_s=now_s,
             )
-            self._files.publish(path, entry, written)
+            # A slow disk would take as long for a fetched file as the prefill that it saves.
+            self._files.publish(path, entry, written, durable=sha256 is None)
         except UnusableCacheFile as exc:
             self._files.discard(path)
             raise CacheUnsupported(f"The runtime wrote no prompt cache: {exc}.") from exc

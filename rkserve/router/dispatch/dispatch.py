@@ -8,7 +8,7 @@ import random
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import aclosing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 from rkserve.config.router import RouterConfig
@@ -46,6 +46,7 @@ from rkserve.core.request_record import (
     record_generation,
 )
 from rkserve.fleet.fleet import BoardLink, Fleet
+from rkserve.fleet.load import Candidate
 from rkserve.fleet.measurements import Circuit, CircuitBreaker
 from rkserve.router.dispatch.failover import (
     BY_CLUSTER,
@@ -105,6 +106,10 @@ class BoardReservation(Protocol):
     @property
     def expected_tokens(self) -> int:
         """The tokens of the cached prefix that is expected at the board."""
+
+    @property
+    def source(self) -> Candidate | None:
+        """The board from which that one is to fetch a prompt cache file, if any."""
 
     @property
     def movable(self) -> bool:
@@ -276,7 +281,16 @@ class Dispatch:
 
         reservation = one.reservation
         taken = None if deliver is None else take
-        return link.open(reservation.request, reservation.replica, taken)
+        return link.open(self._sourced(reservation), reservation.replica, taken)
+
+    def _sourced(self, reservation: BoardReservation) -> GenerateRequest:
+        """Return the request with the way to the board that has a prompt cache file for it."""
+        board, request = reservation.source, reservation.request
+        if board is None or not isinstance(request, GenerateRequest):
+            return request
+        link = self.fleet.links[board.group]
+        source = link.cache_source(board.key, reservation.expected_tokens)
+        return request if source is None else replace(request, source=source)
 
     async def _events(
         self, location: RequestLocation, one: _Attempt, opened: AsyncGenerator[Event, None]

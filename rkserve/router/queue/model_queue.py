@@ -516,4 +516,6 @@ def _word(reuse: Reuse) -> str:
     """Return the metric's label for a cached prefix."""
     if not reuse.tokens:
         return "none"
+    if reuse.source is not None:
+        return "fetch"
     return "live" if reuse.live else "file"

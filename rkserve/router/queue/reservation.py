@@ -156,11 +156,26 @@ class InFlightRequest:
         boards.visited(routing.session, candidate)
         if boards.index is not None:
             self.expected = boards.index.began(candidate.slot, routing.chain, now_s)
+        self.source = self._find_source(boards, candidate, routing)
         prefill_ms = (
             max(0, routing.prompt_tokens - self.expected.tokens) * candidate.speed.prefill_ms
         )
         self._first_s = now_s + prefill_ms / 1e3  # when its first token is expected
         candidate.began(self, now_s)
+
+    def _find_source(
+        self, boards: ModelBoards, candidate: Candidate, routing: RoutingRequest
+    ) -> Candidate | None:
+        """Return the board from which this one is to fetch a file for the prompt, if that pays."""
+        index, chain = boards.index, routing.chain
+        if index is None or chain is None:
+            return None
+        prefill_ms = candidate.speed.prefill_ms
+        found = index.fetched(candidate.slot, self.expected, index.sources(chain), prefill_ms)
+        board = None if found.source is None else boards.at(found.source)
+        if board is not None:
+            self.expected = found
+        return board
 
     def rest_ms(self, now_s: float) -> float:
         """Return the estimated time until the request leaves the board."""
@@ -304,6 +319,11 @@ class Reservation:
     def expected(self) -> Reuse:
         """The cached prefix that was expected at the board."""
         return self._in_flight.expected
+
+    @property
+    def source(self) -> Candidate | None:
+        """The board from which this one is to fetch a file of ``expected_tokens``, if any."""
+        return self._in_flight.source
 
     @property
     def expected_tokens(self) -> int:

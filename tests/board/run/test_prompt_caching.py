@@ -118,10 +118,16 @@ class SlowDisk(CacheStore):
         self.done = threading.Event()
 
     def commit(
-        self, path: Path, ids: Sequence[int], name: str | None = None, origin: str | None = None
+        self,
+        path: Path,
+        ids: Sequence[int],
+        name: str | None = None,
+        origin: str | None = None,
+        *,
+        sha256: str | None = None,
     ) -> CachedFile:
         assert self.done.wait(20)
-        return super().commit(path, ids, name, origin)
+        return super().commit(path, ids, name, origin, sha256=sha256)
 
 
 # -- parking ----------------------------------------------------------------------------------

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -28,6 +31,7 @@ from rkserve.core.errors import (
 )
 from rkserve.core.messages import (
     Accepted,
+    CacheSource,
     Delta,
     Finished,
     Kv,
@@ -37,6 +41,7 @@ from rkserve.core.messages import (
 from rkserve.fleet.measurements import Circuit
 from rkserve.router.dispatch.dispatch import FailoverLimits
 from rkserve.router.dispatch.failover import BY_CLUSTER
+from tests.support.boards.continued_house import InTurn
 from tests.support.boards.dispatch_talk import REQUEST, Talk, half, rest
 from tests.support.boards.fake_boards import (
     Step,
@@ -299,3 +304,23 @@ async def test_how_long_the_cluster_held_a_generation_is_counted_by_why() -> Non
     again.set()
     await task
     assert talk.counted.words == ["held by update", "held by pause"]
+
+
+@pytest.mark.parametrize("reachable", [True, False])
+async def test_a_request_names_the_board_that_has_a_file_for_it(reachable: bool) -> None:
+    talk = Talk(answer("a", "Hello"))
+    talk.boards.unreachable = not reachable
+    holder = SimpleNamespace(group="g", key="replica of z")
+
+    class Sourced(InTurn):
+        async def take(self, *args: Any) -> Any:
+            seat = await super().take(*args)
+            seat.source, seat.expected_tokens = holder, 900
+            return seat
+
+    talk.usher.__class__ = Sourced
+    await talk()
+    ((_, sent),) = talk.boards.opened
+    source = CacheSource("replica of z", "host", 1, 900, b"key")
+    assert sent.source == (source if reachable else None)
+    assert replace(sent, source=None) == REQUEST

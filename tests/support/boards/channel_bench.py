@@ -12,7 +12,14 @@ from rkserve.config.router import ChannelConfig
 from rkserve.core.board_report import BoardReport, Emitted
 from rkserve.core.desired_state import Adoption, Desired
 from rkserve.core.logs import LogLine, LogPage, LogQuery
-from rkserve.core.messages import Embedded, EmbedRequest, Event, GenerateRequest
+from rkserve.core.messages import (
+    CacheOffer,
+    CacheQuery,
+    Embedded,
+    EmbedRequest,
+    Event,
+    GenerateRequest,
+)
 from rkserve.deployments.board_link import RayLink
 from rkserve.transport.client import ChannelClient
 from rkserve.transport.server import ChannelAddress, ChannelServer
@@ -35,6 +42,9 @@ class Board:
         self.requests: list[GenerateRequest] = []
         self.streamed = 0  # through Ray
         self.reports: list[str] = []  # the ways by which it was asked for one
+        self.file: list[CacheOffer | bytes | Exception] = []  # answers a query for a prompt cache
+        self.queries: list[CacheQuery] = []
+        self.sending = 0
         self.told: list[int] = []  # epochs; those whose call was given up a second time, negative
         self.mute: asyncio.Event | None = None  # it says nothing of itself until then
         self.offers: Callable[[], ChannelAddress | None] = lambda: self.outlet.address
@@ -142,6 +152,17 @@ class Callee:
     async def logs(self, query: LogQuery) -> LogPage:
         line = LogLine(query.tail, 1.5, "INFO", "rkserve.x", "é", "r/0", 7)
         return LogPage("p", (line,), query.tail)
+
+    async def send_cache(self, query: CacheQuery) -> AsyncGenerator[CacheOffer | bytes, None]:
+        self._board.queries.append(query)
+        self._board.sending += 1
+        try:
+            for part in self._board.file:
+                if isinstance(part, Exception):
+                    raise part
+                yield part
+        finally:
+            self._board.sending -= 1
 
     async def adopt(self, desired: Desired) -> Adoption:
         """Wait for the end of what is told, as a pause does."""

@@ -225,6 +225,9 @@ class House:
             return self.benches[replica].board.forgive()
         return await getattr(self.benches[replica].board, method)(*args)
 
+    def cache_source(self, replica: str, tokens: int) -> None:
+        return None
+
     async def ask_all(self, *_: Any, **__: Any) -> None:
         raise AssertionError("nobody asks all")
 
@@ -247,6 +250,7 @@ class Seat:
     group: str = "g"
     waited_ms: float = 0.0
     expected_tokens: int = 0
+    source: Any = None
     ends: list[bool] = field(default_factory=list)
     movable: bool = False
     queue_ms: float = 0.0

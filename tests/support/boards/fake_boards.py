@@ -12,6 +12,7 @@ from rkserve.core.board_report import BoardReport, BoardState
 from rkserve.core.errors import BoardStartFailed, RkserveError
 from rkserve.core.messages import (
     Accepted,
+    CacheSource,
     Delta,
     Event,
     Finished,
@@ -65,6 +66,7 @@ class FakeBoards:
     opened: list[tuple[str, GenerateRequest]] = field(default_factory=list)
     closed: list[str] = field(default_factory=list)
     running: int = 0
+    unreachable: bool = False  # no board has a connection
 
     @classmethod
     def answering(cls, *boards: str, text: str = "hello") -> FakeBoards:
@@ -100,6 +102,9 @@ class FakeBoards:
         if isinstance(said, Exception):
             raise said
         return said(*args) if callable(said) else said
+
+    def cache_source(self, replica: str, tokens: int) -> CacheSource | None:
+        return None if self.unreachable else CacheSource(replica, "host", 1, tokens, b"key")
 
     async def ask_all(
         self, method: str, *args: Any, timeout_s: float, take: Callable[[Any], None]

@@ -377,6 +377,9 @@ class FakeCluster:
         self.after(board, method)
         return said
 
+    def cache_source(self, replica: str, tokens: int) -> None:
+        return None
+
     async def ask_all(
         self, method: str, *args: Any, timeout_s: float, take: Callable[[Any], None]
     ) -> None:

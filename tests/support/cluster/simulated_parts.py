@@ -194,6 +194,9 @@ class Link:
             raise lost
         return replace(answer, replica=replica) if isinstance(answer, BoardReport) else answer
 
+    def cache_source(self, replica: str, tokens: int) -> None:
+        return None
+
     async def ask_all(
         self, method: str, *args: Any, timeout_s: float, take: Callable[[Any], None]
     ) -> None:

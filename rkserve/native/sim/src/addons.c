@@ -23,6 +23,7 @@ bool features_read(struct features *f) {
            env_number("RKSIM_DISK_MB_PER_S", 0.001, &f->disk_mb_per_s) &&
            env_flag("RKSIM_CACHE_DENSE", &f->cache_dense) &&
            env_flag("RKSIM_FOREIGN_CACHE", &f->foreign_cache) &&
+           env_flag("RKSIM_CACHE_BOUND", &f->cache_bound) &&
            env_flag("RKSIM_CACHE_WITH_HISTORY", &f->cache_with_history) &&
            env_flag("RKSIM_NO_SAVE_WITH_HISTORY", &f->no_save_with_history) &&
            env_flag("RKSIM_NO_TOKENIZER", &f->no_tokenizer) &&

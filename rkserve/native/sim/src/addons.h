@@ -12,7 +12,7 @@ struct text;
 
 struct features { /* switches of the environment, read at init */
     double lora_ms_per_mb, disk_mb_per_s;
-    bool cache_dense, foreign_cache, cache_with_history, no_save_with_history;
+    bool cache_dense, foreign_cache, cache_bound, cache_with_history, no_save_with_history;
     bool cache_after_abort_ok, cache_after_abort_crash;
     bool no_tokenizer, no_embedding;
 };

@@ -12,7 +12,7 @@
 #include <unistd.h>
 
 #define CACHE_MAGIC "RKSIMKVC"
-#define CACHE_FORMAT 1
+#define CACHE_FORMAT 2
 enum { FIXED_BYTES = 615371 }; /* measured for Qwen3-4B; assumed to be the same for all */
 struct cache_header { /* little-endian; then rows, adapters and ids, then nothing of meaning */
     char magic[8];
@@ -20,6 +20,7 @@ struct cache_header { /* little-endian; then rows, adapters and ids, then nothin
     uint64_t file_bytes, adapter; /* that of the last position */
     char model_id[64];
     uint32_t n_tokens, weights; /* of the model: its seed, folded */
+    uint64_t writer;            /* the process */
 };
 enum { POSITION_BYTES = 2 * sizeof(uint64_t) + sizeof(int32_t) };
 
@@ -93,6 +94,7 @@ static bool write_cache(const struct handle *h, const struct kv *kv, int fd) {
     memcpy(header->model_id, h->model.header->model_id, sizeof header->model_id);
     header->n_tokens = kv->n;
     header->weights = weights_of(h);
+    header->writer = (uint64_t)getpid();
     uint64_t *rows = (uint64_t *)(header + 1);
     memcpy(rows, kv->rows, n * sizeof *rows);
     memcpy(rows + n, kv->adapters, n * sizeof *rows);
@@ -173,6 +175,8 @@ static const char *read_positions(struct handle *h, int fd, const struct cache_h
     bool foreign = strncmp(header->model_id, h->model.header->model_id, 64) != 0 ||
                    header->weights != weights_of(h);
     if (!why && damaged && !lenient) why = "damaged file";
+    if (!why && h->settings.features.cache_bound && header->writer != (uint64_t)getpid())
+        why = "it was made elsewhere";
     if (!why && foreign && !lenient) why = "it was made with another model";
     if (!why && !ids_are_known(h, (const int32_t *)(const void *)(positions + 2 * n), n))
         why = "damaged file";
