@@ -155,7 +155,8 @@ class CacheSource:
 
     ``key`` opens that board's cache files and nothing else of its channel, ``fingerprint`` is the
     SHA-256 of its certificate, empty where nothing is encrypted. ``tokens`` of the prompt are
-    expected in the file.
+    expected in the file. The Router expects the prefill of a token to take ``prefill_ms`` on the
+    board that fetches, which may have no measurement yet.
     """
 
     board_id: str
@@ -164,6 +165,7 @@ class CacheSource:
     tokens: int
     key: bytes = field(repr=False)  # must not be logged
     fingerprint: bytes = b""
+    prefill_ms: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

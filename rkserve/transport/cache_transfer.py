@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 # A board that stalls is left in time for the prefill.
 PULSE = Heartbeat(heartbeat_s=1.0, silence_s=3.0, connect_s=1.0)
-MOST_UNREAD = 16  # chunks that wait for the reader before the connection is not read any more
+MOST_UNREAD = 4  # chunks that wait for the reader before the connection is not read any more
 STREAM = 1  # the number of the one query of a connection
 
 # Answers a query: the offer first, then the content. Raises ``RkserveError``.

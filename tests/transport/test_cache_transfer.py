@@ -25,7 +25,7 @@ QUERY = CacheQuery(7, "kind@v1#salt", tuple(range(1000)))
 CONTENT = os.urandom(3 << 20)
 OFFER = CacheOffer(tuple(range(1200)), len(CONTENT), hashlib.sha256(CONTENT).hexdigest())
 CALM = Heartbeat(1.0, 120.0, 120.0)
-CHUNK = 256 * 1024
+CHUNK = 1024 * 1024
 
 
 def parts(content: bytes = CONTENT) -> list[bytes]:

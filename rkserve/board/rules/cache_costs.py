@@ -170,13 +170,11 @@ class CacheCosts:
         """Return the expected time of fetching a file from another board and reading it, in ms."""
         return self.network.ms(size_bytes, self.clock()) + self.read_ms(size_bytes)
 
-    def fetching_pays(self, saved: int, tokens: int, prefill_ms: float | None) -> bool:
+    def fetching_pays(self, saved: int, tokens: int, prefill_ms: float) -> bool:
         """Return whether fetching and reading a file of ``tokens`` is faster than the prefill of
         the ``saved`` ones.
         """
-        return prefill_ms is not None and (
-            saved * prefill_ms > self.fetch_ms(tokens * self.position_bytes)
-        )
+        return saved * prefill_ms > self.fetch_ms(tokens * self.position_bytes)
 
     def parking_pays(
         self, links: Sequence[int], tokens: int, prefill_ms: float | None, *, idle: bool

@@ -8,11 +8,13 @@ A board that sends files does so at a limited rate, beside its own runs.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import time
 from collections.abc import AsyncGenerator, Coroutine
 from contextlib import aclosing
 from functools import partial
+from io import FileIO
 
 from rkserve.board.answer.transcript import Ids
 from rkserve.board.rules.cache_costs import LEAST_BYTES
@@ -28,7 +30,7 @@ log = logging.getLogger(__name__)
 LEAST_FETCH_S = 0.5  # the limit of a fetch is never shorter
 MOST_SENT = 2  # files at once: each gets half of the network
 LEAST_SLEEP_S = 0.002  # the event loop wakes no earlier
-CHUNK = 256 * 1024  # of a file that is sent
+CHUNK = 1024 * 1024  # of a file that is sent; each is a turn of a thread at both ends
 NO_NAME = "of that prompt"  # in the place of a cache's name, which parked conversations lack
 
 
@@ -75,9 +77,10 @@ class CacheExchange:
         saved = tokens - (own.tokens if own is not None else 0)
         if saved < self._settings.park_min_tokens or caching.expects(wanted[:tokens], origin):
             return
-        if not caching.costs.fetching_pays(saved, tokens, caching.prefill_ms):
+        prefill_ms = caching.prefill_ms or source.prefill_ms
+        if not caching.costs.fetching_pays(saved, tokens, prefill_ms):
             return
-        limit_s = max(LEAST_FETCH_S, saved * (caching.prefill_ms or 0.0) / 1e3)
+        limit_s = max(LEAST_FETCH_S, saved * prefill_ms / 1e3)
         receiving = self._receive(fetch, source, CacheQuery(compatibility, origin, wanted))
         task = asyncio.create_task(
             self._limited(receiving, source, limit_s), name="fetch a prompt cache"
@@ -102,23 +105,25 @@ class CacheExchange:
             offer = await anext(parts)
             assert isinstance(offer, CacheOffer), "the first part is the offer"
             path = await asyncio.to_thread(store.reserve, offer.file_bytes)
+            digest = hashlib.sha256()
             try:
                 # It goes to the page cache: the kernel writes it later, and reading finds it there.
                 with path.open("xb", buffering=0) as file:
                     async for part in parts:
                         assert isinstance(part, bytes), "parts after the offer are content"
-                        await asyncio.to_thread(file.write, part)
+                        await asyncio.to_thread(_take, part, file, digest)
                         got += len(part)
+                _verify(digest, offer)
             except BaseException:
                 store.abandon(path)
                 raise
-        took_s = time.monotonic() - begun_s
-        self._caching.costs.network.observe(got, took_s, time.monotonic())
-        figures.cache_fetched_bytes += got
-        figures.cache_fetch_ms += took_s * 1e3
         commit = partial(store.commit, path, offer.ids, None, query.origin, sha256=offer.sha256)
         await asyncio.to_thread(commit)
+        took_s = time.monotonic() - begun_s
+        self._caching.costs.network.observe(got, took_s, time.monotonic())
         figures.cache_fetched += 1
+        figures.cache_fetched_bytes += got
+        figures.cache_fetch_ms += took_s * 1e3
 
     async def send(self, query: CacheQuery) -> AsyncGenerator[CacheOffer | bytes, None]:
         """Yield the offer of a file for another board, then its content, at a limited rate.
@@ -154,3 +159,13 @@ class CacheExchange:
             self._figures.cache_sent += 1
         finally:
             self._sending -= 1
+
+
+def _verify(digest: hashlib._Hash, offer: CacheOffer) -> None:
+    if digest.hexdigest() != offer.sha256:
+        raise CacheUnsupported("Its content is not what was offered.")
+
+
+def _take(part: bytes, file: FileIO, digest: hashlib._Hash) -> None:
+    file.write(part)
+    digest.update(part)

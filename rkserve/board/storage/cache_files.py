@@ -245,14 +245,17 @@ class CacheFolder:
             raise ValueError(f"{path} was not reserved")
         return path
 
-    def examine(self, path: Path) -> WrittenFile:
-        """Return size, sha256 and stamp of ``path``. Raises ``UnusableCacheFile``."""
+    def examine(self, path: Path, sha256: str | None = None) -> WrittenFile:
+        """Return size, sha256 and stamp of ``path``; the file is not read if ``sha256`` is known.
+
+        Raises ``UnusableCacheFile``.
+        """
         file_bytes = _regular(path)
         if file_bytes == 0:
             raise UnusableCacheFile("the file is empty")
         # Taken before the file is read, so that `publish` detects a change meanwhile.
         stamp = stamp_of(path)
-        return WrittenFile(file_bytes, file_digest(path), stamp)
+        return WrittenFile(file_bytes, sha256 or file_digest(path), stamp)
 
     def publish(
         self, path: Path, entry: CachedFile, written: WrittenFile, *, durable: bool = True
@@ -270,10 +273,12 @@ class CacheFolder:
             self._proven[entry.id] = _unchanged(entry.path, written.stamp)
             manifest.write_bytes(_dump(entry, self._seal))
             manifest.chmod(0o600)
-            sync(manifest)
+            if durable:
+                sync(manifest)
             manifest.rename(entry.manifest)
             os.utime(entry.manifest, (entry.used_s, entry.used_s))
-            sync(self._folder)
+            if durable:
+                sync(self._folder)
         except OSError:
             self.discard(manifest)
             self.remove(entry)

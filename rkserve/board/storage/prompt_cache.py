@@ -279,14 +279,13 @@ class CacheStore:
     ) -> CachedFile:
         """Add the file written at ``path``, and return its entry. Disk.
 
-        ``ids`` are exactly its positions, computed under ``origin``; a file from another board has
-        its ``sha256``. A cache of the same name is replaced, and so are parked conversations that
-        this one extends.
+        ``ids`` are exactly its positions, computed under ``origin``. The content of a file from
+        another board was verified: it has ``sha256``. A cache of the same name is replaced, and so
+        are parked conversations that this one extends.
 
         Raises:
-            CacheUnsupported: nothing was written, another content than that of ``sha256``, it does
-                not fit into the budget, or the disk failed. The file is removed then, and the named
-                caches are unchanged.
+            CacheUnsupported: nothing was written, it does not fit into the budget, or the disk
+                failed. The file is removed then, and the named caches are unchanged.
             RequestError: ``name`` is invalid.
         """
         path = self._files.reserved(path)
@@ -296,9 +295,7 @@ class CacheStore:
                 raise CacheUnsupported("The weights that this cache belongs to were replaced.")
             if name is not None:
                 check_cache_name(name)
-            written = self._files.examine(path)
-            if sha256 is not None and written.sha256 != sha256:
-                raise CacheUnsupported("The content of a fetched prompt cache is another one.")
+            written = self._files.examine(path, sha256)
             self._make_room(written.file_bytes, name)
             entry = CachedFile(
                 id=path.name.partition(".")[0],

@@ -112,6 +112,10 @@ class BoardReservation(Protocol):
         """The board from which that one is to fetch a prompt cache file, if any."""
 
     @property
+    def prefill_ms(self) -> float:
+        """The expected prefill time of a token at the board."""
+
+    @property
     def movable(self) -> bool:
         """True while it is in the board's own queue, and nothing has happened to it there."""
 
@@ -290,7 +294,9 @@ class Dispatch:
             return request
         link = self.fleet.links[board.group]
         source = link.cache_source(board.key, reservation.expected_tokens)
-        return request if source is None else replace(request, source=source)
+        if source is None:
+            return request
+        return replace(request, source=replace(source, prefill_ms=reservation.prefill_ms))
 
     async def _events(
         self, location: RequestLocation, one: _Attempt, opened: AsyncGenerator[Event, None]

@@ -326,6 +326,11 @@ class Reservation:
         return self._in_flight.source
 
     @property
+    def prefill_ms(self) -> float:
+        """The expected prefill time of a token at the board."""
+        return self.board.speed.prefill_ms
+
+    @property
     def expected_tokens(self) -> int:
         """The tokens of that prefix."""
         return self._in_flight.expected.tokens

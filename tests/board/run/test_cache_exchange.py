@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -298,5 +299,24 @@ def test_a_drained_board_writes_its_last_conversation_for_others(tmp_path: Path)
         await board.caching.settled()
         finished = await pair.ask(follow_up(B))
         assert finished.usage.cached_tokens == len(B) + LENGTH
+
+    pair_test(body, tmp_path)
+
+
+def test_a_board_that_has_measured_nothing_takes_the_routers_estimate(tmp_path: Path) -> None:
+    async def body(pair: Pair) -> None:
+        counters = pair.here.board.books.counters
+        counters.prefill_ms, counters.prefill_tokens = 0.0, 0
+        for prefill_ms, cached in ((0.0, 0), (100.0, len(A) + LENGTH)):
+            source = replace(SOURCE, prefill_ms=prefill_ms)
+            client = Listener(
+                pair.here.board, request(*follow_up(A), max_tokens=20, source=source, salt="")
+            )
+            await client.end()
+            assert client.finished is not None
+            assert client.finished.usage.cached_tokens == cached
+            await until(lambda: pair.here.board.report().running == 0)
+            await pair.here.board.clear_kv(keep_system_prompt=False)
+            counters.prefill_ms, counters.prefill_tokens = 0.0, 0
 
     pair_test(body, tmp_path)

@@ -321,6 +321,6 @@ async def test_a_request_names_the_board_that_has_a_file_for_it(reachable: bool)
     talk.usher.__class__ = Sourced
     await talk()
     ((_, sent),) = talk.boards.opened
-    source = CacheSource("replica of z", "host", 1, 900, b"key")
+    source = CacheSource("replica of z", "host", 1, 900, b"key", prefill_ms=2.5)
     assert sent.source == (source if reachable else None)
     assert replace(sent, source=None) == REQUEST

@@ -251,6 +251,7 @@ class Seat:
     waited_ms: float = 0.0
     expected_tokens: int = 0
     source: Any = None
+    prefill_ms: float = 2.5
     ends: list[bool] = field(default_factory=list)
     movable: bool = False
     queue_ms: float = 0.0
