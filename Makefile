@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip -q --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-quick test-long unit cluster simulate page-test fuzz mutation compat compat-programs compat-lock aarch64 check check-observability check-cluster offline deb format bench bench-control bench-scale bench-kills bench-multi-turn bench-overload soak docs docs-serve lock release sim sanitize clean
+.PHONY: help demo test test-quick test-long unit cluster simulate page-test fuzz mutation compat compat-programs compat-lock aarch64 check check-observability check-cluster offline deb format bench bench-control bench-plain bench-scale bench-kills bench-multi-turn bench-overload soak docs docs-serve lock release sim sanitize clean
 
 help:
 	@echo "make demo    a chat model on three simulated boards, an embedding model on a fourth, until Ctrl-C"
@@ -34,6 +34,7 @@ help:
 	@echo "make simulate  a thousand clusters in virtual time under faults, judged by their histories"
 	@echo "make bench   measure, and write docs/benchmarks/serving.md"
 	@echo "make bench-control  measure pauses, adapter switches and faults, and write docs/benchmarks/control.md"
+	@echo "make bench-plain  rkserve beside a plain Ray Serve application, into docs/benchmarks/plain.md"
 	@echo "make bench-scale  simulate clusters of up to 1,000 boards, and write docs/benchmarks/scale.md"
 	@echo "make bench-kills  kill a thousand boards under load, and write docs/benchmarks/kills.md"
 	@echo "make bench-multi-turn  policies on one trace of conversations, into docs/benchmarks/multi-turn"
@@ -180,6 +181,9 @@ bench: $(READY) sim
 
 bench-control: $(READY) sim
 	$(BIN)/python -m benchmarks.control
+
+bench-plain: $(READY) sim
+	$(BIN)/python -m benchmarks.serving.plain --output docs/benchmarks/plain.md
 
 bench-scale: $(READY)
 	$(BIN)/python -m benchmarks.scale

@@ -21,15 +21,18 @@ FAILED, INTERRUPTED = 1, 130  # exit codes
 
 
 class ProgressLine:
-    """Progress on stderr: a line per case, rewritten in place on a terminal."""
+    """Progress on stderr: a line per case, rewritten in place on a terminal.
+
+    ``title`` is that of the latest case.
+    """
 
     def __init__(self) -> None:
         self._terminal = sys.stderr.isatty()
-        self._title = ""
+        self.title = ""
 
     def begin(self, title: str) -> None:
         """Begin the line of a case."""
-        self._title = title
+        self.title = title
         if not self._terminal:
             sys.stderr.write(f"{title}\n")
             sys.stderr.flush()
@@ -37,12 +40,12 @@ class ProgressLine:
     def note(self, text: str) -> None:
         """Show the state of the case."""
         if self._terminal:
-            sys.stderr.write(f"\r\x1b[K{self._title}: {text}")
+            sys.stderr.write(f"\r\x1b[K{self.title}: {text}")
             sys.stderr.flush()
 
     def end(self, text: str) -> None:
         """End the line with the result."""
-        sys.stderr.write(f"\r\x1b[K{self._title}: {text}\n" if self._terminal else f"  {text}\n")
+        sys.stderr.write(f"\r\x1b[K{self.title}: {text}\n" if self._terminal else f"  {text}\n")
         sys.stderr.flush()
 
 

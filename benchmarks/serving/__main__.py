@@ -12,6 +12,7 @@ from benchmarks.harness.command import REPORTS, ProgressLine, add_outputs, deliv
 from benchmarks.harness.processes import BenchCrew
 from benchmarks.serving.measure import CASES, FULL, QUICK, Measurement, Size
 from benchmarks.serving.report import render
+from rkserve.bench.processes import hold
 
 REPORT = REPORTS / "serving.md"
 
@@ -69,6 +70,7 @@ def main(arguments: Sequence[str]) -> int:
         finally:
             crew.close()
         deliver(render(results), asdict(results), asked.output, asked.json)
+        hold(list(results.failed))
 
     return run(measure)
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from statistics import StatisticsError
+from typing import TypeVar
 
 from benchmarks.harness.command import ProgressLine
 from benchmarks.harness.exchange import HangUp, InterruptedAnswer
@@ -33,7 +36,10 @@ from benchmarks.serving.summary import (
 )
 from benchmarks.serving.tokenpath import TokenPath, TokenPaths, ways
 from benchmarks.serving.tokenpath_figures import WayFigures, path_figures, path_verdicts
+from rkserve.bench.processes import BenchFailed
 from rkserve.bench.results import machine
+
+T = TypeVar("T")
 
 CASES = "abcdefghi"
 BESIDE_ALONE = "abc"  # (b) and (c) are held to (a), which therefore runs with them
@@ -87,25 +93,37 @@ class Measurement:
     def __init__(self, crew: BenchCrew, progress: ProgressLine, size: Size) -> None:
         self._crew, self._bench, self._one_board = crew, Bench(crew), OneBoard(crew)
         self._progress, self._size = progress, size
+        self._failed: list[str] = []
 
     def measure(self, cases: str) -> Results:
-        """Run these cases, in the order of the boards that they need."""
-        pair = self._pair(through="b" in cases) if set(cases) & set(BESIDE_ALONE) else None
+        """Run these cases, in the order of the boards that they need.
+
+        A case that fails, as one without an answer does, is noted, and the others go on.
+        """
+        size, tried = self._size, self._tried
+        beside = bool(set(cases) & set(BESIDE_ALONE))
+        pair = tried(partial(self._pair, through="b" in cases)) if beside else None
         board_rate = None if pair is None else pair[1].alone.never_idle_rate
-        hang_ups = self._hang_ups() if "b" in cases else None
-        paced = [
-            self._load(load, self._size.seconds, board_rate)
+        hang_ups = tried(self._hang_ups) if "b" in cases else None
+        loads = [
+            tried(partial(self._load, load, size.seconds, board_rate))
             for load in (self._paced_loads() if "c" in cases else ())
         ]
-        ceiling = [
-            self._load(load, self._size.seconds * CEILING_SHARE)
+        paced = [one for one in loads if one is not None]
+        loads = [
+            tried(partial(self._load, load, size.seconds * CEILING_SHARE))
             for load in (CEILING if "d" in cases else ())
         ]
-        parked = self._parked() if "e" in cases else None
-        pauses = [self._pauses(kept=kept) for kept in ((True, False) if "f" in cases else ())]
-        batches = self._batches() if "g" in cases else None
-        paths = self._paths() if "h" in cases else None
-        answers = self._guided() if "i" in cases else None
+        ceiling = [one for one in loads if one is not None]
+        parked = tried(self._parked) if "e" in cases else None
+        held = [
+            tried(partial(self._pauses, kept=kept))
+            for kept in ((True, False) if "f" in cases else ())
+        ]
+        pauses = [one for one in held if one is not None]
+        batches = tried(self._batches) if "g" in cases else None
+        paths = tried(self._paths) if "h" in cases else None
+        answers = tried(self._guided) if "i" in cases else None
         found = verdicts(
             pair and pair[1],
             hang_ups and hang_ups[1],
@@ -126,7 +144,18 @@ class Measurement:
             paths=paths,
             guided=answers,
             one_board_cpu=self._one_board.cpu,
+            failed=tuple(self._failed),
         )
+
+    def _tried(self, case: Callable[[], T]) -> T | None:
+        """Return what a case found; None if it failed, which is noted."""
+        try:
+            return case()
+        except (BenchFailed, StatisticsError) as exc:
+            reason = str(exc).strip() or type(exc).__name__
+            self._failed.append(f"{self._progress.title}: {reason}")
+            self._progress.end(f"failed: {reason}")
+            return None
 
     def _paced_loads(self) -> list[Load]:
         boards = self._size.paced_boards

@@ -54,6 +54,7 @@ class Results:
     one_board_cpu: Mapping[str, CpuUse] = field(default_factory=dict)
     paths: tuple[TokenPaths, Sequence[WayFigures]] | None = None
     guided: GuidedFound | None = None
+    failed: Sequence[str] = ()  # cases without a result, with the reason
 
 
 def render(results: Results) -> str:
@@ -87,7 +88,8 @@ def _opening(results: Results) -> str:
 
 
 def _targets(results: Results) -> str:
-    return verdicts_section(results.verdicts)
+    failed = [f"**Failed**: {one}\n" for one in results.failed]
+    return "\n".join((*failed, verdicts_section(results.verdicts)))
 
 
 def _pair(results: Results) -> str:
