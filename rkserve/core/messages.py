@@ -168,6 +168,7 @@ class CacheSource:
     prefill_ms: float = 0.0
 
 
+@crosses_versions
 @dataclass(frozen=True, slots=True)
 class CacheQuery:
     """A request of a board for another one's prompt cache file.
@@ -181,6 +182,7 @@ class CacheQuery:
     ids: tuple[int, ...]
 
 
+@crosses_versions
 @dataclass(frozen=True, slots=True)
 class CacheOffer:
     """The file that answers a ``CacheQuery``: its positions, size and SHA-256."""

@@ -91,6 +91,8 @@ class CacheSender:
                         line.send([codec.pack_offer(STREAM, part)])
                         continue
                     line.send_raw(part)
+                    # The end of the connection comes with a turn of the loop.
+                    await asyncio.sleep(0)
                     if line.full:
                         self._room.clear()
                         await self._room.wait()

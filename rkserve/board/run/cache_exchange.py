@@ -20,7 +20,7 @@ from rkserve.board.answer.transcript import Ids
 from rkserve.board.rules.cache_costs import LEAST_BYTES
 from rkserve.board.rules.generations import BoardCounters
 from rkserve.board.run.loaded_engine import LoadedEngine
-from rkserve.board.run.prompt_caching import PromptCaching
+from rkserve.board.run.prompt_caching import NO_TIME_MS, PromptCaching
 from rkserve.board.run.settings import BoardSettings, FetchCache
 from rkserve.core.errors import CacheNotFound, CacheUnsupported, RkserveError
 from rkserve.core.messages import CacheOffer, CacheQuery, CacheSource
@@ -78,7 +78,7 @@ class CacheExchange:
         if saved < self._settings.park_min_tokens or caching.expects(wanted[:tokens], origin):
             return
         prefill_ms = caching.prefill_ms or source.prefill_ms
-        if not caching.costs.fetching_pays(saved, tokens, prefill_ms):
+        if prefill_ms <= NO_TIME_MS or not caching.costs.fetching_pays(saved, tokens, prefill_ms):
             return
         limit_s = max(LEAST_FETCH_S, saved * prefill_ms / 1e3)
         receiving = self._receive(fetch, source, CacheQuery(compatibility, origin, wanted))

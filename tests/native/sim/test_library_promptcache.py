@@ -42,8 +42,8 @@ def test_the_file_holds_prompt_and_answer_and_has_the_vendors_size(
     assert run.code == 0
     assert held(cache) == prompt + run.ids[:-1]  # EOS never joins the cache
     assert cache.stat().st_size == FIXED + len(held(cache)) * QWEN25_15B
-    magic, form, crc, size, adapter, model, n, _ = CACHE_HEADER.unpack_from(cache.read_bytes())
-    assert (magic, form, adapter, model.rstrip(b"\0")) == (b"RKSIMKVC", 1, 0, b"sim-chat")
+    magic, form, crc, size, adapter, model, n, *_ = CACHE_HEADER.unpack_from(cache.read_bytes())
+    assert (magic, form, adapter, model.rstrip(b"\0")) == (b"RKSIMKVC", 2, 0, b"sim-chat")
     assert size == cache.stat().st_size
     assert crc == zlib.crc32(cache.read_bytes()[16 : CACHE_HEADER.size + 20 * n])
 

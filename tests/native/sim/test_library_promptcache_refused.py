@@ -52,7 +52,7 @@ def flipped(content: bytes, at: int) -> bytes:
         pytest.param(lambda _: b"", "not a prompt cache", id="empty"),
         pytest.param(lambda c: c[:50], "not a prompt cache", id="less than a header"),
         pytest.param(lambda c: b"GGUF" + c[4:], "not a prompt cache", id="foreign magic"),
-        pytest.param(lambda c: rewritten(c, format=2), "unknown format", id="format"),
+        pytest.param(lambda c: rewritten(c, format=3), "unknown format", id="format"),
         pytest.param(lambda c: c[:-1], "damaged file", id="cut short"),
         pytest.param(lambda c: c[:2000], "damaged file", id="written by half"),
         pytest.param(lambda c: flipped(c, CACHE_HEADER.size + 500), "damaged file", id="an id"),

@@ -210,8 +210,8 @@ def turn(text: str) -> list[int]:
 
 # --- the files of prompt caches
 
-CACHE_HEADER = struct.Struct("<8sIIQQ64sII")
-CACHE_FIELDS = ("magic", "format", "crc", "size", "adapter", "model", "n", "reserved")
+CACHE_HEADER = struct.Struct("<8sIIQQ64sIIQ")
+CACHE_FIELDS = ("magic", "format", "crc", "size", "adapter", "model", "n", "reserved", "writer")
 
 
 def held(path: Path) -> list[int]:
