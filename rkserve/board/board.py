@@ -103,7 +103,7 @@ class Board:
             runner=runner,
             sleep=self._sleep,
             weights=self._weights,
-            drained=self._idles,
+            drained=self._begin_drain,
         )
         self._exchange = CacheExchange(settings, caching, books.counters)
         self._prefixes = PrefixReport(caching, self._exchange)
@@ -448,7 +448,7 @@ class Board:
                 job.end(self.supervisor.failed())
         self.queue.fail_tasks()
 
-    def _idles(self) -> None:
+    def _begin_drain(self) -> None:
         self._cache_calls.freed()
 
     def _release_board(self) -> None:

@@ -8,6 +8,7 @@ are identified by small numbers (slots).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
@@ -74,6 +75,7 @@ class PrefixIndex:
     def __init__(self, files_per_board: int = FILES) -> None:
         self._most = files_per_board
         self._stores: dict[int, _Store] = {}
+        self._kinds: Counter[int] = Counter()  # boards that exchange files, by compatibility
         # By link: the boards with files that lead through it, and how many. Mostly it is one board
         # with one file, which is remembered as its bare number.
         self._files: dict[int, int | dict[int, int]] = {}
@@ -134,16 +136,16 @@ class PrefixIndex:
         """
         found: dict[int, Reuse] = {}
         for blocks in range(len(chain.links), 0, -1):
+            if len(found) == len(self._kinds):
+                break
             at = self._files.get(chain.links[blocks - 1])
             if at is None:
                 continue
             tokens = _spared(chain, blocks)
             for slot in (at,) if isinstance(at, int) else islice(at, LOOKED_AT):
-                store = self._stores[slot]
-                if store.compatibility and store.compatibility not in found:
-                    found[store.compatibility] = Reuse(tokens, source=slot)
-            if len(found) == self._kinds:
-                break
+                kind = self._stores[slot].compatibility
+                if kind and kind not in found:
+                    found[kind] = Reuse(tokens, source=slot)
         return found
 
     def fetched(
@@ -167,11 +169,6 @@ class PrefixIndex:
         """Return the time in which the board fetches and reads a token of a file, in ms."""
         store = self._stores.get(slot)
         return 0.0 if store is None else store.fetch_ms
-
-    @property
-    def _kinds(self) -> int:
-        """The number of different compatibilities, at least 1."""
-        return max(1, len({store.compatibility for store in self._stores.values()} - {0}))
 
     def _of(self, slots: Collection[int], chain: BlockHashes, blocks: int) -> dict[int, Reuse]:
         """Return the cached prefixes of boards whose files match at most ``blocks`` blocks."""
@@ -303,6 +300,7 @@ class PrefixIndex:
         if files:
             for leaf in list(store.files):
                 self._drop(slot, store, leaf)
+            self._turn(store, 0)
             del self._stores[slot]
 
     # -- reports ----------------------------------------------------------------------------------
@@ -315,7 +313,8 @@ class PrefixIndex:
         store = self._stores.setdefault(slot, _Store())
         store.appends, store.prefix = contents.appends, contents.prefix
         store.park_min = contents.park_min
-        store.compatibility, store.fetch_ms = contents.compatibility, contents.fetch_ms
+        store.fetch_ms = contents.fetch_ms
+        self._turn(store, contents.compatibility)
         fresh = store.live_guessed_s is not None and store.live_guessed_s >= asked_s
         if not fresh and not store.runs:
             self._set_live(slot, store, contents.live, None)
@@ -328,6 +327,16 @@ class PrefixIndex:
             self._file(slot, store, file, None)
 
     # -- storage ----------------------------------------------------------------------------------
+
+    def _turn(self, store: _Store, compatibility: int) -> None:
+        """Set the compatibility of a board; 0: it exchanges no files."""
+        before, store.compatibility = store.compatibility, compatibility
+        if compatibility:
+            self._kinds[compatibility] += 1
+        if before:
+            self._kinds[before] -= 1
+            if not self._kinds[before]:
+                del self._kinds[before]
 
     def _set_live(
         self, slot: int, store: _Store, live: LivePrefix | None, guessed_s: float | None

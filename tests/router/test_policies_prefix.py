@@ -468,3 +468,22 @@ def test_a_drained_board_still_gives_its_files() -> None:
     verdict = PrefixPolicy().choose(ask(), known, 0.0)
     assert isinstance(verdict, SendTo)
     assert (verdict.board.key, verdict.reuse) == ("b", Reuse(1024, source=0))
+
+
+def test_each_kind_of_boards_has_its_own_longest_file_until_its_board_is_gone() -> None:
+    known = boards()
+    index, chain = known.index, ask().chain
+    assert index is not None
+    assert chain is not None
+    assert index.sources(chain) == {}
+    a = join(known, "a", holdings=holds(None, TALK[:1030], **EXCHANGE))
+    b = join(known, "b", holdings=holds(None, TALK[:600], **OTHER))
+    c = join(known, "c", holdings=holds(None, TALK[:520], **EXCHANGE))
+    short, of_other = Reuse(512, source=c.slot), {8: Reuse(576, source=b.slot)}
+    assert index.sources(chain) == {7: Reuse(1024, source=a.slot), **of_other}
+    index.forget(a.slot)
+    assert index.sources(chain) == {7: short, **of_other}
+    join(known, "b", holdings=holds(None, TALK[:600]))  # it exchanges none any more
+    assert index.sources(chain) == {7: short}
+    index.forget(c.slot)
+    assert index.sources(chain) == {}

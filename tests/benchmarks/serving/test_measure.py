@@ -20,7 +20,7 @@ def measurement(monkeypatch: pytest.MonkeyPatch) -> Measurement:
     """A measurement that starts no process."""
     monkeypatch.setattr(measure, "Bench", lambda _: None)
     monkeypatch.setattr(measure, "OneBoard", lambda _: SimpleNamespace(cpu={}))
-    return Measurement(None, ProgressLine(), QUICK)  # type: ignore[arg-type]
+    return Measurement(None, ProgressLine(), QUICK)  # type: ignore[arg-type] # nothing uses the crew
 
 
 @pytest.mark.parametrize(
