@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from rkserve import __version__
 from rkserve.core.errors import ConfigError
+from rkserve.deployments.haproxy import is_loopback
 
 if TYPE_CHECKING:
     from zeroconf import ServiceInfo, Zeroconf
@@ -39,14 +40,6 @@ def open_network(addresses: Sequence[str] = ()) -> Zeroconf:
     from zeroconf import InterfaceChoice, IPVersion, Zeroconf
 
     return Zeroconf(list(addresses) or InterfaceChoice.All, ip_version=IPVersion.V4Only)
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether a host is this machine alone."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 class Announcement:

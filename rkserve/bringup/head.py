@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 
 from rkserve.api.admin.join import MemberEntry, MemberState
 from rkserve.bench.processes import PROC, has_ended_below
-from rkserve.bringup import serving
+from rkserve.bringup import ray_node, serving
 from rkserve.bringup.discovery import Announcement
 from rkserve.bringup.first_key import first_key, known_key
 from rkserve.bringup.head_plan import (
@@ -51,7 +51,10 @@ from rkserve.router.members import Members
 from rkserve.router.membership import FOLDER, TERMS, ClusterTerms, new_token, write_terms
 
 # Unbuffered, so that the last line of its log is the newest one, not what was kept back.
-RAY_START = (sys.executable, "-u", "-m", "ray.scripts.scripts", "start")
+RAY_START = (
+    *(sys.executable, "-I", "-S", ray_node.__file__),
+    *(sys.executable, "-u", "-m", "ray.scripts.scripts", "start"),
+)
 RAYLET, GCS = "raylet", "gcs_server"
 RAYLET_ENDED = (
     "its raylet has ended, as it does where Ray's agents take more than 15 s to start; "
@@ -72,6 +75,10 @@ FIRST_KEY = (
 )
 
 
+ONLY_HERE = (
+    "rkserve: the endpoint listens at {host}, so that boards on other machines cannot join: set "
+    "http_options.host to 0.0.0.0, or to this machine's address."
+)
 HINT = """
 Try it in another terminal:
 
@@ -266,6 +273,8 @@ class RunningHead:
             if self.announcement is not None:
                 self.announcement.begin()
             if self.plan.real:
+                if haproxy.is_loopback(self.plan.host):
+                    self.note(ONLY_HERE.format(host=self.plan.host))
                 self.note(
                     f"Within the next hour, on each board: {join_command(self.state, HOUR_S)}"
                 )

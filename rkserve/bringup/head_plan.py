@@ -109,6 +109,8 @@ class HeadPlan:
 
     def join_url(self, address: str) -> str:
         """Return the URL of the endpoint as boards see it."""
+        if local_address(self.host) == self.host:  # not all addresses of this machine
+            return self.url
         return f"{self.url.partition(':')[0]}://{address}:{self.port}"
 
 

@@ -20,6 +20,9 @@ OBJECT_STORE_BYTES = 100_000_000
 # `rkserve logs` asks the processes, and the dashboard reads the files. It takes 43 MB of an
 # idle board's memory (PSS, x86-64), and 1.6 CPU-seconds from a head that starts.
 NO_LOG_MONITOR = ("--include-log-monitor=false",)
+# It starts and ends machines of a cloud, of which there are none. 49 MB of a head's memory (PSS,
+# x86-64), and 4 CPU-seconds from its start; `ray status` on the head is empty without it.
+NO_AUTOSCALER = ("--no-monitor",)
 SLOW_START = (
     "Ray gives 30 s or less by default; a busy machine or a board with a cold SD card takes longer."
 )
@@ -27,7 +30,7 @@ SLOW_START = (
 
 @dataclass(frozen=True, slots=True)
 class RaySetting:
-    """One environment variable of Ray, the nodes that need it, and the reason."""
+    """One environment variable of Ray's processes, the nodes that need it, and the reason."""
 
     name: str
     value: str
@@ -46,9 +49,10 @@ SETTINGS: tuple[RaySetting, ...] = (
     ),
     RaySetting(
         "RAY_SERVE_MAX_PER_REPLICA_RETRY_COUNT",
-        "1000",
-        "Serve gives up on a deployment after three failed starts per replica by default; a board "
-        "with a bad card would end the deployment of all boards.",
+        "1000000",
+        "Serve gives up on a deployment after three failed starts per replica by default, and a "
+        "node that is lost counts as one: a board with a bad card, or boards that come and go, "
+        "would end the deployment of all boards.",
         (HEAD,),
     ),
     RaySetting(
@@ -61,6 +65,13 @@ SETTINGS: tuple[RaySetting, ...] = (
         "3600",
         "A board's Ray ends after a minute without its head by default, and with it the engine and "
         "its model.",
+        (BOARD,),
+    ),
+    RaySetting(
+        "MALLOC_ARENA_MAX",
+        "2",
+        "The C library has up to eight heaps for each core, of which Ray's threads fill many: 6 MB "
+        "of a board with two cores.",
         (BOARD,),
     ),
     RaySetting("RAY_USAGE_STATS_ENABLED", "0", "Ray reports usage to its makers by default."),
@@ -147,11 +158,12 @@ class NodePorts:
 def head_options(ports: NodePorts, address: str, dashboard_port: int) -> list[str]:
     """Return the options of ``ray start`` on the head."""
     return [
-        *("--head", "--block", f"--port={ports.first}", f"--node-ip-address={address}"),
+        *("--head", f"--port={ports.first}", f"--node-ip-address={address}"),
         *ports.options(),
         f"--dashboard-port={dashboard_port}",
         # The server of Ray's remote client: unused, and Ray 2.60 cannot be started without it.
         f"--ray-client-server-port={ports.last}",
+        *NO_AUTOSCALER,
         *NO_LOG_MONITOR,
         "--disable-usage-stats",
     ]
@@ -160,7 +172,7 @@ def head_options(ports: NodePorts, address: str, dashboard_port: int) -> list[st
 def board_options(ports: NodePorts, ray_address: str, share: float) -> list[str]:
     """Return the options of ``ray start`` on a board."""
     return [
-        *("--block", f"--address={ray_address}"),
+        f"--address={ray_address}",
         *ports.options(),
         f"--resources={json.dumps({'rknpu': share})}",
         f"--object-store-memory={OBJECT_STORE_BYTES}",

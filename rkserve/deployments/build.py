@@ -105,7 +105,7 @@ def _boards(group: BoardGroupConfig, config: RkserveConfig) -> DeploymentHandle:
         graceful_shutdown_wait_loop_s=0.5,
         graceful_shutdown_timeout_s=group.drain_timeout_s + FAREWELL_S,
         # Where the head's RAY_SERVE_MAX_PER_REPLICA_RETRY_COUNT allows it; Ray takes the smaller.
-        max_constructor_retry_count=1000,
+        max_constructor_retry_count=1_000_000,
         request_router_config=RequestRouterConfig(
             request_router_class="rkserve.deployments.ray_extensions:PickReplica"
         ),

@@ -181,7 +181,7 @@ def head(facts: BoardFacts) -> Iterator[Finding]:
         yield error(
             "head-unreachable",
             f"The head's port {found.address} cannot be reached: {found.problem}.",
-            f"nc -vz {host} {port}  # and on the head: ray status, and the firewall's rules",
+            f"nc -vz {host} {port}  # and on the head: rkserve boards, and the firewall's rules",
             f"{found.address}: {found.problem}",
         )
     elif found is not None and found.url_problem:

@@ -194,8 +194,11 @@ def _huge_model(folder: Path) -> Path:
 def test_a_board_that_cannot_start_says_why_wherever_one_looks(
     troubled: App, group: str, model: str, says: str
 ) -> None:
+    def status() -> str:
+        return troubled.cluster.status(troubled.name, group)
+
     def in_status() -> str | None:
-        message = troubled.cluster.status(troubled.name, group)
+        message = status()
         return message if says in message else None
 
     def in_models() -> dict[str, str] | None:
@@ -206,7 +209,8 @@ def test_a_board_that_cannot_start_says_why_wherever_one_looks(
         found = [b for b in boards if b["id"].startswith(f"{group}@") and reason in b["reason"]]
         return found[0] if found else None
 
-    assert "cannot start" in wait_for("the reason in `serve status`", in_status, START_S)
+    message = wait_for("the reason in `serve status`", in_status, START_S, instead=status)
+    assert "cannot start" in message
     listed = wait_for("the reason in /v1/models", in_models, START_S)
     assert listed["state"] == "failed"
 

@@ -78,6 +78,11 @@ def test_with_tls_no_board_may_serve_clients_in_clear(tmp_path: Path) -> None:
     plan = HeadPlan.of(file, FrontSettings(tls))
     assert (plan.url, plan.certificate) == ("https://127.0.0.1:8000", tls.certificate)
     assert plan.join_url("192.0.2.1") == "https://192.0.2.1:8000"
+    for host, url in (("127.0.0.1", "127.0.0.1"), ("192.0.2.7", "192.0.2.7"), ("::", "192.0.2.1")):
+        content["http_options"]["host"] = host
+        file.write_text(yaml.safe_dump(content), encoding="utf-8")
+        found = HeadPlan.of(file, FrontSettings(tls)).join_url("192.0.2.1")
+        assert found == f"https://{url}:8000", "an address that answers"
     del content["proxy_location"]
     file.write_text(yaml.safe_dump(content), encoding="utf-8")
     with pytest.raises(ConfigError, match="has no proxy_location: HeadOnly"):

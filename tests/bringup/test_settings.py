@@ -45,5 +45,5 @@ def test_no_two_options_have_one_port() -> None:
     options = head_options(ports, "192.0.2.1", 8265)
     used = [int(one.partition("=")[2]) for one in options if "port=" in one]
     assert sorted(used) == [*range(7000, ports.last + 1), 8265]
-    assert "--block" in options
+    assert "--block" not in options, "for which Ray stays in memory; see rkserve.bringup.ray_node"
     assert "--node-ip-address=192.0.2.1" in options

@@ -124,7 +124,7 @@ FAULTS = {
         ),
         ERROR,
         "The head's port 10.0.0.1:6379 cannot be reached: Connection refused.",
-        "nc -vz 10.0.0.1 6379  # and on the head: ray status, and the firewall's rules",
+        "nc -vz 10.0.0.1 6379  # and on the head: rkserve boards, and the firewall's rules",
     ),
     "no rkserve on the head": Fault(
         "head-silent",

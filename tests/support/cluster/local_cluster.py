@@ -44,6 +44,8 @@ _ENVIRON = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
     **PATIENCE,
+    # A node that is removed counts as a failed start of each group that cannot start on it.
+    "RAY_SERVE_MAX_PER_REPLICA_RETRY_COUNT": "1000000",
     # Ray's own 15 lets all else on the machine go first, and these tests are what one waits for.
     "RAY_worker_niceness": "0",
     # At Serve's own 0.1 s an idle controller takes a twentieth of a core.
@@ -67,13 +69,27 @@ _SYSTEM = {
 }
 
 
-def wait_for(what: str, look: Callable[[], T | None], timeout_s: float = 60.0) -> T:
-    """Return what ``look`` returns once that is true; ``what`` says what was waited for."""
+def wait_for(
+    what: str,
+    look: Callable[[], T | None],
+    timeout_s: float = 60.0,
+    *,
+    instead: Callable[[], object] | None = None,
+) -> T:
+    """Return the result of ``look`` once it is true.
+
+    Args:
+        what: names the condition, for the failure's message.
+        look: called again and again.
+        timeout_s: seconds until the failure.
+        instead: returns the state that the failure's message shows.
+    """
     deadline_s = time.monotonic() + timeout_s
     pause_s = SHORTEST_PAUSE_S
     while not (found := look()):
         if time.monotonic() >= deadline_s:
-            raise AssertionError(f"within {timeout_s:.0f} s: {what}")
+            state = "" if instead is None else f", but: {instead()}"
+            raise AssertionError(f"not within {timeout_s:.0f} s: {what}{state}")
         time.sleep(pause_s)
         pause_s = min(pause_s * 1.5, LONGEST_PAUSE_S)
     return found
