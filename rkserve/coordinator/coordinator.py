@@ -63,6 +63,7 @@ from rkserve.coordinator.state.ledger import AuditEntry, Ledger
 from rkserve.coordinator.state.ledger_files import LOOK_S, LedgerBackup
 from rkserve.coordinator.state.signed_versions import SignedVersions
 from rkserve.coordinator.state.state_store import StateStore, recover, stands
+from rkserve.core.board_report import next_round
 from rkserve.core.coordinator_metrics import CoordinatorMetrics
 from rkserve.core.desired_state import Desired, DesiredCache, Scope
 from rkserve.core.errors import (
@@ -281,7 +282,8 @@ class Coordinator:
                     # If this loop ended, boards and leases would be unattended.
                     log.exception("a round of the Coordinator failed; it goes on")
                     await asyncio.sleep(AGAIN_S)
-                await asyncio.sleep(every_s)
+                now_s = asyncio.get_running_loop().time()
+                await asyncio.sleep(next_round(now_s, every_s) - now_s)
 
         return asyncio.get_running_loop().create_task(loop(), name=work.__qualname__)
 

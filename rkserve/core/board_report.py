@@ -5,6 +5,7 @@ Transport is elsewhere.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
@@ -440,3 +441,19 @@ def own_digest(boards: Iterable[BoardReport]) -> str:
     if len(digests) > 1:
         return MIXED
     return digests.pop() if digests else UNKNOWN
+
+
+def next_round(now_s: float, interval_s: float, phase: float = 0.0) -> float:
+    """Return the next instant of periodic calls to boards: a multiple of ``interval_s`` that is at
+    least half of it away.
+
+    The processes of a machine call at the same instants. A wake-up costs an idle board more than
+    an answer: three readers of its report wake it once.
+
+    Args:
+        now_s: the monotonic time in seconds, which all processes of a machine have in common.
+        interval_s: more than 0.
+        phase: shifts all instants by this part of the interval, 0 to 1.
+    """
+    shift_s = phase * interval_s
+    return (math.floor((now_s - shift_s) / interval_s + 0.5) + 1) * interval_s + shift_s

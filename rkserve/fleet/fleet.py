@@ -15,7 +15,7 @@ from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Mapp
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
-from rkserve.core.board_report import BoardReport, BoardState
+from rkserve.core.board_report import BoardReport, BoardState, next_round
 from rkserve.core.desired_state import Desired
 from rkserve.core.errors import BoardFailed, BoardStartFailed, RkserveError
 from rkserve.core.messages import CacheSource, Delta, Event, GenerateRequest
@@ -266,6 +266,7 @@ class Fleet(BoardTable):
     async def follow(self, interval_s: float) -> None:
         """Refresh forever, and look for failed starts every ``FAILURES_EVERY`` rounds.
 
+        Routers and the Coordinator ask at the same instants, where they are on one machine.
         Failures of Ray are logged, and routing continues with the latest reports.
         """
         rounds = itertools.cycle(range(FAILURES_EVERY))
@@ -276,7 +277,8 @@ class Fleet(BoardTable):
                     await self.refresh_failures()
             except Exception:
                 log.exception("the boards could not be asked; trying again")
-            await asyncio.sleep(interval_s)
+            now_s = asyncio.get_running_loop().time()
+            await asyncio.sleep(next_round(now_s, interval_s) - now_s)
 
     async def look_again(self) -> bool:
         """Refresh unless that was just done; concurrent callers share one round."""

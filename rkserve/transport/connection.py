@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 from rkserve.config.router import ChannelConfig
+from rkserve.core.board_report import next_round
 from rkserve.transport import codec
 from rkserve.transport.codec import SEAL, MalformedMessage
 from rkserve.transport.encryption import BoardIdentity, EncryptionError, TlsRecords
@@ -300,7 +301,7 @@ class ChannelConnection(asyncio.Protocol):
         self._transport.write(self._side.opening())
         if self._side.opened:
             self._encrypt()
-        self._timer = self._loop.call_later(self._pulse.heartbeat_s, self._tick)
+        self._tick_next()
 
     def data_received(self, data: bytes) -> None:
         """Process received bytes."""
@@ -396,7 +397,15 @@ class ChannelConnection(asyncio.Protocol):
         if now_s - since_s > limit_s:
             self.close(f"no sign of life for {limit_s:g} s", silent=True)
             return
-        # Whatever was written is as good a sign: a busy connection has no heartbeats.
-        if self.open and not self.full and now_s - self._wrote_s > pulse.heartbeat_s / 2:
+        # Whatever was written is as good a sign: a busy connection has no heartbeats, and one with
+        # a report every second has half of them. The peer misses two such pauses before it closes.
+        next_s = now_s + pulse.heartbeat_s
+        if self.open and not self.full and next_s - self._wrote_s > pulse.silence_s / 3:
             self._write(HEARTBEAT)
-        self._timer = self._loop.call_later(self._pulse.heartbeat_s, self._tick)
+        self._tick_next()
+
+    def _tick_next(self) -> None:
+        # All connections of a machine tick at once, half an interval away from the instants at
+        # which boards are asked for reports.
+        at_s = next_round(self._loop.time(), self._pulse.heartbeat_s, phase=0.5)
+        self._timer = self._loop.call_at(at_s, self._tick)

@@ -201,7 +201,8 @@ class RouterConnection:
 
     async def _ask(self, stream: int, method: str, args: Sequence[Any]) -> None:
         answer = await getattr(self._callee, method)(*args)
-        self._send(stream, codec.pack_answer(stream, method, answer))
+        # Sent with the end of the stream, as one frame: boards report to all Routers every second.
+        self._waiting.append((stream, codec.pack_answer(stream, method, answer)))
 
     def _fail(self, stream: int, exc: RkserveError) -> None:
         """Send the error that ended a call, after its events."""

@@ -6,6 +6,8 @@ import pickle
 from dataclasses import fields, replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from rkserve.core.board_report import (
     BoardReport,
@@ -14,6 +16,7 @@ from rkserve.core.board_report import (
     Hardware,
     KvReport,
     VersionFigures,
+    next_round,
 )
 from tests.support.paths import PROJECT
 
@@ -61,3 +64,21 @@ def test_every_state_of_a_board_is_documented(state: BoardState) -> None:
 def test_a_named_cache_is_not_an_automatic_one() -> None:
     names = {field.name for field in fields(CacheEntry)}
     assert {"name", "adapter", "digest"} <= names
+
+
+@pytest.mark.parametrize(
+    ("now_s", "phase", "next_s"),
+    [(10.0, 0.0, 11.0), (10.4, 0.0, 11.0), (10.6, 0.0, 12.0), (10.1, 0.5, 11.5), (10.9, 0.5, 11.5)],
+)
+def test_the_next_round_is_half_an_interval_away_at_least(
+    now_s: float, phase: float, next_s: float
+) -> None:
+    assert next_round(now_s, 1.0, phase) == next_s
+
+
+@given(st.floats(0, 1e7), st.floats(0.01, 100), st.sampled_from([0.0, 0.5]))
+def test_processes_that_begin_at_any_time_meet(now_s: float, every_s: float, phase: float) -> None:
+    wait_s = next_round(now_s, every_s, phase) - now_s
+    assert 0.499 * every_s <= wait_s <= 1.501 * every_s
+    at = next_round(now_s, every_s, phase) / every_s - phase
+    assert at == pytest.approx(round(at), abs=1e-4)

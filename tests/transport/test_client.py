@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+from typing import Any
 
 import pytest
 
@@ -127,6 +128,23 @@ async def test_reports_come_over_connections_once_they_are_there() -> None:
         assert [one.board_id for one in await link.reports()] == ["sim-0"]
         assert board.reports == ["channel"]
         assert link.complete
+
+
+async def test_a_report_is_one_frame(monkeypatch: pytest.MonkeyPatch) -> None:
+    board = Board("sim-0")
+    async with router(board) as (_, [link]):
+        (one,) = board.outlet.connections
+        frames: list[int] = []
+        send = one.line.send
+
+        def counted(items: Any) -> None:
+            frames.append(len(items))
+            send(items)
+
+        monkeypatch.setattr(one.line, "send", counted)
+        await link.reports()
+        await until(lambda: not one.tasks)
+        assert frames == [2], "the answer, and the end of its stream"
 
 
 async def test_who_does_not_report_over_its_connection_is_asked_by_ray() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from contextlib import aclosing
 
 import pytest
@@ -127,9 +128,11 @@ class Wire(asyncio.Transport):
     def __init__(self) -> None:
         super().__init__()
         self.sent: list[bytes] = []
+        self.times_s: list[float] = []
 
     def write(self, data: bytes) -> None:  # type: ignore[override] # bytes alone are written
         self.sent.append(data)
+        self.times_s.append(asyncio.get_running_loop().time())
 
     def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
         """Nothing is buffered."""
@@ -138,19 +141,51 @@ class Wire(asyncio.Transport):
         """Nothing is open."""
 
 
+def connected(pulse: Heartbeat) -> tuple[BoardConnection, Wire]:
+    """Return a Router's connection after its handshake."""
+    key, wire = bytes(32), Wire()
+    line = BoardConnection(ChannelAddress("sim-0", "h", 1, key), pulse)
+    board = BoardHandshake(key, 7)
+    line.line.connection_made(wire)
+    line.line.data_received(board.opening())
+    line.line.data_received(board.take(wire.sent[-1]))
+    assert line.line.open
+    return line, wire
+
+
+@pytest.mark.virtual_time
+@pytest.mark.parametrize(
+    ("silence_s", "beats", "longest_s"),
+    [
+        pytest.param(3.0, 10, 1.0, id="half of the heartbeats, by default"),
+        pytest.param(12.0, 0, 1.0, id="none, where the peer waits for long"),
+        pytest.param(1.0, 20, 0.5, id="all, where it waits for two of them only"),
+    ],
+)
+async def test_a_report_every_second_spares_heartbeats(
+    silence_s: float, beats: int, longest_s: float
+) -> None:
+    line, wire = connected(Heartbeat(0.5, silence_s, 10.0))
+    wire.sent.clear()
+    wire.times_s.clear()
+    await asyncio.sleep(0.2)
+    for _ in range(10):
+        line.line.send([[1]])
+        line.line._heard_s = asyncio.get_running_loop().time()  # the peer is there
+        await asyncio.sleep(1.0)
+    line.line.close("the end")
+    assert abs(wire.sent.count(HEARTBEAT) - beats) <= 1
+    pauses = [after - before for before, after in itertools.pairwise(wire.times_s)]
+    assert max(pauses) <= longest_s + 0.01
+
+
 @pytest.mark.virtual_time
 async def test_by_default_a_board_frozen_for_two_seconds_stays_and_for_good_is_lost_in_four() -> (
     None
 ):
     """The board's heartbeats arrive as it sends them; the loop's time is its own."""
-    key, loop = bytes(32), asyncio.get_running_loop()
-    line = BoardConnection(ChannelAddress("sim-0", "h", 1, key), Heartbeat.of(ChannelConfig()))
-    board = BoardHandshake(key, 7)
-    wire = Wire()
-    line.line.connection_made(wire)
-    line.line.data_received(board.opening())
-    line.line.data_received(board.take(wire.sent[-1]))
-    assert line.line.open
+    loop = asyncio.get_running_loop()
+    line, _ = connected(Heartbeat.of(ChannelConfig()))
     pulse_s = ChannelConfig().heartbeat_s
     events = line.generate(REQUEST)
     for beats in range(1, 60):
