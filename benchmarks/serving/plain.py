@@ -218,6 +218,7 @@ def sides(name: str, port: int, pids: Sequence[int], seconds: float, streams: in
     found = []
     for count in (1, streams):
         events, use, took_s, waits = asyncio.run(play(port, count, seconds, read_cpu))
+        hold([] if waits and events else [f"{name}: no answer began in {seconds:g} s"])
         gross = {part: ms / events for part, ms in use.by_part_ms.items()}
         rest = {part: ms / idle.wall_ms for part, ms in idle.by_part_ms.items()}
         net = {

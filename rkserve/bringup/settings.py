@@ -58,7 +58,16 @@ SETTINGS: tuple[RaySetting, ...] = (
     RaySetting(
         "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS",
         str(METRICS_MS),
-        "Serve's 100 ms wakes every replica ten times a second; a board would never be idle.",
+        "Serve's 100 ms wakes every replica ten times a second: 0.2 percent of a core for an idle "
+        "board, 0.5 for a Router.",
+    ),
+    RaySetting(
+        "RAY_SERVE_CONTROL_LOOP_INTERVAL_S",
+        "0.25",
+        "At Serve's 0.1 s an idle controller takes 6.1 percent of a core and the GCS 2.5; at this "
+        "3.2 and 1.4, and each board 0.2 less. A replica that ended is replaced 0.15 s later at "
+        "most.",
+        (HEAD,),
     ),
     RaySetting(
         "RAY_gcs_rpc_server_reconnect_timeout_s",

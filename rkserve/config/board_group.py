@@ -137,8 +137,8 @@ class PromptCacheConfig(Settings):
         ge=0,
         description="The most that a board sends of its files to other boards of the same SoC, "
         "model and library, in MB/s (gigabit Ethernet carries 117); 0: nothing. A board fetches a "
-        "file where that is faster than the prefill, and only where files of one board are known "
-        "to load on another (quirk `prompt_cache_portable`).",
+        "file where that is twice as fast as the prefill, and only where files of one board are "
+        "known to load on another (quirk `prompt_cache_portable`).",
     )
     system_prompt: str | None = Field(
         None,

@@ -21,6 +21,7 @@ from rkserve.core.block_hashes import (
     FilePrefix,
     LivePrefix,
 )
+from rkserve.core.messages import FETCH_GAIN
 
 LOOKED_AT = 16  # boards with the same prefix to compare; more do not help
 
@@ -153,7 +154,7 @@ class PrefixIndex:
     ) -> Reuse:
         """Return the file to fetch for a board that has ``own``, or nothing.
 
-        It saves ``park_min`` tokens over that, and more time than the fetch takes; a token's
+        It saves ``park_min`` tokens over that, and ``FETCH_GAIN`` of the fetch's time; a token's
         prefill there takes ``prefill_ms``.
         """
         store = self._stores.get(slot)
@@ -163,7 +164,8 @@ class PrefixIndex:
         more = other.tokens - own.tokens
         if other.source == slot or more < store.park_min:
             return NOTHING
-        return other if more * prefill_ms > other.tokens * store.fetch_ms else NOTHING
+        least_ms = FETCH_GAIN * other.tokens * store.fetch_ms
+        return other if more * prefill_ms > least_ms else NOTHING
 
     def fetch_ms(self, slot: int) -> float:
         """Return the time in which the board fetches and reads a token of a file, in ms."""

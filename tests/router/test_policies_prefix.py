@@ -414,6 +414,7 @@ OTHER = {"compatibility": 8, "fetch_ms": 0.5}
         pytest.param(EXCHANGE, {}, Reuse(), id="one that loads no files of others"),
         pytest.param({}, EXCHANGE, Reuse(), id="one that sends none"),
         pytest.param(EXCHANGE, {"compatibility": 7, "fetch_ms": 4.0}, Reuse(), id="a slow network"),
+        pytest.param(EXCHANGE, {"compatibility": 7, "fetch_ms": 1.5}, Reuse(), id="a small gain"),
     ],
 )
 def test_a_free_board_fetches_the_file_of_a_busy_one_where_that_is_faster(

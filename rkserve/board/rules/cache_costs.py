@@ -12,6 +12,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from rkserve.core.messages import FETCH_GAIN
+
 LATEST = 0.3  # the weight of one transfer in the average
 LEAST_BYTES = 4 << 20  # a shorter transfer measures the run around it, not the disk
 # A disk that was too slow for files is not measured by them any more: after each such time its rate
@@ -172,9 +174,9 @@ class CacheCosts:
 
     def fetching_pays(self, saved: int, tokens: int, prefill_ms: float) -> bool:
         """Return whether fetching and reading a file of ``tokens`` is faster than the prefill of
-        the ``saved`` ones.
+        the ``saved`` ones, by ``FETCH_GAIN``.
         """
-        return saved * prefill_ms > self.fetch_ms(tokens * self.position_bytes)
+        return saved * prefill_ms > FETCH_GAIN * self.fetch_ms(tokens * self.position_bytes)
 
     def parking_pays(
         self, links: Sequence[int], tokens: int, prefill_ms: float | None, *, idle: bool
