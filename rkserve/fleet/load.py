@@ -108,9 +108,7 @@ class Candidate:
         rests = [work.rest_ms(now_s) for work in self.works]
         # A batch ends with its longest generation; single generations run one after the other.
         own_ms = sum(rests) if self.n_batch == 1 else max(rests, default=0.0)
-        # Half of another Router's run is over on average; of several requests one runs.
-        others = self.foreign - 0.5 if self.foreign and not self.works else self.foreign
-        return own_ms + others * self._boards.typical_ms(self) + self.booked_ms
+        return own_ms + self.foreign * self._boards.typical_ms(self) + self.booked_ms
 
     # -- what this Router does there ---------------------------------------------------------------
 

@@ -32,19 +32,6 @@ def test_a_report_adds_what_other_routers_sent() -> None:
     assert board.load == 2
 
 
-def test_half_of_another_routers_run_is_over_on_average() -> None:
-    known = boards()
-    board = join(known, "a", running=1)
-    whole_ms = known.typical_ms(board)
-    assert board.wait_ms(0.0) == whole_ms / 2
-    join(known, "a", running=1, queued=2)
-    assert board.wait_ms(0.0) == 2.5 * whole_ms
-    # One of this Router's own runs there, so that the other one's has not begun.
-    join(known, "a", running=1)
-    sent(board, known)
-    assert board.wait_ms(0.0) > whole_ms
-
-
 @pytest.mark.parametrize("when", ["before the report", "while the report travels"])
 def test_an_own_request_that_ends_meanwhile_is_not_taken_for_a_foreign_one(when: str) -> None:
     known = boards()
