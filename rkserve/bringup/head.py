@@ -55,7 +55,6 @@ RAY_START = (
     *(sys.executable, "-I", "-S", ray_node.__file__),
     *(sys.executable, "-u", "-m", "ray.scripts.scripts", "start"),
 )
-RAYLET, GCS = "raylet", "gcs_server"
 RAYLET_ENDED = (
     "its raylet has ended, as it does where Ray's agents take more than 15 s to start; "
     "raylet.err in the logs of its session has the reason"
@@ -420,7 +419,7 @@ def start_ray(
                 return ray
             time.sleep(serving.POLL_S)
             # `ray start` would wait three minutes for it.
-            ends = {RAYLET: RAYLET_ENDED, GCS: GCS_ENDED}
+            ends = {ray_node.RAYLET: RAYLET_ENDED, ray_node.GCS: GCS_ENDED}
             last = next((s for p, s in ends.items() if has_ended_below(PROC, ray.pid, p)), "")
             if beside is not None and beside.poll() is not None:
                 node.drop(ray, FAILED_RAY_S)
