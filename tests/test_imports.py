@@ -30,7 +30,8 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "sampling": BASE,
     "native": BASE,
     "native.binding": BASE | {"native"},
-    "native.engine": BASE | {"native", "native.binding", "sampling"},
+    "native.llama_cpp": BASE | {"native", "sampling"},
+    "native.engine": BASE | {"native", "native.binding", "native.llama_cpp", "sampling"},
     "native.sim": BASE,
     "board.answer": BASE,
     "board.engine": BASE | ENGINE_PROTOCOL,
@@ -78,7 +79,8 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     | {"api", "board", "control", "coordinator", "fleet", "http", "router", "transport"}
     | {"verdicts.facts"}
     | ENGINE_PROTOCOL
-    | {"native.quirks", "native.sim.build", "native.sim.profiles", "native.sim.telemetry"},
+    | {"native.library_file", "native.quirks", "native.sim.build", "native.sim.profiles"}
+    | {"native.sim.telemetry"},
     # A board without Ray: of `deployments`, only the module that knows no Ray either.
     "local": BASE | {"api", "board", "router.images", "deployments.board_factory"},
     "app": frozenset({"deployments.build"}),
@@ -117,7 +119,7 @@ OWNERS: dict[str, frozenset[str]] = {
     "cffi": frozenset({"native.binding"}),
     "cryptography": frozenset({"models.signing", "transport.encryption"}),
     "_cffi_backend": frozenset({"native.binding", "native.decl"}),
-    "numpy": frozenset({"native.engine", "sampling"}),
+    "numpy": frozenset({"native.engine", "native.llama_cpp", "sampling"}),
     "llguidance": frozenset({"sampling"}),
     "PIL": frozenset({"router.images"}),
     "httpcore": frozenset({"router.images"}),

@@ -10,7 +10,13 @@ import mmap
 import re
 import struct
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
+
+from rkserve.core.errors import LibraryMissing
+
+LLAMA_CPP = "xllamacpp"  # the wheel
+CPU_EXTRA = "pip install 'rkserve[cpu]'"
 
 _ELF_MAGIC = b"\x7fELF"
 _ELF_64_BIT = 2
@@ -65,3 +71,16 @@ def search(path: Path, pattern: re.Pattern[bytes]) -> list[bytes]:
     """Return all matches of a pattern in the file's bytes. Raises ``OSError``, ``ValueError``."""
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         return pattern.findall(data)
+
+
+def llama_cpp_library() -> Path:
+    """Return the file of llama.cpp's library in its wheel. Raises ``LibraryMissing``."""
+    found = find_spec(LLAMA_CPP)
+    for folder in (found.submodule_search_locations or ()) if found is not None else ():
+        files = sorted(Path(folder).glob(f"{LLAMA_CPP}*.so"))
+        if files:
+            return files[0]
+    raise LibraryMissing(
+        f"llama.cpp is not installed: the wheel {LLAMA_CPP} is missing. Install it with "
+        f"{CPU_EXTRA}."
+    )

@@ -24,6 +24,8 @@ Ids = NDArray[np.int64]
 _MASK = (1 << 64) - 1
 # JSON has no infinity: the log-probability of a token that the model itself masks.
 LEAST_LOGPROB = -9999.0
+_ZIPF_RANKS = 100  # from which mirostat's first version estimates the exponent, as its paper does
+_TINY, _NEAR, _MOST_BITS = 1e-30, 1e-6, 64.0
 
 
 def uniform(seed: int, choice: int, place: int) -> float:
@@ -42,7 +44,8 @@ class Sampler:
     """The sampler of one generation; ``context`` are the ids before the answer.
 
     OpenAI's two penalties apply to the answer, RKLLM's factor to the whole context. The ``ends``
-    are masked until the answer has ``least`` tokens.
+    are masked until the answer has ``least`` tokens. Mirostat (Basu et al., 2021; both versions)
+    replaces top-k and top-p; its state makes a draw depend on those before it.
     """
 
     sampling: Sampling
@@ -57,8 +60,10 @@ class Sampler:
     _counts: Counter[int] = field(init=False)
     _seen: set[int] = field(init=False)
     _place: int = field(init=False)
+    _most_bits: float = field(init=False)  # mirostat's limit of a token's surprise
 
     def __post_init__(self) -> None:
+        self._most_bits = 2 * self.sampling.mirostat_tau
         self._counts = Counter(self.generated)
         self._seen = {*self.context, *self.generated}
         self._place = len(self.generated)
@@ -80,11 +85,17 @@ class Sampler:
             return None
         if self.sampling.temperature == 0 or self.sampling.top_k == 1:
             return best
-        ids, shares = self._candidates(logits)
-        at = uniform(self.seed, self.choice, self._place) * shares.sum()
-        return int(
-            ids[min(int(np.searchsorted(np.cumsum(shares), at, side="right")), len(ids) - 1)]
-        )
+        if self.sampling.mirostat:
+            ids, shares = self._expected(logits)
+        else:
+            ids, shares = self._candidates(logits)
+        total = shares.sum()
+        at = uniform(self.seed, self.choice, self._place) * total
+        drawn = min(int(np.searchsorted(np.cumsum(shares), at, side="right")), len(ids) - 1)
+        if self.sampling.mirostat:
+            error = float(-np.log2(shares[drawn] / total)) - self.sampling.mirostat_tau
+            self._most_bits -= self.sampling.mirostat_eta * error
+        return int(ids[drawn])
 
     def take(self, token_id: int) -> None:
         """Record the chosen token."""
@@ -131,6 +142,35 @@ class Sampler:
             ids = np.concatenate((above, equal[: how.top_k - len(above)]))
         shares = np.exp(scaled[ids])
         return _nucleus(ids, shares, how.top_p) if how.top_p < 1 else (ids, shares)
+
+    def _expected(self, logits: NDArray[np.float64]) -> tuple[Ids, NDArray[np.float64]]:
+        """Return mirostat's candidates and their shares, the likeliest first."""
+        scaled = logits / self.sampling.temperature
+        ids = np.flatnonzero(scaled > -np.inf)
+        shares = np.exp(scaled[ids] - scaled[ids].max())
+        order = np.lexsort((ids, -shares))
+        ids, shares = ids[order], shares[order] / shares.sum()
+        if self.sampling.mirostat == 1:
+            count = _zipf_count(shares, self._most_bits)
+        else:
+            count = int(np.count_nonzero(-np.log2(np.maximum(shares, _TINY)) <= self._most_bits))
+        return ids[: max(1, count)], shares[: max(1, count)]
+
+
+def _zipf_count(shares: NDArray[np.float64], most_bits: float) -> int:
+    """Return how many tokens have the surprise ``most_bits`` on average, were they Zipf's."""
+    first = np.maximum(shares[:_ZIPF_RANKS], _TINY)
+    if len(first) == 1:
+        return 1
+    ranks = np.arange(1, len(first), dtype=np.float64)
+    steps, falls = np.log((ranks + 1) / ranks), np.log(first[:-1] / first[1:])
+    slope = max(float((steps * falls).sum() / (steps**2).sum()), _TINY)
+    excess = slope - 1
+    if abs(excess) < _NEAR:
+        return len(shares)
+    whole = excess * 2.0 ** min(most_bits, _MOST_BITS) / (1 - float(len(shares)) ** -excess)
+    power = np.log(max(whole, 1.0)) / slope  # of e; itself it may not fit a float
+    return int(np.exp(power)) if power < np.log(len(shares)) else len(shares)
 
 
 def _nucleus(ids: Ids, shares: NDArray[np.float64], top_p: float) -> tuple[Ids, Any]:

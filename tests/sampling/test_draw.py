@@ -202,3 +202,36 @@ def test_top_p_leaves_the_smallest_set_that_reaches_it(
     allowed = set(order[: int(np.searchsorted(reached, top_p + 1e-9)) + 1].tolist())
     chosen = {sampler(with_(top_p=top_p), one).choose(row) for one in range(20)}
     assert chosen <= allowed
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("tau", [1.5, 3.0])
+def test_mirostat_keeps_the_average_surprise(version: int, tau: float) -> None:
+    ranks = np.arange(1, 501, dtype=np.float64)
+    row: Row = (-1.1 * np.log(ranks)).astype(np.float32)  # Zipf's law, 6.8 bits on average
+    shares = np.exp(row.astype(np.float64))
+    shares /= shares.sum()
+    how = with_(mirostat=version, mirostat_tau=tau, mirostat_eta=0.1)
+    one = sampler(how, seed=4)
+    bits = []
+    for _ in range(600):
+        token = one.choose(row)
+        assert token is not None
+        one.take(token)
+        bits.append(-math.log2(shares[token]))
+    # Of the truncated distribution it is exactly tau; of the whole one a token is rarer.
+    assert tau < np.mean(bits[100:]) < tau + 2
+    assert max(bits[100:]) < -math.log2(shares[-1])
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_mirostat_has_a_token_left_in_any_row(version: int) -> None:
+    how = with_(mirostat=version, mirostat_tau=0.1, mirostat_eta=1.0)
+    rows = ([0.0], [5.0, -np.inf, -np.inf], [1.0, 1.0, 1.0], [90.0, 0.0, -90.0])
+    for values in rows:
+        one = sampler(how, seed=2)
+        for _ in range(20):
+            token = one.choose(np.array(values, np.float32))
+            assert token is not None
+            assert values[token] > -np.inf
+            one.take(token)
