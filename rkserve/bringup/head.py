@@ -122,7 +122,7 @@ def run_head(options: HeadOptions, note: Note) -> int:
     ray_address = f"{address}:{ports.first}"
     folder = ray_folder(state.folder, options.temp_dir, os.environ)
     command = [
-        *(*RAY_START, *head_options(ports, address, dashboard)),
+        *(*RAY_START, *head_options(ports, address, dashboard, cpu=plan.cpu)),
         f"--temp-dir={folder}",
     ]
     store = RayStore(state.folder, importlib.metadata.version("ray"), os.environ)

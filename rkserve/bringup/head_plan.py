@@ -55,7 +55,8 @@ class HeadPlan:
     url: str
     port: int
     real: bool  # some group has real boards, which join later
-    measures: tuple[tuple[str, str], ...] = ()  # library and model folder of each such group
+    measures: tuple[tuple[str, str], ...] = ()  # library and model folder of each with NPUs
+    cpu: bool = False  # the head's own CPU is a board
     host: str = preflight.HOST
     certificate: Path | None = None  # the endpoint's, where clients use TLS
     control_url: str = ""  # the control port's, if there is one
@@ -76,7 +77,11 @@ class HeadPlan:
         if not found:
             raise ConfigError(f"{config} has no application with {preflight.APPLICATION}.")
         groups = [group for one in found for group in one.boards if group.simulated is None]
-        measures = [(str(one.library), str(resolve_folder(one.model))) for one in groups]
+        measures = [
+            (str(one.library), str(resolve_folder(one.model)))
+            for one in groups
+            if one.library is not None
+        ]
         named = f"[{host_here}]" if ":" in host_here else host_here
         if (tls or control) and groups and content.get("proxy_location") != "HeadOnly":
             lacks = "without TLS" if tls is not None else "without a control port"
@@ -91,6 +96,7 @@ class HeadPlan:
             f"{scheme}://{named}:{port}",
             int(port),
             real=bool(groups),
+            cpu=any(one.cpu is not None and one.cpu.on_head for one in groups),
             measures=tuple(measures),
             host=host,
             certificate=certificate,

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from rkserve.bringup.processes import BOARD, HEAD
+from rkserve.config.board_group import CPU, NPU
 from rkserve.deployments.haproxy import FLAG, FORCED_STOP, METRICS_MS, PATIENCE, PROXY_CHECK
 
 GCS_PORT, DASHBOARD_PORT = 6379, 8265
@@ -164,11 +165,15 @@ class NodePorts:
         return self.first + 7
 
 
-def head_options(ports: NodePorts, address: str, dashboard_port: int) -> list[str]:
-    """Return the options of ``ray start`` on the head."""
+def head_options(
+    ports: NodePorts, address: str, dashboard_port: int, *, cpu: bool = False
+) -> list[str]:
+    """Return the options of ``ray start`` on the head; with ``cpu`` it is a CPU board, too."""
+    offered = [f"--resources={json.dumps({CPU: 1.0})}"] if cpu else []
     return [
         *("--head", f"--port={ports.first}", f"--node-ip-address={address}"),
         *ports.options(),
+        *offered,
         f"--dashboard-port={dashboard_port}",
         # The server of Ray's remote client: unused, and Ray 2.60 cannot be started without it.
         f"--ray-client-server-port={ports.last}",
@@ -179,11 +184,14 @@ def head_options(ports: NodePorts, address: str, dashboard_port: int) -> list[st
 
 
 def board_options(ports: NodePorts, ray_address: str, share: float) -> list[str]:
-    """Return the options of ``ray start`` on a board."""
+    """Return the options of ``ray start`` on a board, whose NPU counts as ``share``.
+
+    Every board offers its CPU; only a group with ``cpu`` takes it.
+    """
     return [
         f"--address={ray_address}",
         *ports.options(),
-        f"--resources={json.dumps({'rknpu': share})}",
+        f"--resources={json.dumps({NPU: share, CPU: 1.0})}",
         f"--object-store-memory={OBJECT_STORE_BYTES}",
         *NO_LOG_MONITOR,
         "--disable-usage-stats",

@@ -18,6 +18,15 @@ HOOK_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
 CATALOG = "catalog:"  # before the name of a model of the head's catalogue
 MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+NPU, CPU = "rknpu", "rkcpu"  # custom resources of Ray
+# Settings that llama.cpp has no use for.
+OF_RKLLM = frozenset(
+    (
+        *("encoder_library", "encoder_cores", "image_cache_bytes", "rknpu", "base_domain_id"),
+        *("library_cpus", "embed_flash", "instances", "instance_cpus", "quirks", "quirks_file"),
+        *("allow_unlisted", "guided"),
+    )
+)
 MAX_DOMAINS = 16  # RKNPU_MAX_IOMMU_DOMAIN_NUM of the kernel driver
 
 
@@ -73,6 +82,28 @@ class SimulatedConfig(Settings):
         description="Folder of control files, one per board (sim-0.control), to inject faults. `~` "
         "is the home of Ray's user; a relative path starts in the working directory of Ray's "
         "processes, which is seldom the shell's.",
+    )
+
+
+class CpuConfig(Settings):
+    """Boards that compute with llama.cpp on their CPU instead of the NPU: models of GGUF files."""
+
+    threads: int | None = Field(
+        None,
+        ge=1,
+        le=256,
+        description="Threads that compute, at most one for each core; empty takes all cores. They "
+        "are those of `pin_cpus`, or else the fastest that the node has (4 of an RK3588's 8).",
+    )
+    share: float = Field(
+        1.0,
+        gt=0,
+        le=1,
+        description="Share of a node's CPU (custom resource `rkcpu`) that one replica takes. Every "
+        "group with `cpu` gets a replica on every node that offers it: their sum is 1 at most.",
+    )
+    on_head: bool = Field(
+        True, description="Whether the head started by `rkserve up` offers its CPU, too."
     )
 
 
@@ -170,7 +201,13 @@ class BoardGroupConfig(Settings):
         None, description="Path of librkllmrt.so on the boards. Leave out for simulated boards."
     )
     simulated: SimulatedConfig | None = Field(
-        None, description="Simulate the boards. Exactly one of library and simulated is set."
+        None,
+        description="Simulate the boards. Exactly one of library, simulated and cpu is set.",
+    )
+    cpu: CpuConfig | None = Field(
+        None,
+        description="Compute on the CPU: the model folder's `*.gguf` file, with llama.cpp "
+        "(`pip install 'rkserve[cpu]'` on the boards). `cpu: {}` takes all defaults.",
     )
     encoder_library: Path = Field(
         Path("/usr/lib/librknnrt.so"),
@@ -396,9 +433,29 @@ class BoardGroupConfig(Settings):
 
     @model_validator(mode="after")
     def _one_kind_of_board(self) -> BoardGroupConfig:
-        if (self.library is None) == (self.simulated is None):
-            raise ValueError("set exactly one of 'library' (real boards) and 'simulated'")
+        kinds = (self.library, self.simulated, self.cpu)
+        if sum(one is not None for one in kinds) != 1:
+            raise ValueError(
+                "set exactly one of 'library' (NPUs), 'cpu' (llama.cpp) and 'simulated'"
+            )
         return self
+
+    @model_validator(mode="after")
+    def _cpu_has_no_npu(self) -> BoardGroupConfig:
+        if self.cpu is None:
+            return self
+        given = sorted(OF_RKLLM & self.model_fields_set)
+        if given:
+            raise ValueError(
+                f"'{given[0]}' is a setting of NPUs, and the group computes on the CPU ('cpu'); "
+                "leave it out"
+            )
+        return self
+
+    @property
+    def resource(self) -> tuple[str, float]:
+        """The custom resource of Ray that a replica takes, and its share; not if simulated."""
+        return (NPU, self.rknpu) if self.cpu is None else (CPU, self.cpu.share)
 
     @model_validator(mode="after")
     def _batches_have_no_caches(self) -> BoardGroupConfig:

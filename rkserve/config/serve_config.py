@@ -328,6 +328,12 @@ class RkserveConfig(Settings):
                 "but every one of these groups gets a replica on every board; give them 1 at most "
                 f"together, {100 // len(real) / 100:g} each for example"
             )
+        total = sum(group.cpu.share for group in self.deployed if group.cpu is not None)
+        if total > 1 + ROUNDING:
+            raise ValueError(
+                f"the shares 'cpu.share' of the groups with 'cpu' add up to {total:g}, but every "
+                "one of these groups gets a replica on every node; give them 1 at most together"
+            )
         for number in sorted({group.base_domain_id for group in real}):
             names = [group.name for group in real if group.base_domain_id == number]
             if len(names) > 1:

@@ -27,7 +27,7 @@ from rkserve.board.answer.hooks import HookFactory
 from rkserve.board.board import Board
 from rkserve.board.engine.process import EngineStarts
 from rkserve.board.engine.protocol import Engine, EngineSpec, with_weights
-from rkserve.board.engine.telemetry import read_soc, read_telemetry
+from rkserve.board.engine.telemetry import fastest_cores, read_soc, read_telemetry
 from rkserve.board.rules.hang_limits import RunTimeouts
 from rkserve.board.run.settings import BoardSettings
 from rkserve.board.storage.ledger_copies import FOLDER as LEDGERS
@@ -38,6 +38,7 @@ from rkserve.core.board_report import Hardware
 from rkserve.core.errors import ConfigError, LoadFailed
 from rkserve.core.files import content_digest, file_digest, open_private, private_folder
 from rkserve.models.folder import ModelFolder, open_model_folder
+from rkserve.native.library_file import llama_cpp_library
 from rkserve.native.quirks import read_quirks_file
 from rkserve.native.runtime import LoadParams, VisionParams
 from rkserve.native.sim import telemetry as simulated
@@ -160,23 +161,26 @@ def load_hook(path: str) -> HookFactory:
 def _spec(group: BoardGroupConfig, place: BoardLocation, folder: ModelFolder) -> EngineSpec:
     context_len = folder.settings.context_length
     # Real engines are fenced per NPU domain, whatever group they belong to.
-    fence = f"{place.board_id}.fence" if group.simulated else f"npu-{group.base_domain_id}.fence"
+    own = group.simulated is not None or group.cpu is not None
+    cores = group.pin_cpus or fastest_cores(ROOT, os.sched_getaffinity(0))
+    fence = f"{place.board_id}.fence" if own else f"npu-{group.base_domain_id}.fence"
     return EngineSpec(
         library=str(_library(group)),
         params=LoadParams(
-            model_path=str(folder.require_weights()),
+            model_path=str(folder.require_weights(cpu=group.cpu is not None)),
             max_context_len=context_len,
             max_new_tokens=context_len,  # the ceiling; each request has its own limit below it
             sampling=folder.settings.sampling.values(),
             n_keep=folder.settings.n_keep,
             base_domain_id=group.base_domain_id,
-            cpus=group.library_cpus,
+            cpus=group.library_cpus if group.cpu is None else cores[: group.cpu.threads],
             n_batch=group.n_batch,
             embed_flash=group.embed_flash,
             use_cross_attn=folder.settings.cross_attention is not None,
             ignore_eos_token=folder.settings.ignore_eos_token,
         ),
         fence=str(place.state_dir / fence),
+        cpu=group.cpu is not None,
         text_mode=folder.tokenizer_file is None,
         vision=vision_params(group, folder),
         quirks=quirks_of(group),
@@ -190,7 +194,7 @@ def _spec(group: BoardGroupConfig, place: BoardLocation, folder: ModelFolder) ->
             str(place.state_dir / WEIGHTS / place.board_id),
         ),
         writes=(str(_cache_root(group, place) / place.board_id),),
-        pin_cpus=group.pin_cpus,
+        pin_cpus=group.pin_cpus if group.cpu is None else cores,
         load_timeout_s=group.load_timeout_s,
     )
 
@@ -218,6 +222,8 @@ def vision_params(group: BoardGroupConfig, folder: ModelFolder) -> VisionParams 
 
 
 def _library(group: BoardGroupConfig) -> Path:
+    if group.cpu is not None:
+        return llama_cpp_library()
     if group.simulated is None:
         assert group.library is not None  # the configuration requires one of the two
         return group.library.expanduser()
@@ -229,6 +235,8 @@ def _library(group: BoardGroupConfig) -> Path:
 def quirks_of(group: BoardGroupConfig) -> dict[str, bool]:
     """Return a group's overrides: its quirks file's, and its own. Raises ``ConfigError``."""
     # The simulated library's files load on other boards; of the vendor's that is not known.
+    if group.cpu is not None:
+        return {}
     known = {} if group.simulated is None else {"prompt_cache_portable": True}
     if group.quirks_file is not None:
         known |= read_quirks_file(group.quirks_file.expanduser(), _library(group))
@@ -244,7 +252,7 @@ def _caches(
     if folder.settings.cross_attention is not None:
         return None  # a KV cache depends on the encoder's output, and a file's name on token ids
     seal = CacheFingerprint(
-        model=folder.content_digest(),
+        model=folder.content_digest(cpu=group.cpu is not None),
         release=_digest_of(Path(spec.library), file_digest),
         template=hashlib.sha256((folder.chat_template or "").encode()).hexdigest(),
         tokenizer=_digest_of(folder.tokenizer_file, content_digest),

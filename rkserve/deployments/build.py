@@ -18,7 +18,6 @@ from rkserve.deployments.coordinator import CoordinatorReplica
 from rkserve.deployments.haproxy import check_environ
 from rkserve.deployments.model_origin import COORDINATOR
 from rkserve.deployments.preflight import check_args, check_folders
-from rkserve.deployments.ray_extensions import RESOURCE
 from rkserve.deployments.replica import HEAD, ROUTER
 from rkserve.deployments.router import RouterReplica
 from rkserve.deployments.tracing import check_tracing
@@ -121,9 +120,10 @@ def _boards(group: BoardGroupConfig, config: RkserveConfig) -> DeploymentHandle:
 def _placement(group: BoardGroupConfig) -> dict[str, Any]:
     if group.simulated is not None:
         return {"num_replicas": group.simulated.boards, "ray_actor_options": {"num_cpus": 0}}
+    resource, share = group.resource
     return {
-        "ray_actor_options": {"num_cpus": 0, "resources": {RESOURCE: group.rknpu}},
-        # As many as FollowNodes counts: a share leaves the rest of the NPU to other groups.
+        "ray_actor_options": {"num_cpus": 0, "resources": {resource: share}},
+        # As many as FollowNodes counts: a share leaves the rest of the node to other groups.
         "max_replicas_per_node": 1,
         "autoscaling_config": AutoscalingConfig(
             min_replicas=0,
@@ -132,7 +132,7 @@ def _placement(group: BoardGroupConfig) -> dict[str, Any]:
             downscale_delay_s=DOWNSCALE_DELAY_S,
             policy=AutoscalingPolicy(
                 policy_function="rkserve.deployments.ray_extensions:FollowNodes",
-                policy_kwargs={"share": group.rknpu},
+                policy_kwargs={"share": share, "resource": resource},
             ),
         ),
     }

@@ -1,9 +1,9 @@
 """Extensions of Ray Serve: the request router for boards, and the autoscaling policy.
 
 The request router sends a request to the replica chosen by the Router; Ray's handle carries the
-choice as the session ID. The policy wants one replica for every node that has an NPU. It runs in
-Serve's controller several times a second, and never blocks. Ray pickles this module by value, so it
-imports nothing of rkserve and shares no globals with it.
+choice as the session ID. The policy wants one replica for every node that offers a resource. It
+runs in Serve's controller several times a second, and never blocks. Ray pickles this module by
+value, so it imports nothing of rkserve and shares no globals with it.
 """
 
 from __future__ import annotations
@@ -47,17 +47,14 @@ class PickReplica(RequestRouter):
         return [candidate_replicas[:1]]  # not empty, so that Ray's loop ends for this request
 
 
-RESOURCE = "rknpu"
-
-
 class FollowNodes:
-    """Counts the living nodes that offer ``share`` of an NPU.
+    """Counts the living nodes that offer ``share`` of a custom resource.
 
     Only nodes that join or leave the Ray cluster change the target.
     """
 
-    def __init__(self, share: float = 1.0) -> None:
-        self._share = share
+    def __init__(self, share: float = 1.0, resource: str = "rknpu") -> None:
+        self._share, self._resource = share, resource
 
     def __call__(self, context: Any) -> tuple[int, dict[str, Any]]:
         """Return the target number of replicas, and the state for Ray's next call."""
@@ -66,7 +63,7 @@ class FollowNodes:
         boards = sum(
             1
             for node in ray.nodes()
-            if node["Alive"] and node["Resources"].get(RESOURCE, 0.0) >= self._share
+            if node["Alive"] and node["Resources"].get(self._resource, 0.0) >= self._share
         )
         return (
             target(boards, context.target_num_replicas, context.current_num_replicas),

@@ -20,6 +20,7 @@ from rkserve.core.files import content_digest
 from rkserve.models.settings import FolderSettings
 
 SETTINGS_FILE = "rkserve.yaml"
+RKLLM, GGUF = ".rkllm", ".gguf"
 MODEL_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 # Families, by name, whose runtime logs that it "does not support saving prompt cache".
 WITHOUT_PROMPT_CACHE = re.compile(r"qwen[-_ ]?3[._]?5(?!\d)", re.IGNORECASE)
@@ -28,7 +29,8 @@ WITHOUT_PROMPT_CACHE = re.compile(r"qwen[-_ ]?3[._]?5(?!\d)", re.IGNORECASE)
 class ModelFolder(BaseModel):
     """One servable model. ``id`` is its name in requests: the folder's name.
 
-    ``weights`` is None if the folder holds tokenizer files only, as on a head node.
+    ``weights`` is the model for NPUs, ``gguf`` the one for CPUs. Both are None if the folder holds
+    tokenizer files only, as on a head node.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -37,20 +39,28 @@ class ModelFolder(BaseModel):
     path: Path
     weights: Path | None
     settings: FolderSettings
+    gguf: Path | None = None
 
-    def require_weights(self) -> Path:
-        """Return the model's file. Raises ``ConfigError`` if this machine does not have it."""
-        if self.weights is None:
+    def require_weights(self, *, cpu: bool = False) -> Path:
+        """Return the model's file for NPUs, or with ``cpu`` for CPUs.
+
+        Raises:
+            ConfigError: this machine does not have it.
+        """
+        if cpu and self.gguf is None:
+            raise ConfigError(f"{self.path} holds no *.gguf file. Copy the model for CPUs there.")
+        found = self.gguf if cpu else self.weights
+        if found is None:
             raise ConfigError(f"{self.path} holds no *.rkllm file. Copy the converted model there.")
-        return self.weights
+        return found
 
-    def content_digest(self) -> str:
+    def content_digest(self, *, cpu: bool = False) -> str:
         """Return a digest of this model's file, for data that is valid only with it.
 
         Raises:
             ConfigError: this machine does not have the file, or it cannot be read.
         """
-        weights = self.require_weights()
+        weights = self.require_weights(cpu=cpu)
         try:
             return content_digest(weights)
         except OSError as exc:
@@ -116,9 +126,15 @@ def open_model_folder(path: Path) -> ModelFolder:
     """Read a model folder.
 
     Raises:
-        ConfigError: no such folder, several ``*.rkllm`` in it, or bad settings; the message names
-            the file and the key.
+        ConfigError: no such folder, several ``*.rkllm`` or ``*.gguf`` in it, or bad settings; the
+            message names the file and the key.
     """
+    if path.is_file() and path.suffix == GGUF:
+        raise ConfigError(
+            f"`model` is the file {path}; it has to be the folder of a model. Make a folder of the "
+            "model's name with this file and the model's tokenizer.json, tokenizer_config.json "
+            "and, if there is one, chat_template.jinja."
+        )
     if not path.is_dir():
         raise ConfigError(f"The model folder {path} does not exist. Check `model` in the config.")
     if not MODEL_ID.fullmatch(path.name):
@@ -127,22 +143,26 @@ def open_model_folder(path: Path) -> ModelFolder:
             "digits, '.', '_' and '-'."
         )
     return ModelFolder(
-        id=path.name, path=path, weights=weights_in(path), settings=_settings(path / SETTINGS_FILE)
+        id=path.name,
+        path=path,
+        weights=weights_in(path),
+        settings=_settings(path / SETTINGS_FILE),
+        gguf=weights_in(path, GGUF),
     )
 
 
-def weights_in(path: Path) -> Path | None:
+def weights_in(path: Path, suffix: str = RKLLM) -> Path | None:
     """Return the model's file in a folder. Raises ``ConfigError`` if there are several."""
-    preferred = path / "model.rkllm"
+    preferred = path / f"model{suffix}"
     if preferred.is_file():
         return preferred
-    found = sorted(path.glob("*.rkllm"))
+    found = sorted(path.glob(f"*{suffix}"))
     if len(found) == 1:
         return found[0]
     if not found:
         return None
     names = ", ".join(f.name for f in found)
-    raise ConfigError(f"{path} holds several models ({names}); name one of them model.rkllm.")
+    raise ConfigError(f"{path} holds several models ({names}); name one of them model{suffix}.")
 
 
 def _settings(file: Path) -> FolderSettings:

@@ -347,7 +347,7 @@ def test_a_board_joins_after_a_failed_start_and_leaves(tmp_path: Path, url: str)
     assert (tmp_path / ".ray" / "auth_token").read_text() == "the cluster's\n"
     log = (tmp_path / "state" / "board-ray.log").read_text()
     assert "--address=192.0.2.1:6379" in log
-    assert '--resources={"rknpu": 1.0}' in log
+    assert '--resources={"rknpu": 1.0, "rkcpu": 1.0}' in log
 
 
 def test_a_board_joins_again_without_the_head_and_after_ray_ended(tmp_path: Path, url: str) -> None:

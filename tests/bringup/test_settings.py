@@ -8,6 +8,7 @@ from rkserve.bringup.processes import BOARD, HEAD
 from rkserve.bringup.settings import (
     SETTINGS,
     NodePorts,
+    board_options,
     environment_of,
     head_options,
     sent_to_boards,
@@ -47,3 +48,11 @@ def test_no_two_options_have_one_port() -> None:
     assert sorted(used) == [*range(7000, ports.last + 1), 8265]
     assert "--block" not in options, "for which Ray stays in memory; see rkserve.bringup.ray_node"
     assert "--node-ip-address=192.0.2.1" in options
+    assert not [one for one in options if "resources" in one]
+
+
+def test_a_head_that_computes_and_every_board_offer_their_cpu() -> None:
+    ports = NodePorts(7000)
+    assert '--resources={"rkcpu": 1.0}' in head_options(ports, "192.0.2.1", 8265, cpu=True)
+    options = board_options(ports, "192.0.2.1:7000", 0.5)
+    assert '--resources={"rknpu": 0.5, "rkcpu": 1.0}' in options

@@ -174,18 +174,30 @@ def wrong(given: Any) -> str:
         ),
         pytest.param(
             args(**REAL),
-            "boards[0]: set exactly one of 'library' (real boards) and 'simulated'.",
+            "boards[0]: set exactly one of 'library' (NPUs), 'cpu' (llama.cpp) and 'simulated'.",
             id="both kinds of board",
         ),
         pytest.param(
             args(simulated=None),
-            "boards[0]: set exactly one of 'library' (real boards) and 'simulated'.",
+            "boards[0]: set exactly one of 'library' (NPUs), 'cpu' (llama.cpp) and 'simulated'.",
             id="neither kind of board",
         ),
         pytest.param(
             {"boards": args()["boards"] * 2},
             "group names must differ; used twice: sim.",
             id="a name twice",
+        ),
+        pytest.param(
+            {"boards": [{"name": name, "model": "m", "cpu": {"share": 0.6}} for name in "ab"]},
+            "the shares 'cpu.share' of the groups with 'cpu' add up to 1.2, but every one of these "
+            "groups gets a replica on every node; give them 1 at most together.",
+            id="more shares than a CPU has",
+        ),
+        pytest.param(
+            {"boards": [{"name": "a", "model": "m", "cpu": {}, "embed_flash": True}]},
+            "boards[0]: 'embed_flash' is a setting of NPUs, and the group computes on the CPU "
+            "('cpu'); leave it out.",
+            id="a setting of NPUs for a CPU",
         ),
         pytest.param(
             {"boards": [{**REAL, "name": "a"}, {**REAL, "name": "b", "rknpu": 0.5}]},

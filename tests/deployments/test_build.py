@@ -80,6 +80,13 @@ def test_a_real_group_has_one_replica_for_each_board_whatever_its_share(share: f
     assert found["autoscaling_config"]["min_replicas"] == 0
 
 
+def test_a_cpu_group_takes_its_share_of_each_nodes_cpu() -> None:
+    found = options(build(args(simulated=None, cpu={"share": 0.5})))
+    assert found["actor"]["resources"] == {"rkcpu": 0.5}
+    policy = found["autoscaling_config"]["policy"]
+    assert policy["policy_kwargs"] == {"share": 0.5, "resource": "rkcpu"}
+
+
 def test_no_request_is_refused_by_serve_before_the_board_has_seen_it() -> None:
     assert options(build(args(queue_limit=100)))["max_ongoing_requests"] > 101
 

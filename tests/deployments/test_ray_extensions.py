@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rkserve.deployments.ray_extensions import PickReplica, ReplicaGone, target
+from rkserve.deployments.ray_extensions import FollowNodes, PickReplica, ReplicaGone, target
 
 
 @pytest.mark.parametrize(
@@ -31,6 +31,19 @@ def test_the_target_follows_the_boards(
     boards: int, current: int, running: int, expected: int
 ) -> None:
     assert target(boards, current, running) == expected
+
+
+def test_nodes_count_by_the_resource_of_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes = [
+        {"Alive": True, "Resources": {"rknpu": 1.0, "rkcpu": 1.0}},
+        {"Alive": True, "Resources": {"rkcpu": 1.0}},
+        {"Alive": True, "Resources": {"CPU": 8.0}},
+        {"Alive": False, "Resources": {"rkcpu": 1.0}},
+    ]
+    monkeypatch.setattr("ray.nodes", lambda: nodes)
+    now = SimpleNamespace(target_num_replicas=0, current_num_replicas=0, policy_state={})
+    assert FollowNodes(0.5)(now) == (1, {})
+    assert FollowNodes(1.0, "rkcpu")(now) == (2, {})
 
 
 @given(st.integers(0, 50), st.integers(0, 50), st.integers(0, 50))

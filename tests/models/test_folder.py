@@ -51,12 +51,24 @@ def test_a_folder_needs_nothing_but_its_name(tmp_path: Path) -> None:
 def test_the_weights_are_found(tmp_path: Path, files: dict[str, str], chosen: str) -> None:
     found = open_model_folder(folder(tmp_path / "m", **files))
     assert found.require_weights().name == chosen
+    with pytest.raises(ConfigError, match=r"no \*\.gguf file"):
+        found.require_weights(cpu=True)
+
+
+def test_one_folder_has_a_model_for_npus_and_one_for_cpus(tmp_path: Path) -> None:
+    found = open_model_folder(folder(tmp_path / "m", model__gguf="c", a__rkllm="n"))
+    assert (found.require_weights().name, found.require_weights(cpu=True).name) == (
+        "a.rkllm",
+        "model.gguf",
+    )
+    assert found.content_digest() != found.content_digest(cpu=True)
 
 
 @pytest.mark.parametrize(
     ("name", "files", "words"),
     [
         pytest.param("m", {"a__rkllm": "", "b__rkllm": ""}, "a.rkllm, b.rkllm", id="two models"),
+        pytest.param("m", {"a__gguf": "", "b__gguf": ""}, "model.gguf", id="two for CPUs"),
         pytest.param("my model", {}, "may hold only letters", id="a name with a space"),
         pytest.param(
             "m",

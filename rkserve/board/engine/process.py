@@ -133,6 +133,7 @@ class EngineProcess:
             raise LoadFailed("callables cannot be handed to an engine process: tokenize, embed")
         command = {
             "library": spec.library,
+            "cpu": spec.cpu,
             "params": asdict(spec.params),
             "fence": spec.fence,
             "fence_timeout_s": spec.fence_timeout_s,

@@ -33,12 +33,14 @@ class EngineSpec:
     process's clean environment, and so are the variables of this process named in ``inherit``.
     ``pin_cpus`` are the cores it may run on; empty leaves all. The callables of ``params``
     (``tokenize``, ``embed``) do not cross the pipe and must be None. With ``allow_unlisted`` a
-    later release than the listed ones is tried, and driven as one of them.
+    later release than the listed ones is tried, and driven as one of them. ``cpu``: the library is
+    llama.cpp.
     """
 
     library: str
     params: LoadParams
     fence: str
+    cpu: bool = False
     text_mode: bool = False
     vision: VisionParams | None = None
     quirks: Mapping[str, bool] = field(default_factory=dict)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import errno
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -114,6 +114,24 @@ def read_soc(root: Path) -> str:
     """Return the SoC's name from the device tree under ``root``, empty where there is none."""
     board = _Reader(root)
     return board.first("SoC", board.soc) or ""
+
+
+def fastest_cores(root: Path, allowed: Iterable[int]) -> tuple[int, ...]:
+    """Return those of the ``allowed`` cores with the highest capacity; all where none is known.
+
+    The kernel's ``cpu_capacity`` is there on machines with cores of several kinds: 4 of an RK3588's
+    8 have 1024, the others 530.
+    """
+    cores = sorted(allowed)
+    capacities: dict[int, int] = {}
+    for core in cores:
+        try:
+            text = (root / f"sys/devices/system/cpu/cpu{core}/cpu_capacity").read_text()
+            capacities[core] = int(text)
+        except (OSError, ValueError):
+            return tuple(cores)
+    most = max(capacities.values(), default=0)
+    return tuple(core for core in cores if capacities[core] == most)
 
 
 @dataclass(frozen=True, slots=True)

@@ -353,6 +353,10 @@ def _pack_step(run_id: int, step: Step) -> bytes:
 
 
 def _open_library(command: Mapping[str, Any]) -> Runtime:
+    if command["cpu"]:
+        from rkserve.native.llama_cpp import open_llama_cpp  # late: with numpy and its own library
+
+        return open_llama_cpp(Path(command["library"]), command["quirks"])
     from rkserve.native.binding.library import detect  # late: dlopen only after the lock
     from rkserve.native.binding.runtime import open_runtime
 

@@ -16,7 +16,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rkserve.board.engine.telemetry import MAX_FILE_BYTES, NPU_NODES, read_soc, read_telemetry
+from rkserve.board.engine.telemetry import (
+    MAX_FILE_BYTES,
+    NPU_NODES,
+    fastest_cores,
+    read_soc,
+    read_telemetry,
+)
 from rkserve.core.board_report import CpuClock, Hardware
 from rkserve.native.sim.telemetry import SOCS, BoardReadings, tree, write
 from tests.support.paths import TESTS
@@ -548,3 +554,13 @@ def test_a_board_of_nothing_but_one_content_is_read_without_an_error(content: by
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(content)
         assert_sane(read_telemetry(root))
+
+
+def test_the_fastest_cores_are_those_of_the_highest_capacity(tmp_path: Path) -> None:
+    assert fastest_cores(tmp_path, {3, 1, 2}) == (1, 2, 3)  # a PC does not tell
+    for core, capacity in enumerate((530, 530, 1024, 1024)):
+        folder = tmp_path / f"sys/devices/system/cpu/cpu{core}"
+        folder.mkdir(parents=True)
+        (folder / "cpu_capacity").write_text(f"{capacity}\n")
+    assert fastest_cores(tmp_path, range(4)) == (2, 3)
+    assert fastest_cores(tmp_path, {0, 1}) == (0, 1)  # of those that the process may use

@@ -102,6 +102,7 @@ def tried(hostile: Path, folder: Path, *tries: tuple[str, Any]) -> dict[str, Any
     """Return what a confined process achieved, which may read ``model`` and write ``cache``."""
     order = {
         "library": str(hostile),
+        "cpu": False,
         "read": [str(folder / "model")],
         "write": [str(folder / "cache")],
         "tries": tries,

@@ -52,6 +52,7 @@ def params() -> dict[str, Any]:
 def command(library: Path, *, allowed: bool) -> dict[str, Any]:
     return {
         "library": str(library),
+        "cpu": False,
         "params": params(),
         "quirks": {"abort_in_callback": True},
         "allow_unlisted": allowed,

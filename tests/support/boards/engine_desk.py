@@ -117,6 +117,7 @@ class Desk:
         }
         command = {
             "library": "lib.so",
+            "cpu": False,
             "params": params,
             "fence": str(self.place / "fence"),
             "fence_timeout_s": 0.0,
