@@ -7,6 +7,7 @@ and no runtime, and of a grammar only the mask of allowed ids.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ _MASK = (1 << 64) - 1
 LEAST_LOGPROB = -9999.0
 _ZIPF_RANKS = 100  # from which mirostat's first version estimates the exponent, as its paper does
 _TINY, _NEAR, _MOST_BITS = 1e-30, 1e-6, 64.0
+_DEPTH = 50.0  # of a token's logit below the likeliest's, at temperature 1
 
 
 def uniform(seed: int, choice: int, place: int) -> float:
@@ -58,14 +60,15 @@ class Sampler:
     ends: frozenset[int] = frozenset()
     least: int = 0
     _counts: Counter[int] = field(init=False)
-    _seen: set[int] = field(init=False)
+    _seen: dict[int, None] = field(init=False)
+    _seen_ids: Ids | None = field(init=False, default=None)  # of `_seen`, until the next new one
     _place: int = field(init=False)
     _most_bits: float = field(init=False)  # mirostat's limit of a token's surprise
 
     def __post_init__(self) -> None:
         self._most_bits = 2 * self.sampling.mirostat_tau
         self._counts = Counter(self.generated)
-        self._seen = {*self.context, *self.generated}
+        self._seen = dict.fromkeys((*self.context, *self.generated))
         self._place = len(self.generated)
 
     def choose(self, row: Row, allowed: Allowed | None = None) -> int | None:
@@ -73,7 +76,8 @@ class Sampler:
 
         ``allowed`` has one entry per id; ids beyond its end are not allowed.
         """
-        logits = _finite(row)
+        # In single precision: doubles of a vocabulary of 150,000 take milliseconds.
+        logits = row.copy() if np.isfinite(row).all() else _finite(row).astype(np.float32)
         self._adjust(logits)
         if self._place < self.least:
             logits[_within(self.ends, len(logits))] = -np.inf
@@ -100,7 +104,8 @@ class Sampler:
     def take(self, token_id: int) -> None:
         """Record the chosen token."""
         self._counts[token_id] += 1
-        self._seen.add(token_id)
+        if token_id not in self._seen:
+            self._seen[token_id] = self._seen_ids = None
         self._place += 1
 
     def catch_up(self, ids: Sequence[int]) -> None:
@@ -108,13 +113,15 @@ class Sampler:
         for token_id in ids[self._place - len(self.generated) :]:
             self.take(token_id)
 
-    def _adjust(self, logits: NDArray[np.float64]) -> None:
+    def _adjust(self, logits: Row) -> None:
         for token_id, bias in self.logit_bias:
             if token_id < len(logits):
                 logits[token_id] += bias
         how = self.sampling
         if how.repeat_penalty != 1.0:
-            ids = _within(self._seen, len(logits))
+            if self._seen_ids is None:
+                self._seen_ids = _within(self._seen, len(logits))
+            ids = self._seen_ids
             before = logits[ids]
             logits[ids] = np.where(
                 before > 0, before / how.repeat_penalty, before * how.repeat_penalty
@@ -124,30 +131,26 @@ class Sampler:
             times = np.array([self._counts[int(i)] for i in ids], dtype=np.float64)
             logits[ids] -= times * how.frequency_penalty + how.presence_penalty
 
-    def _candidates(
-        self, logits: NDArray[np.float64]
-    ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    def _candidates(self, logits: Row) -> tuple[Ids, NDArray[np.float64]]:
         """Return the ids that remain after min-p, top-k and top-p, and their shares."""
         how = self.sampling
-        scaled = logits / how.temperature
-        scaled -= scaled.max()
-        ids = np.flatnonzero(scaled > -np.inf)
-        if self.min_p > 0:
-            ids = ids[scaled[ids] >= np.log(self.min_p)]
+        # Most ids are ruled out before anything is computed for them.
+        least = _least_shown(logits, how.temperature, self.min_p)
+        if 0 < how.top_k < len(logits):
+            least = max(least, np.partition(logits, -how.top_k)[-how.top_k])
+        ids = np.flatnonzero(logits >= least)
         if 0 < how.top_k < len(ids):
             # Among equals the lower ids are kept, independent of the sort order.
-            least = np.partition(scaled[ids], len(ids) - how.top_k)[len(ids) - how.top_k]
-            above = ids[scaled[ids] > least]
-            equal = ids[scaled[ids] == least]
+            above, equal = ids[logits[ids] > least], ids[logits[ids] == least]
             ids = np.concatenate((above, equal[: how.top_k - len(above)]))
-        shares = np.exp(scaled[ids])
+        shares = _shares(logits[ids], how.temperature)
         return _nucleus(ids, shares, how.top_p) if how.top_p < 1 else (ids, shares)
 
-    def _expected(self, logits: NDArray[np.float64]) -> tuple[Ids, NDArray[np.float64]]:
+    def _expected(self, logits: Row) -> tuple[Ids, NDArray[np.float64]]:
         """Return mirostat's candidates and their shares, the likeliest first."""
-        scaled = logits / self.sampling.temperature
-        ids = np.flatnonzero(scaled > -np.inf)
-        shares = np.exp(scaled[ids] - scaled[ids].max())
+        temperature = self.sampling.temperature
+        ids = np.flatnonzero(logits >= _least_shown(logits, temperature))
+        shares = _shares(logits[ids], temperature)
         order = np.lexsort((ids, -shares))
         ids, shares = ids[order], shares[order] / shares.sum()
         if self.sampling.mirostat == 1:
@@ -155,6 +158,20 @@ class Sampler:
         else:
             count = int(np.count_nonzero(-np.log2(np.maximum(shares, _TINY)) <= self._most_bits))
         return ids[: max(1, count)], shares[: max(1, count)]
+
+
+def _least_shown(logits: Row, temperature: float, min_p: float = 0.0) -> np.float32:
+    """Return the least logit that is not ruled out: e^-50 of the likeliest is never drawn."""
+    depth = min(_DEPTH, -math.log(min_p)) if min_p > 0 else _DEPTH
+    least = float(logits.max()) - depth * temperature
+    lowest = float(np.finfo(np.float32).min)
+    return np.float32(max(least, lowest))  # above minus infinity, which is a masked token
+
+
+def _shares(logits: Row, temperature: float) -> NDArray[np.float64]:
+    scaled = logits.astype(np.float64) / temperature
+    shares: NDArray[np.float64] = np.exp(scaled - scaled.max())
+    return shares
 
 
 def _zipf_count(shares: NDArray[np.float64], most_bits: float) -> int:
