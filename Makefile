@@ -194,7 +194,7 @@ bench-kills: $(READY) sim
 # They exit with 3 where a target is missed; the report is there all the same. What is shed under
 # overload is an error to its client, and none of these runs.
 bench-multi-turn: $(READY) sim
-	$(BIN)/rkserve bench multi-turn --boards 8 --time-scale 0.2 --policy round_robin \
+	$(BIN)/rkserve bench multi-turn --boards 8 --time-scale 1.0 --policy round_robin \
 		--policy least_load --policy prefix --out docs/benchmarks/multi-turn
 
 bench-overload: $(READY) sim
