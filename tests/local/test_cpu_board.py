@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rkserve.core.errors import ConfigError, RequestError
-from rkserve.local import LocalBoard, open_board
+from rkserve.local import Generation, LocalBoard, open_board
 from tests.support.boards.tiny_gguf import tiny_folder
 
 pytestmark = pytest.mark.engine
@@ -31,7 +31,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def board(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalBoard]:
     state = tmp_path_factory.mktemp("state")
-    with open_board(model, cpu={"threads": 1}, state_dir=state) as opened:
+    with open_board(model, cpu={"threads": 1}, state_dir=state, pause_hold_s=0.2) as opened:
         yield opened
 
 
@@ -71,14 +71,18 @@ def test_an_interrupted_conversation_goes_on_as_if_it_had_not_been(
 ) -> None:
     options: dict[str, Any] = {"temperature": 0, "max_tokens": 40}
     whole = board.generate(QUESTION, **options)
-    stream = board.start(QUESTION, **options)
-    for _ in range(5):
-        next(stream)
-    stream.pause()
-    between = board.generate("Another conversation, in between.", **options)
-    assert between.usage.completion_tokens == 40
-    stream.resume()
-    assert stream.answer().token_ids == whole.token_ids
+    between = []
+
+    def ask_another(paused: Generation) -> None:
+        between.append(len(paused.token_ids))
+        other = board.generate("Another conversation, in between.", **options)
+        assert other.usage.completion_tokens == 40
+
+    answer = board.generate(
+        QUESTION, **options, pause_when=lambda piece: piece.index == 5, on_pause=ask_another
+    )
+    assert between == [6]
+    assert answer.token_ids == whole.token_ids
 
 
 def test_settings_of_npus_are_refused_by_name(model: Path, tmp_path: Path) -> None:
