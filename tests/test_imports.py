@@ -30,7 +30,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "sampling": BASE,
     "native": BASE,
     "native.binding": BASE | {"native"},
-    "native.llama_cpp": BASE | {"native", "sampling"},
+    "native.llama_cpp": BASE | {"native", "native.binding", "sampling"},
     "native.engine": BASE | {"native", "native.binding", "native.llama_cpp", "sampling"},
     "native.sim": BASE,
     "board.answer": BASE,

@@ -13,8 +13,12 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TypeVar
+
+T = TypeVar("T")
 
 BLOCK = 32  # tokens of a link; a prefix that ends within a block loses half a block on average
 FILES = 64  # the last used files of a board that are reported: reports must not grow with the disk
@@ -231,3 +235,19 @@ def origin_of(adapter: str | None, salt: str = "") -> str | None:
 def adapter_of(origin: str | None) -> str | None:
     """Return the adapter's key in an origin; None is the base model."""
     return None if origin is None else origin.partition(_BETWEEN)[0] or None
+
+
+def common_prefix(one: Sequence[T], other: Sequence[T]) -> int:
+    """Return the length of the common prefix of two sequences of one type."""
+    # Slices are compared in C: a Python loop over 16,384 positions, once per cache entry, is too
+    # slow.
+    same, differs = 0, min(len(one), len(other))
+    if one[:differs] == other[:differs]:
+        return differs
+    while differs - same > 1:
+        middle = (same + differs) // 2
+        if one[same:middle] == other[same:middle]:
+            same = middle
+        else:
+            differs = middle
+    return same

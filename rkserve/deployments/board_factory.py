@@ -65,6 +65,8 @@ def assemble(
     A ``governed`` board serves nothing before it has received the desired state from a Coordinator.
     """
     folder = open_model_folder(resolve_folder(group.model))
+    if group.cpu is not None:
+        folder.check_cpu()
     if group.n_batch > 1 and folder.tokenizer_file is None:
         raise ConfigError(
             f"n_batch: group {group.name} cannot serve batches, because {folder.path} has no "
@@ -162,7 +164,10 @@ def _spec(group: BoardGroupConfig, place: BoardLocation, folder: ModelFolder) ->
     context_len = folder.settings.context_length
     # Real engines are fenced per NPU domain, whatever group they belong to.
     own = group.simulated is not None or group.cpu is not None
-    cores = group.pin_cpus or fastest_cores(ROOT, os.sched_getaffinity(0))
+    cpus, pinned = group.library_cpus, group.pin_cpus
+    if group.cpu is not None:
+        pinned = pinned or fastest_cores(ROOT, os.sched_getaffinity(0))
+        cpus = pinned[: group.cpu.threads]
     fence = f"{place.board_id}.fence" if own else f"npu-{group.base_domain_id}.fence"
     return EngineSpec(
         library=str(_library(group)),
@@ -173,7 +178,7 @@ def _spec(group: BoardGroupConfig, place: BoardLocation, folder: ModelFolder) ->
             sampling=folder.settings.sampling.values(),
             n_keep=folder.settings.n_keep,
             base_domain_id=group.base_domain_id,
-            cpus=group.library_cpus if group.cpu is None else cores[: group.cpu.threads],
+            cpus=cpus,
             n_batch=group.n_batch,
             embed_flash=group.embed_flash,
             use_cross_attn=folder.settings.cross_attention is not None,
@@ -194,7 +199,7 @@ def _spec(group: BoardGroupConfig, place: BoardLocation, folder: ModelFolder) ->
             str(place.state_dir / WEIGHTS / place.board_id),
         ),
         writes=(str(_cache_root(group, place) / place.board_id),),
-        pin_cpus=group.pin_cpus if group.cpu is None else cores,
+        pin_cpus=pinned,
         load_timeout_s=group.load_timeout_s,
     )
 

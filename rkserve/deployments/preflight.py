@@ -97,8 +97,10 @@ def check_trust(config: RkserveConfig) -> None:
 def check_folder(group: BoardGroupConfig, path: Path) -> None:
     """Open the model folder of a group, ``path``. Raises ``ConfigError``."""
     folder = open_model_folder(path)
+    if group.cpu is not None:
+        folder.check_cpu()
     if group.catalog_model is not None:
-        folder.require_weights()  # no board has another place to get them
+        folder.require_weights(cpu=group.cpu is not None)  # no board has another place to get them
     if group.n_batch > 1 and folder.settings.embedding is not None:
         raise ConfigError(
             f"n_batch: group {group.name} cannot serve batches, because {folder.path} says that "

@@ -3,7 +3,7 @@
 The request router sends a request to the replica chosen by the Router; Ray's handle carries the
 choice as the session ID. The policy wants one replica for every node that offers a resource. It
 runs in Serve's controller several times a second, and never blocks. Ray pickles this module by
-value, so it imports nothing of rkserve and shares no globals with it.
+value: it has no imports from rkserve and no globals shared with it.
 """
 
 from __future__ import annotations

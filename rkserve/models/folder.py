@@ -29,8 +29,7 @@ WITHOUT_PROMPT_CACHE = re.compile(r"qwen[-_ ]?3[._]?5(?!\d)", re.IGNORECASE)
 class ModelFolder(BaseModel):
     """One servable model. ``id`` is its name in requests: the folder's name.
 
-    ``weights`` is the model for NPUs, ``gguf`` the one for CPUs. Both are None if the folder holds
-    tokenizer files only, as on a head node.
+    ``weights`` is the model for NPUs; None if the folder holds none, as on a head node.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -39,20 +38,32 @@ class ModelFolder(BaseModel):
     path: Path
     weights: Path | None
     settings: FolderSettings
-    gguf: Path | None = None
 
     def require_weights(self, *, cpu: bool = False) -> Path:
         """Return the model's file for NPUs, or with ``cpu`` for CPUs.
 
         Raises:
-            ConfigError: this machine does not have it.
+            ConfigError: this machine does not have it, or several for CPUs.
         """
-        if cpu and self.gguf is None:
+        found = weights_in(self.path, GGUF) if cpu else self.weights
+        if found is None and cpu:
             raise ConfigError(f"{self.path} holds no *.gguf file. Copy the model for CPUs there.")
-        found = self.gguf if cpu else self.weights
         if found is None:
             raise ConfigError(f"{self.path} holds no *.rkllm file. Copy the converted model there.")
         return found
+
+    def check_cpu(self) -> None:
+        """Raise ``ConfigError`` if no CPU can serve it, whose runtime takes token ids alone."""
+        if self.tokenizer_file is None:
+            raise ConfigError(
+                f"{self.path} has no tokenizer.json, without which llama.cpp gets no prompts here. "
+                "Copy it from the model's original repository."
+            )
+        if self.settings.vision is not None or self.settings.cross_attention is not None:
+            raise ConfigError(
+                f"{self.path} is a model with images or an encoder, for NPUs only: llama.cpp takes "
+                "token ids. Take 'vision' or 'cross_attention' out of rkserve.yaml."
+            )
 
     def content_digest(self, *, cpu: bool = False) -> str:
         """Return a digest of this model's file, for data that is valid only with it.
@@ -126,8 +137,8 @@ def open_model_folder(path: Path) -> ModelFolder:
     """Read a model folder.
 
     Raises:
-        ConfigError: no such folder, several ``*.rkllm`` or ``*.gguf`` in it, or bad settings; the
-            message names the file and the key.
+        ConfigError: no such folder, several ``*.rkllm`` in it, or bad settings; the message names
+            the file and the key.
     """
     if path.is_file() and path.suffix == GGUF:
         raise ConfigError(
@@ -147,7 +158,6 @@ def open_model_folder(path: Path) -> ModelFolder:
         path=path,
         weights=weights_in(path),
         settings=_settings(path / SETTINGS_FILE),
-        gguf=weights_in(path, GGUF),
     )
 
 

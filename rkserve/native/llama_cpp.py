@@ -23,17 +23,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from rkserve.core.block_hashes import common_prefix
 from rkserve.core.errors import (
     CallFailed,
-    LibraryMissing,
     LoadFailed,
     Misuse,
     NothingComputed,
     ReleaseRefused,
 )
 from rkserve.core.run_params import Sampling
+from rkserve.native.binding.library import open_library
 from rkserve.native.decl.llama_cpp import ffi as _ffi
 from rkserve.native.library_file import CPU_EXTRA, LLAMA_CPP
 from rkserve.native.quirks import quirks_for
@@ -61,7 +61,6 @@ ABILITIES: Mapping[str, bool] = {
     "pause_with_history": True,
     "clear_range_with_history": True,
     "drain_by_limit": True,
-    "stop_by_pause": False,
     "abort_in_callback": True,
     "prompt_cache_after_abort": True,
     "prompt_cache_load_with_history": True,
@@ -97,10 +96,7 @@ class LlamaLibrary:
     """
 
     def __init__(self, path: Path) -> None:
-        try:
-            self.lib: Any = ffi.dlopen(str(path))
-        except OSError as exc:
-            raise LibraryMissing(f"llama.cpp at {path} cannot be opened: {exc}") from exc
+        self.lib: Any = open_library(ffi, path, "llama.cpp")
         try:
             release = version(LLAMA_CPP)
         except PackageNotFoundError:
@@ -137,7 +133,7 @@ class LlamaLibrary:
         for found, expected in known:
             if found != expected:
                 raise AttributeError(f"a default parameter is {found}, not {expected}")
-        for name in _FUNCTIONS:
+        for name in dir(self.lib):  # all that are declared
             getattr(self.lib, name)
 
     def model_params(self) -> Any:
@@ -161,15 +157,6 @@ class LlamaLibrary:
         """Return the errors that it has logged since the last call."""
         lines, self._errors = self._errors, []
         return "; ".join(lines)
-
-
-_FUNCTIONS = (
-    *("llama_model_load_from_file", "llama_init_from_model", "llama_decode", "llama_batch_init"),
-    *("llama_get_logits_ith", "llama_get_embeddings_ith", "llama_set_embeddings"),
-    *("llama_memory_seq_rm", "llama_memory_seq_add", "llama_memory_can_shift"),
-    *("llama_state_seq_save_file", "llama_state_seq_load_file"),
-    *("llama_adapter_lora_init", "llama_set_adapters_lora", "llama_token_to_piece"),
-)
 
 
 def _flags(params: Any, *names: str) -> tuple[int, ...]:
@@ -347,14 +334,16 @@ class LlamaCppRuntime:
         begun_s, computed = time.monotonic(), 0
         seats: list[_Generation] = []
         rows: list[Row] = []
+        history = params.resume or params.keep_history
         for sequence, ids in zip(self._sequences, inputs, strict=True):
-            whole = (*sequence.ids, *ids) if params.resume or params.keep_history else ids
-            row, count = self._prefill(loaded, sequence, whole)
-            computed += count
-            if row is None:  # aborted
+            unheld = self._unheld(loaded, sequence, ids, history=history)
+            parts = list(self._compute(loaded, sequence, unheld))
+            computed += sum(parts)
+            if sum(parts) < len(unheld):  # aborted
                 seats.clear()
                 break
-            seats.append(self._seat(sequence, sampling, whole))
+            row = self._row(loaded, parts[-1] - 1)
+            seats.append(self._seat(sequence, sampling))
             # The library has one buffer for outputs: the next entry's prompt overwrites it.
             rows.append(row.copy() if len(inputs) > 1 else row)
         first_s = time.monotonic()
@@ -390,12 +379,12 @@ class LlamaCppRuntime:
         )
         return RunOutcome(end, perf if end is RunEnd.FINISHED else Perf(), 0)
 
-    def _seat(self, sequence: _Sequence, sampling: Sampling, context: Ids) -> _Generation:
+    def _seat(self, sequence: _Sequence, sampling: Sampling) -> _Generation:
         greedy = sampling.temperature == 0 or sampling.top_k == 1
         plain = sampling.repeat_penalty == 1.0 and not (
             sampling.frequency_penalty or sampling.presence_penalty
         )
-        sampler = Sampler(sampling, seed=secrets.randbits(63), context=context)
+        sampler = Sampler(sampling, seed=secrets.randbits(63), context=sequence.ids)
         return _Generation(sequence, sampler, greedy and plain)
 
     def _piece(self, loaded: _Model, token: int | None) -> TokenPiece | None:
@@ -418,49 +407,43 @@ class LlamaCppRuntime:
         ends = not self._params.ignore_eos_token
         return ends and bool(self._lib.llama_vocab_is_eog(loaded.vocab, seat.token))
 
-    def _prefill(
-        self,
-        loaded: _Model,
-        sequence: _Sequence,
-        ids: Ids,
-        each: Callable[[int], None] | None = None,
-        *,
-        afresh: bool = False,
-    ) -> tuple[Row | None, int]:
-        """Make the sequence hold ``ids``; return the logits after them and the computed tokens.
-
-        The logits are None for an aborted run. Only tokens behind the common prefix are computed,
-        and at least the last one; with ``afresh`` all are. ``each`` is called after each part with
-        the number of its tokens, all of which have outputs then.
+    def _unheld(
+        self, loaded: _Model, sequence: _Sequence, ids: Ids, *, history: bool, afresh: bool = False
+    ) -> Ids:
+        """Cut the sequence to its common prefix with ``ids``; return the ids behind it, at least
+        the last one. With ``history`` nothing is cut, and with ``afresh`` nothing is kept.
         """
         assert self._params is not None
         if not ids:
             raise Misuse("an input is empty")
-        if len(ids) > self._params.max_context_len:
+        total = len(ids) + (len(sequence.ids) if history else 0)
+        if total > self._params.max_context_len:
             raise Misuse(
-                f"{len(ids)} tokens do not fit into a context of {self._params.max_context_len}"
+                f"{total} tokens do not fit into a context of {self._params.max_context_len}"
             )
-        kept = 0 if afresh else min(_common(sequence.ids, ids), len(ids) - 1)
-        self._truncate(loaded, sequence, kept)
-        at = len(sequence.ids)
-        computed = len(ids) - at
-        while at < len(ids):
-            if self._stop:
-                return None, at - (len(ids) - computed)
-            part = ids[at : at + self._part]
-            began_s = time.monotonic()
-            last = at + len(part) == len(ids)
-            wanted = range(len(part)) if each is not None else range(len(part) - last, len(part))
-            self._decode(loaded, [(sequence, token, i in wanted) for i, token in enumerate(part)])
-            if each is not None:
-                each(len(part))
+        if history:
+            return ids
+        common = 0 if afresh else common_prefix(tuple(sequence.ids), ids)
+        self._truncate(loaded, sequence, min(common, len(ids) - 1))
+        return ids[len(sequence.ids) :]
+
+    def _compute(
+        self, loaded: _Model, sequence: _Sequence, ids: Ids, *, every: bool = False
+    ) -> Iterator[int]:
+        """Append ``ids`` to the sequence in parts; yield the number of tokens of each.
+
+        It ends early in an aborted run. The last token has an output, with ``every`` each one.
+        """
+        at = 0
+        while at < len(ids) and not self._stop:
+            part, began_s = ids[at : at + self._part], time.monotonic()
             at += len(part)
+            first_output = 0 if every else len(part) - (at == len(ids))
+            self._decode(loaded, [(sequence, one, i >= first_output) for i, one in enumerate(part)])
             if len(part) == self._part:
                 rate = len(part) / max(time.monotonic() - began_s, 1e-6)
                 self._part = max(LEAST_PART, min(MOST_PART, int(rate * PART_S)))
-            if last and each is None:
-                return self._row(loaded, len(part) - 1), computed
-        return None, computed
+            yield len(part)
 
     def _step(self, loaded: _Model, seats: list[_Generation], rows: list[Row]) -> list[Row]:
         """Compute the delivered token of each running entry; return the logits after them."""
@@ -494,14 +477,15 @@ class LlamaCppRuntime:
 
     def _row(self, loaded: _Model, index: int) -> Row:
         """Return the logits of an output of the last ``_decode``, in the library's memory."""
-        return self._floats(
-            self._lib.llama_get_logits_ith(loaded.context, index), loaded.vocab_size, "logits"
-        )
+        raw = self._output(self._lib.llama_get_logits_ith, loaded, loaded.vocab_size, index)
+        return np.frombuffer(raw, np.float32)
 
-    def _floats(self, pointer: Any, size: int, what: str) -> NDArray[np.float32]:
+    def _output(self, get: Callable[..., Any], loaded: _Model, size: int, index: int) -> Any:
+        """Return the buffer of an output of the last ``_decode``: so many floats."""
+        pointer = get(loaded.context, index)
         if pointer == ffi.NULL:
-            raise NothingComputed(what, self._library.errors() or "it gave no reason")
-        return np.frombuffer(ffi.buffer(pointer, size * _FLOAT), np.float32)
+            raise NothingComputed("an output", self._library.errors() or "it gave no reason")
+        return ffi.buffer(pointer, size * _FLOAT)
 
     def run_async(
         self, params: RunParams, sink: Sink, ended: Callable[[RunOutcome | BaseException], None]
@@ -538,32 +522,27 @@ class LlamaCppRuntime:
             raise Misuse("llama.cpp takes token ids")
         (sequence,) = self._sequences
         hidden = mode is EvaluateMode.HIDDEN
-        whole = (*sequence.ids, *given.ids) if keep_history else given.ids
         get = self._lib.llama_get_embeddings_ith if hidden else self._lib.llama_get_logits_ith
         columns = loaded.hidden_size if hidden else loaded.vocab_size
         rows: list[bytes] = []
-
-        def take(count: int) -> None:
-            for i in range(count):
-                row = self._floats(get(loaded.context, i), columns, mode.value)
-                if not last:
-                    rows.append(row.tobytes())
-            if last:
-                rows[:] = [row.tobytes()]
-
         with self._owned():
+            self.release_prompt_cache()
             self._use_adapter(adapter)
+            # Rows of reused positions would be missing.
+            afresh = hidden or not last
+            ids = self._unheld(loaded, sequence, given.ids, history=keep_history, afresh=afresh)
             self._lib.llama_set_embeddings(loaded.context, hidden)
             try:
-                afresh = not keep_history and (hidden or not last)
-                if last and not hidden:
-                    row, _ = self._prefill(loaded, sequence, whole)
-                    rows = [] if row is None else [row.tobytes()]
-                else:
-                    self._prefill(loaded, sequence, whole, take, afresh=afresh)
+                left, count = len(ids), 0
+                for count in self._compute(loaded, sequence, ids, every=not last):
+                    left -= count
+                    outputs = range(count if not last else 0)
+                    rows += [bytes(self._output(get, loaded, columns, i)) for i in outputs]
+                if last and not left:
+                    rows = [bytes(self._output(get, loaded, columns, count - 1))]
             finally:
                 self._lib.llama_set_embeddings(loaded.context, False)
-        if not rows or not (last or len(rows) == len(given.ids)):
+        if left:
             raise NothingComputed(mode.value, "it was aborted")
         return Matrix(len(rows), columns, b"".join(rows))
 
@@ -682,7 +661,9 @@ class LlamaCppRuntime:
         self._unowned = True
 
     def release_prompt_cache(self) -> None:
-        """Do nothing: a file is copied into the KV cache, and has an owner since its first run."""
+        """Give up the positions of a file that no run has used; others belong to their run."""
+        if self._unowned:
+            self._forget(self._idle(running=True))
 
     def set_chat_template(self, system: str, prefix: str, postfix: str) -> None:
         """Do nothing: inputs are token ids, which have no template."""
@@ -727,11 +708,3 @@ class LlamaCppRuntime:
                 raise Misuse("llama.cpp takes token ids")
             found.append(given.ids)
         return found
-
-
-def _common(held: Sequence[int], wanted: Sequence[int]) -> int:
-    """Return the length of the common prefix."""
-    for at, (one, other) in enumerate(zip(held, wanted, strict=False)):
-        if one != other:
-            return at
-    return min(len(held), len(wanted))

@@ -11,7 +11,7 @@ import pytest
 
 from rkserve.core.errors import ConfigError, RequestError
 from rkserve.local import Generation, LocalBoard, open_board
-from tests.support.boards.tiny_gguf import tiny_folder
+from tests.support.values.tiny_gguf import tiny_folder
 
 pytestmark = pytest.mark.engine
 QUESTION = "What do boards compute?"

@@ -62,13 +62,38 @@ def test_one_folder_has_a_model_for_npus_and_one_for_cpus(tmp_path: Path) -> Non
         "model.gguf",
     )
     assert found.content_digest() != found.content_digest(cpu=True)
+    several = open_model_folder(folder(tmp_path / "n", a__gguf="a", b__gguf="b", c__rkllm="c"))
+    assert several.require_weights().name == "c.rkllm"  # of no concern to NPUs
+    with pytest.raises(ConfigError, match=r"a\.gguf, b\.gguf\); name one of them model\.gguf"):
+        several.require_weights(cpu=True)
+
+
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        pytest.param({}, "has no tokenizer.json", id="text prompts"),
+        pytest.param(
+            {
+                "tokenizer__json": "{}",
+                "rkserve__yaml": "vision: {family: qwen2-vl}",
+                "vision__rknn": "",
+            },
+            "with images or an encoder, for NPUs only",
+            id="images",
+        ),
+    ],
+)
+def test_a_model_that_no_cpu_can_serve_is_refused(
+    tmp_path: Path, files: dict[str, str], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        open_model_folder(folder(tmp_path / "m", **files)).check_cpu()
 
 
 @pytest.mark.parametrize(
     ("name", "files", "words"),
     [
         pytest.param("m", {"a__rkllm": "", "b__rkllm": ""}, "a.rkllm, b.rkllm", id="two models"),
-        pytest.param("m", {"a__gguf": "", "b__gguf": ""}, "model.gguf", id="two for CPUs"),
         pytest.param("my model", {}, "may hold only letters", id="a name with a space"),
         pytest.param(
             "m",

@@ -25,7 +25,8 @@ from rkserve.native.runtime import (
     Step,
     TokenInput,
 )
-from tests.support.boards.tiny_gguf import write_lora, write_tiny
+from tests.support.paths import PROJECT
+from tests.support.values.tiny_gguf import write_lora, write_tiny
 
 pytestmark = pytest.mark.engine
 GREEDY = Sampling(temperature=0, repeat_penalty=1.0)
@@ -248,7 +249,14 @@ def test_prompt_caches_restore_on_another_handle(model: Path, tmp_path: Path) ->
         other.load_prompt_cache(str(file))
     assert other.kv_cache_sizes() == (0,)
     assert run(other, PROMPT)[0] == whole
+    one.clear_kv_cache()
+    run(one, PROMPT, 1, save_cache=str(file))
+    other.load_prompt_cache(str(file))
+    other.release_prompt_cache()  # no run has used it: the next one must not, by its adapter
+    assert other.kv_cache_sizes() == (0,)
+    assert run(other, PROMPT)[0] == whole
     other.release_prompt_cache()
+    assert other.kv_cache_sizes() == (len(PROMPT) + 11,)
     one.destroy()
     other.destroy()
 
@@ -325,7 +333,7 @@ def test_an_adapter_changes_the_answer_and_its_positions_are_its_own(
     answers = [base]
     for name in ("half", "whole"):
         answer, outcome = run(runtime, PROMPT, adapter=name)
-        assert outcome.perf.prefill_tokens == len(PROMPT)  # nothing of another adapter's is used
+        assert outcome.perf.prefill_tokens == len(PROMPT)  # no position of another adapter
         assert run(runtime, PROMPT, adapter=name)[1].perf.prefill_tokens == 1
         answers.append(answer)
     assert len(set(answers)) == 3
@@ -373,11 +381,16 @@ def test_a_library_with_another_layout_is_refused(monkeypatch: pytest.MonkeyPatc
         LlamaLibrary(llama_cpp_library())
 
 
+def test_the_extra_names_the_declared_release() -> None:
+    pinned = f'cpu = ["{library_file.LLAMA_CPP}=={llama_cpp.RELEASE}"]'
+    assert pinned in (PROJECT / "pyproject.toml").read_text(encoding="utf-8")
+
+
 def test_a_missing_wheel_is_named_with_its_installation(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(library_file, "LLAMA_CPP", "no_such_wheel")
     with pytest.raises(LibraryMissing, match=r"pip install 'rkserve\[cpu\]'"):
         llama_cpp_library()
-    with pytest.raises(LibraryMissing, match="cannot be opened"):
+    with pytest.raises(LibraryMissing, match="cannot be read"):
         LlamaLibrary(tmp_path / "none.so")

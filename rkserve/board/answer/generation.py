@@ -26,10 +26,10 @@ from rkserve.board.answer.transcript import (
     ReasoningSpan,
     Transcript,
     Utf8Decoder,
-    common_prefix,
     ordered,
     reasoning_span,
 )
+from rkserve.core.block_hashes import common_prefix
 from rkserve.core.errors import ContextOverflow, HookFailed, RequestError, StateConflict
 from rkserve.core.messages import (
     Delta,

@@ -15,15 +15,14 @@ import codecs
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress, pairwise
-from typing import TypeVar
 
+from rkserve.core.block_hashes import common_prefix
 from rkserve.core.errors import RequestError
 from rkserve.core.messages import Delta, Splice, Thinking, TokenOrigin, TranscriptToken
 from rkserve.core.run_params import Scored
 
 Ids = tuple[int, ...]
 Range = tuple[int, int]  # half-open
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,22 +166,6 @@ def plan_resume(kept: Ids | None, wanted: Ids, cuts: Iterable[Range] = ()) -> Re
     if common < len(kept):
         asked.append((common, len(kept)))
     return ResumePlan(cut=tuple(asked), send=wanted[common:])
-
-
-def common_prefix(one: Sequence[T], other: Sequence[T]) -> int:
-    """Return the length of the common prefix of two sequences of one type."""
-    # Slices are compared in C: a Python loop over 16,384 positions, once per cache entry, is too
-    # slow.
-    same, differs = 0, min(len(one), len(other))
-    if one[:differs] == other[:differs]:
-        return differs
-    while differs - same > 1:
-        middle = (same + differs) // 2
-        if one[same:middle] == other[same:middle]:
-            same = middle
-        else:
-            differs = middle
-    return same
 
 
 class Transcript:

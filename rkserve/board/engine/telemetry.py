@@ -116,11 +116,14 @@ def read_soc(root: Path) -> str:
     return board.first("SoC", board.soc) or ""
 
 
-def fastest_cores(root: Path, allowed: Iterable[int]) -> tuple[int, ...]:
-    """Return those of the ``allowed`` cores with the highest capacity; all where none is known.
+SAME_KIND = 0.75  # of the highest capacity: little cores have half of it and less
 
-    The kernel's ``cpu_capacity`` is there on machines with cores of several kinds: 4 of an RK3588's
-    8 have 1024, the others 530.
+
+def fastest_cores(root: Path, allowed: Iterable[int]) -> tuple[int, ...]:
+    """Return the big ones of the ``allowed`` cores, by the kernel; all where it knows none.
+
+    ``cpu_capacity`` is there on machines with cores of several kinds. It counts the clock as well,
+    which differs between equal cores, so that a small distance to the highest one is no kind.
     """
     cores = sorted(allowed)
     capacities: dict[int, int] = {}
@@ -131,7 +134,7 @@ def fastest_cores(root: Path, allowed: Iterable[int]) -> tuple[int, ...]:
         except (OSError, ValueError):
             return tuple(cores)
     most = max(capacities.values(), default=0)
-    return tuple(core for core in cores if capacities[core] == most)
+    return tuple(core for core in cores if capacities[core] >= SAME_KIND * most)
 
 
 @dataclass(frozen=True, slots=True)

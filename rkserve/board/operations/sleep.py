@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from rkserve.board.answer.transcript import Ids, common_prefix
+from rkserve.board.answer.transcript import Ids
 from rkserve.board.engine.protocol import EngineFacts
 from rkserve.board.operations.embedding import EmbeddingService
 from rkserve.board.rules.obligations import adapter_name
@@ -22,6 +22,7 @@ from rkserve.board.run.job import ChangeSignal, Job
 from rkserve.board.run.parts import BoardBooks, EngineSlot, RunQueue
 from rkserve.board.run.paused import PausedRequests
 from rkserve.board.run.prompt_caching import PromptCaching
+from rkserve.core.block_hashes import common_prefix
 from rkserve.core.board_report import BoardState
 from rkserve.core.desired_state import PauseMode, SleepLevel
 from rkserve.core.errors import BoardOutOfOrder, EngineDied, EngineHung, RkserveError

@@ -8,11 +8,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from rkserve.board.answer.transcript import common_prefix
 from rkserve.board.rules.generations import GenerationEvent
 from rkserve.board.run.job import Job
 from rkserve.board.run.parts import BoardBooks, EngineSlot, RunQueue
 from rkserve.board.run.start import kv_outlook
+from rkserve.core.block_hashes import common_prefix
 from rkserve.core.board_report import GenerationState
 from rkserve.core.errors import PauseExpired, RkserveError, TooManyPaused
 from rkserve.core.messages import Kv, Paused

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from rkserve.board.answer.transcript import Ids, common_prefix, held
+from rkserve.board.answer.transcript import Ids, held
 from rkserve.board.engine.protocol import EntryCommand, RunEnded
 from rkserve.board.rules.cache_costs import LEAST_BYTES, CacheCosts
 from rkserve.board.rules.generations import BoardCounters
@@ -22,7 +22,7 @@ from rkserve.board.run.job import EngineRun, RunSpec
 from rkserve.board.run.loaded_engine import LoadedEngine
 from rkserve.board.run.settings import BoardSettings
 from rkserve.board.storage.prompt_cache import CachedFile, CacheHit, CacheStore
-from rkserve.core.block_hashes import BlockHashes, adapter_of, seed_of
+from rkserve.core.block_hashes import BlockHashes, adapter_of, common_prefix, seed_of
 from rkserve.core.board_report import CacheEntry
 from rkserve.core.errors import (
     BoardFailed,

@@ -8,12 +8,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from rkserve.board.answer.transcript import common_prefix
 from rkserve.board.rules.generations import GenerationEvent, judge
 from rkserve.board.run.job import Job, emitted
 from rkserve.board.run.parts import BoardBooks, EngineSlot
 from rkserve.board.run.runner import RequestRunner
 from rkserve.board.run.start import kept_ids, kv_outlook
+from rkserve.core.block_hashes import common_prefix
 from rkserve.core.board_report import Emitted, GenerationInfo, GenerationState
 from rkserve.core.errors import GenerationNotFound, RequestError, StateConflict
 from rkserve.core.messages import ControlAction, Edit, Kv

@@ -10,14 +10,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
-from rkserve.board.answer.transcript import Ids, common_prefix
+from rkserve.board.answer.transcript import Ids
 from rkserve.board.engine.protocol import EntryCommand
 from rkserve.board.run.job import Job, RunSpec, loop_time_s
 from rkserve.board.run.loaded_engine import LoadedEngine
 from rkserve.board.run.parts import EngineSlot
 from rkserve.board.run.prompt_caching import PromptCaching
 from rkserve.board.run.settings import BoardSettings
-from rkserve.core.block_hashes import seed_of
+from rkserve.core.block_hashes import common_prefix, seed_of
 from rkserve.core.errors import Misuse, NativeError
 from rkserve.core.messages import Kv
 from rkserve.core.run_params import NEVER_ENDS, Guided, Stepwise

@@ -20,14 +20,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from uuid import uuid4
 
-from rkserve.board.answer.transcript import Ids, common_prefix
+from rkserve.board.answer.transcript import Ids
 from rkserve.board.storage.cache_files import (
     CachedFile,
     CacheFingerprint,
     CacheFolder,
     UnusableCacheFile,
 )
-from rkserve.core.block_hashes import adapter_of
+from rkserve.core.block_hashes import adapter_of, common_prefix
 from rkserve.core.errors import CacheUnsupported, RequestError
 from rkserve.core.files import check_cache_name
 

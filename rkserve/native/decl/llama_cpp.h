@@ -84,7 +84,6 @@ typedef void (*ggml_log_callback)(int32_t level, const char *text, void *user_da
 
 void llama_backend_init(void);
 void llama_log_set(ggml_log_callback log_callback, void *user_data);
-const char *llama_print_system_info(void);
 
 llama_model_params llama_model_default_params(void);
 llama_context_params llama_context_default_params(void);
@@ -95,11 +94,6 @@ void llama_free(llama_context *context);
 
 const llama_vocab *llama_model_get_vocab(const llama_model *model);
 int32_t llama_model_n_embd(const llama_model *model);
-int32_t llama_model_n_ctx_train(const llama_model *model);
-bool llama_model_has_encoder(const llama_model *model);
-bool llama_model_has_decoder(const llama_model *model);
-bool llama_model_is_recurrent(const llama_model *model);
-bool llama_model_is_hybrid(const llama_model *model);
 int32_t llama_vocab_n_tokens(const llama_vocab *vocab);
 bool llama_vocab_is_eog(const llama_vocab *vocab, llama_token token);
 int32_t llama_token_to_piece(const llama_vocab *vocab, llama_token token, char *text,

@@ -14,11 +14,11 @@ from rkserve.board.answer.transcript import (
     ResumePlan,
     Transcript,
     Utf8Decoder,
-    common_prefix,
     held,
     ordered,
     plan_resume,
 )
+from rkserve.core.block_hashes import common_prefix
 from rkserve.core.errors import RequestError
 from rkserve.core.messages import Splice, TokenOrigin, TranscriptToken
 

@@ -558,7 +558,7 @@ def test_a_board_of_nothing_but_one_content_is_read_without_an_error(content: by
 
 def test_the_fastest_cores_are_those_of_the_highest_capacity(tmp_path: Path) -> None:
     assert fastest_cores(tmp_path, {3, 1, 2}) == (1, 2, 3)  # a PC does not tell
-    for core, capacity in enumerate((530, 530, 1024, 1024)):
+    for core, capacity in enumerate((406, 406, 1003, 1024)):
         folder = tmp_path / f"sys/devices/system/cpu/cpu{core}"
         folder.mkdir(parents=True)
         (folder / "cpu_capacity").write_text(f"{capacity}\n")

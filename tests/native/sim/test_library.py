@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from rkserve.board.answer.transcript import common_prefix
+from rkserve.core.block_hashes import common_prefix
 from rkserve.core.errors import LibraryMissing
 from rkserve.native.binding.releases import RELEASES
 from rkserve.native.sim import build

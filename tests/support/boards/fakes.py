@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rkserve.board.answer.transcript import common_prefix
 from rkserve.board.engine.protocol import EngineFacts, OnScores, OnToken, RunCommand, RunEnded
+from rkserve.core.block_hashes import common_prefix
 from rkserve.core.errors import CallFailed, EngineDied, Misuse, NativeError
 from rkserve.native.runtime import Perf, RunEnd
 
