@@ -139,22 +139,27 @@ def _vfork(
 HOST = "127.0.0.1"
 # Ray's workers listen from 10002 to 19999, and replicas that serve HTTP themselves from 30000.
 FIRST, LAST = 20_000, 29_999
+_yielded: set[int] = set()
 
 
 def free_ports(rng: random.Random | None = None) -> Iterator[int]:
-    """Yield ports on which nothing listens, each of them once.
+    """Yield ports on which nothing listens, each of them once in this process.
 
     None is in the range from which a kernel assigns ports to outgoing connections and to servers
     that do not choose one (from 32768 by default): such a port could be assigned before the server
-    starts, and a starting Ray takes hundreds.
+    starts, and a starting Ray takes hundreds. Several callers plan the ports of one cluster before
+    anything listens there, so that one caller's port must not be another's.
 
     Raises:
         OSError: none is left.
     """
+    if 2 * len(_yielded) > LAST - FIRST:
+        _yielded.clear()  # of earlier clusters, long since
     ports = list(range(FIRST, LAST + 1))
     (rng or random.Random()).shuffle(ports)
     for port in ports:
-        if listens_nowhere(port, HOST):
+        if port not in _yielded and listens_nowhere(port, HOST):
+            _yielded.add(port)
             yield port
     raise OSError(f"no port from {FIRST} to {LAST} is free")
 

@@ -127,11 +127,23 @@ def test_free_ports_avoid_those_of_the_kernel_and_of_ray() -> None:
     assert list(islice(free_ports(random.Random(2)), 50)) != found
 
 
+def test_two_callers_do_not_plan_with_the_same_port() -> None:
+    one, other = (set(islice(free_ports(random.Random(3)), 50)) for _ in range(2))
+    assert not one & other
+
+
+def test_ports_come_again_once_half_of_them_were_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(child_process, "_yielded", set())
+    monkeypatch.setattr(child_process, "LAST", child_process.FIRST + 20)
+    assert len([free_port() for _ in range(100)]) == 100
+
+
 def test_a_port_in_use_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as held:
         held.bind((HOST, free_port()))
         held.listen()
         taken = held.getsockname()[1]
+        monkeypatch.setattr(child_process, "_yielded", set())
         monkeypatch.setattr(child_process, "FIRST", taken)
         monkeypatch.setattr(child_process, "LAST", taken)
         with pytest.raises(OSError, match=f"no port from {taken} to {taken} is free"):
