@@ -271,6 +271,7 @@ class ModelBoards:
         self._by_key: dict[str, Candidate] = {}
         self._by_slot: dict[int, Candidate] = {}
         self._by_name: dict[str, Candidate] = {}
+        self._kinds: dict[str, list[Candidate]] = {}
         self._slots = itertools.count()
         self.speeds = ModelSpeeds()
         # Ready boards with a free place, by pause effect, speed level and load.
@@ -305,6 +306,35 @@ class ModelBoards:
         return self._by_slot.get(slot)
 
     @property
+    def mixed(self) -> bool:
+        """Return whether there are boards of several kinds, each with speeds of its own."""
+        return len(self._kinds) > 1
+
+    def soonest_of_others(
+        self, free: Collection[Candidate], tried: Collection[str], now_s: float
+    ) -> list[Candidate]:
+        """Return the board that is free first, of each kind that ``free`` has none of.
+
+        Kinds are left out whose speed is not known yet, and so are all as long as that of a free
+        board is not: it is measured by its next request.
+        """
+        if not self.mixed or not all(board.speed.known for board in free):
+            return []
+        there = {board.speed.kind for board in free}
+        held, found = self.tier(tried), []
+        for kind, alike in self._kinds.items():
+            others = [
+                (board.wait_ms(now_s), board.slot, board)
+                for board in alike
+                if kind not in there
+                and (board.ready and board.held == held and board.key not in tried)
+                and board.speed.known
+            ]
+            if others:
+                found.append(min(others)[-1])
+        return found
+
+    @property
     def held(self) -> PauseEffect | None:
         """The best pause effect among ready boards; None if no board is ready."""
         return next((held for held in PauseEffect if self._ready[held]), None)
@@ -330,9 +360,11 @@ class ModelBoards:
         key, board_id = report.replica, report.board_id
         board = self._by_key.get(key)
         if board is None:
-            speed = Speed(self.speeds, report.platform)
+            # An NPU and the CPU beside it have one platform, and are two kinds of board.
+            speed = Speed(self.speeds, f"{group} {report.platform}")
             board = Candidate(self, key, group, board_id, next(self._slots), speed)
             self._by_key[key] = self._by_slot[board.slot] = board
+            self._kinds.setdefault(speed.kind, []).append(board)
         if ready or board_id not in self._by_name:
             self._by_name[board_id] = board
             self.ring.add(board_id)
@@ -365,6 +397,10 @@ class ModelBoards:
         if board.unused:
             self._count(board, gone=True)
             del self._by_key[board.key], self._by_slot[board.slot]
+            alike = self._kinds[board.speed.kind]
+            alike.remove(board)
+            if not alike:
+                del self._kinds[board.speed.kind]
             if self._by_name.get(board.board_id) is board:
                 del self._by_name[board.board_id]
                 self.ring.remove(board.board_id)

@@ -2,9 +2,9 @@
 
 ``Rates`` is the recent throughput of a board, for display. ``Speed`` estimates the time per token,
 for routing: from the board's own measurements if there are any, else from those of boards of its
-platform, else from those of all boards, else from a prior. ``CircuitBreaker`` keeps requests off
-failing boards; a board is identified by its key there, and the replacement of a replica has a new
-key, and starts with a closed circuit. The clock is passed in.
+kind (group and platform), else from those of all boards, else from a prior. ``CircuitBreaker``
+keeps requests off failing boards; a board is identified by its key there, and the replacement of a
+replica has a new key, and starts with a closed circuit. The clock is passed in.
 """
 
 from __future__ import annotations
@@ -109,6 +109,11 @@ class Speed:
             pair.decode.add(*decoded)
         self._settle()
 
+    @property
+    def known(self) -> bool:
+        """True if it was measured, of the board itself or of others of its kind."""
+        return any(pair.prefill.each and pair.decode.each for pair in self._pairs[:2])
+
     def _settle(self) -> None:
         prefill = (pair.prefill.each for pair in self._pairs)
         decode = (pair.decode.each for pair in self._pairs)
@@ -127,7 +132,7 @@ class ModelSpeeds:
         self._kinds: dict[str, _Pair] = {}
 
     def kind(self, name: str) -> _Pair:
-        """Return the average of the boards of one kind (a platform)."""
+        """Return the average of the boards of one kind."""
         return self._kinds.setdefault(name, _pair())
 
 

@@ -268,29 +268,36 @@ class SessionPolicy(RoutingPolicy):
 class _Estimate(NamedTuple):
     """The estimated costs of sending a request to one board, in milliseconds.
 
-    ``ttft_ms`` is the time to the first token and ``cold_ms`` the same without a cached prefix.
-    ``score`` adds the decoding time and the expected loss of the context displaced there.
+    ``ttft_ms`` is the time to the first token. ``goal_ms`` is the time to be kept short: the same
+    among boards of one kind, and the time to the end of the answer among several kinds. ``cold_ms``
+    is that without a cached prefix. ``work_ms`` is the time that the board is taken, and ``score``
+    all of it with the expected loss of the context displaced there.
     """
 
     board: Candidate
     reuse: Reuse
     wait_ms: float
     ttft_ms: float
+    goal_ms: float
     cold_ms: float
+    work_ms: float
     score: float
 
 
 RETURNS = 0.5  # the probability that a conversation continues, right after its last request
 FORGOTTEN_S = 120.0  # idle time after which that probability is half as high
 HINT_MS = 50.0  # the assumed saving on a session's last board where no cached prefix is known
-DECODED = 64.0  # tokens of an answer whose decoding time counts
+DECODED = 64.0  # tokens of an answer whose decoding time counts, among boards of one kind
 
 
 @register
 class PrefixPolicy(RoutingPolicy):
     """Choose the board with the earliest first token, by cached prefix, queue and speed.
 
-    Where no cached prefix is known, the session's last board is preferred over equal ones.
+    Among boards of several kinds, such as NPUs and CPUs, the end of the answer counts as well: the
+    kind with the faster prefill is not always the one with the faster decoding. A request waits for
+    a busy board of another kind where its answer ends sooner there. Where no cached prefix is
+    known, the session's last board is preferred over equal ones.
     """
 
     name = "prefix"
@@ -309,11 +316,16 @@ class PrefixPolicy(RoutingPolicy):
         if index is not None and chain is not None:
             known = index.holders(chain, also=looked)
         busy: list[Candidate] = []
+        for board in boards.soonest_of_others(free, request.tried, now_s):
+            if board.has_place:
+                looked[board.slot] = board
+            else:
+                busy.append(board)
         for board in filter(None, map(boards.at, known)):
             if _may(board, request, free[0].held):
                 if board.has_place:
                     looked[board.slot] = board
-                else:
+                elif board not in busy:
                     busy.append(board)
         last = None if known else boards.last(request.session)
         if last is not None and last.has_place and _may(last, request, free[0].held):
@@ -355,23 +367,21 @@ class PrefixPolicy(RoutingPolicy):
             others = (each.cold_ms for each in soonest if each.board is not one.board)
             return next(others, float("inf"))
 
-        allowed = [one for one in weighed if not one.reuse.tokens or one.ttft_ms <= other_ms(one)]
+        allowed = [one for one in weighed if not one.reuse.tokens or one.goal_ms <= other_ms(one)]
         return min(allowed or weighed, key=lambda one: one.score)
 
     def _patient(
         self, request: RoutingRequest, best: _Estimate, waits: list[_Estimate], now_s: float
     ) -> Decision:
-        take = SendTo(best.board, best.reuse, best.ttft_ms, best.cold_ms - best.ttft_ms)
+        take = SendTo(best.board, best.reuse, best.ttft_ms, best.cold_ms - best.goal_ms)
         if not waits:
             return take
-        chosen = min(waits, key=lambda one: one.ttft_ms)
+        chosen = min(waits, key=lambda one: one.goal_ms)
         left_ms = self.settings.max_wait_s * 1e3 - request.waited_ms(now_s)
-        after_ms = chosen.ttft_ms - chosen.wait_ms
-        until_ms = min(best.ttft_ms - after_ms, left_ms)
+        until_ms = min(best.goal_ms - (chosen.goal_ms - chosen.wait_ms), left_ms)
         if chosen.wait_ms > until_ms:
             return take
-        decode_ms = min(DECODED, request.max_tokens) * chosen.board.speed.decode_ms
-        return WaitFor(chosen.board, until_ms, after_ms + decode_ms, chosen.reuse)
+        return WaitFor(chosen.board, until_ms, chosen.work_ms, chosen.reuse)
 
     def _weigh(
         self,
@@ -410,8 +420,19 @@ class PrefixPolicy(RoutingPolicy):
         elif reuse.tokens and not reuse.live:
             spared_ms -= reuse.tokens * self.settings.restore_ms
         ttft_ms = cold_ms - spared_ms
-        decode_ms = min(DECODED, request.max_tokens) * speed.decode_ms
-        return _Estimate(board, reuse, wait_ms, ttft_ms, cold_ms, ttft_ms + decode_ms + lost_ms)
+        tokens = min(boards.typical_tokens if boards.mixed else DECODED, request.max_tokens)
+        decode_ms = tokens * speed.decode_ms
+        rest_ms = decode_ms if boards.mixed else 0.0
+        return _Estimate(
+            board,
+            reuse,
+            wait_ms,
+            ttft_ms,
+            goal_ms=ttft_ms + rest_ms,
+            cold_ms=cold_ms + rest_ms,
+            work_ms=ttft_ms - wait_ms + decode_ms,
+            score=ttft_ms + decode_ms + lost_ms,
+        )
 
 
 def _may(board: Candidate, request: RoutingRequest, held: PauseEffect) -> bool:

@@ -379,9 +379,67 @@ def test_a_board_that_may_not_be_asked_is_not_chosen_for_its_context(
 
 def test_a_hit_that_is_slower_than_a_miss_elsewhere_is_not_taken_for_its_faster_decoding() -> None:
     known = boards()
-    join(known, "hit", **speed(40, 1), platform="slow", holdings=holds(TALK[:FILED]))
-    join(known, "miss", **speed(3, 60), platform="fast")
+    join(known, "hit", **speed(40, 1), holdings=holds(TALK[:FILED]))
+    join(known, "miss", **speed(3, 60))
     assert chosen(PrefixPolicy().choose(ask(), known, 0.0)) == "miss"
+
+
+# Qwen3-1.7B on an RK3588: its NPU, and llama.cpp on its four big cores.
+NPU = {"group": "npu", "platform": "RK3588", **speed(1000 / 220, 1000 / 12.5)}
+BIG_CORES = {"group": "cpu", "platform": "RK3588", **speed(1000 / 94, 1000 / 18.9)}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "wins"),
+    [
+        pytest.param(50, "cpu", id="a short chat goes where decoding is fast"),
+        pytest.param(1400, "npu", id="a long prompt goes where prefill is fast"),
+    ],
+)
+def test_boards_of_two_kinds_get_the_requests_that_they_end_first(prompt: int, wins: str) -> None:
+    known = boards()
+    join(known, "npu", **NPU), join(known, "cpu", **BIG_CORES)
+    assert chosen(PrefixPolicy().choose(ask(TALK[:prompt], max_tokens=128), known, 0.0)) == wins
+
+
+def test_the_length_of_an_answer_decides_between_kinds() -> None:
+    known = boards()
+    join(known, "npu", **NPU), join(known, "cpu", **BIG_CORES)
+    for most, wins in ((8, "npu"), (128, "cpu")):
+        asked = ask(TALK[:300], max_tokens=most)
+        assert chosen(PrefixPolicy().choose(asked, known, 0.0)) == wins
+
+
+def test_a_request_waits_for_another_kind_only_while_its_answer_ends_sooner_there() -> None:
+    known, rules = boards(), PrefixPolicy(settings=NOTHING_ELSE)
+    npu = join(known, "npu", **NPU)
+    join(known, "cpu", **BIG_CORES)
+    InFlightRequest(known, npu, ask((1, 2, 3), "other"), 0.0)
+    verdict = rules.choose(ask(TALK[:1400]), known, 0.0)
+    assert isinstance(verdict, WaitFor)
+    assert verdict.board is npu
+    assert npu.wait_ms(0.0) <= verdict.until_ms
+    assert chosen(rules.choose(ask(TALK[:50]), known, 0.0)) == "cpu"
+    known.book("before it", npu, verdict.work_ms)
+    assert chosen(rules.choose(ask(TALK[:1400], "next"), known, 0.0)) == "cpu", "the NPU is taken"
+
+
+def test_nothing_waits_for_a_kind_that_nothing_is_known_of() -> None:
+    known = boards()
+    npu = join(known, "npu", group="npu")
+    join(known, "cpu", group="cpu", **speed(10, 50))
+    InFlightRequest(known, npu, ask((1, 2, 3), "other"), 0.0)
+    assert chosen(PrefixPolicy().choose(ask(), known, 0.0)) == "cpu"
+
+
+def test_a_kind_is_gone_with_its_last_board() -> None:
+    known = boards()
+    npu = join(known, "npu", **NPU)
+    join(known, "cpu", **BIG_CORES)
+    assert known.mixed
+    known.silent(npu, 1.0)
+    assert not known.mixed
+    assert chosen(PrefixPolicy().choose(ask(TALK[:1400]), known, 2.0)) == "cpu"
 
 
 def test_a_free_board_that_others_have_booked_is_passed_over() -> None:

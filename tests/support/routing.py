@@ -42,12 +42,13 @@ def join(
     *,
     ready: bool = True,
     held: PauseEffect = PauseEffect.NOT,
+    group: str = "group",
     **said: Any,
 ) -> Candidate:
     """Add a board by its report; by default it runs one request, and two may wait."""
     known: dict[str, Any] = {"queue_limit": 2, "running": running, "replica": key, **said}
     report = BoardReport(f"board {key}", "m", BoardState.READY, **known)
-    return of.update("group", report, ready=ready, held=held)
+    return of.update(group, report, ready=ready, held=held)
 
 
 def speed(prefill_ms: float, decode_ms: float) -> dict[str, Any]:
@@ -68,11 +69,16 @@ def holds(live: tuple[int, ...] | None = None, *files: tuple[int, ...], **rest: 
 
 
 def ask(
-    ids: Sequence[int] = TALK, name: str = "r", session: str = "", **rest: Any
+    ids: Sequence[int] = TALK,
+    name: str = "r",
+    session: str = "",
+    *,
+    max_tokens: int = 64,
+    **rest: Any,
 ) -> RoutingRequest:
     """Return a request with that prompt."""
     chain = BlockHashes(tuple(ids), seed_of(None))
-    return RoutingRequest(name, "m", len(chain), 64, chain, session, **rest)
+    return RoutingRequest(name, "m", len(chain), max_tokens, chain, session, **rest)
 
 
 def chosen(verdict: Decision) -> str | None:
