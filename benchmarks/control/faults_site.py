@@ -240,10 +240,10 @@ class Site:
         return self._folder / "state" / "adapters" / board
 
 
-def kill(pid: int) -> None:
-    """End a process at once; it may have ended already."""
+def kill(pid: int, by: signal.Signals = signal.SIGKILL) -> None:
+    """End a process at once, or send another signal; it may have ended already."""
     with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
+        os.kill(pid, by)
 
 
 @contextlib.contextmanager

@@ -1,4 +1,7 @@
-"""A Ray cluster of several nodes with a simulated board each, as a process; it ends with its stdin.
+"""A Ray cluster of several nodes with simulated boards, as a process; it ends with its stdin.
+
+Each node has a simulated NPU, or a CPU that computes with llama.cpp, and a board of each group of
+that kind.
 
 A node can be cut off as by a power failure, and another one joined. Only processes that were
 started here are stopped here. ``BoardNodes`` is the parent's end.
@@ -6,6 +9,7 @@ started here are stopped here. ``BoardNodes`` is the parent's end.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +17,7 @@ from typing import Any
 
 from rkserve.bench.processes import BenchFailed, CommandProcess, Json, serve_commands
 from rkserve.bench.systems import HOST, RAY_ENVIRON, RELEASE
+from rkserve.config.board_group import CPU, NPU
 from rkserve.core.child_process import free_port, free_ports
 from rkserve.deployments.haproxy import FLAG
 from rkserve.deployments.haproxy import environ as front_environ
@@ -62,7 +67,11 @@ class BoardNodes:
         return self._child.pid
 
     def start(self, **command: Any) -> None:
-        """Start Ray, the application, and so many nodes; see ``_Nodes``. Raises ``BenchFailed``."""
+        """Start Ray, the application, and so many nodes; see ``_Nodes``. Raises ``BenchFailed``.
+
+        There is one group, or one for each of ``groups``, which state where they differ from it. Of
+        the nodes, numbered from 0, those from ``npus`` on have no NPU and offer their CPU.
+        """
         place = {"folder": str(self._folder), "port": self.address[1]}
         self._child.ask({"do": "start", **place, **command}, START_S)
 
@@ -112,16 +121,8 @@ class _Nodes:
         ray.init(address=self._cluster.address, log_to_driver=False, configure_logging=False)
         http = {"host": HOST, "port": command["port"]}
         serve.start(proxy_location="HeadOnly", http_options=http)
-        group = {
-            "name": command["name"],
-            "model": command["model"],
-            "library": str(ensure_built(RELEASE)),
-            "prompt_cache": {"park": False},
-            "max_boards": 64,
-            **command["group"],
-        }
         args = {
-            "boards": [group],
+            "boards": [self._group(one) for one in command.get("groups", [{}])],
             "state_dir": "~/state",
             "router": command["router"],
             "coordinator": {"data_dir": str(folder / "data"), **command.get("coordinator", {})},
@@ -132,6 +133,20 @@ class _Nodes:
         for number in range(command["boards"]):
             self.join({"node": number})
         return {}
+
+    def _group(self, own: Json) -> Json:
+        """Return a group of the configuration; ``own`` is where it differs from the others."""
+        command = self._command
+        npu = {} if "cpu" in own else {"library": str(ensure_built(RELEASE))}
+        return {
+            "name": command["name"],
+            "model": command["model"],
+            "prompt_cache": {"park": False},
+            "max_boards": 64,
+            **npu,
+            **command["group"],
+            **own,
+        }
 
     def join(self, command: Json) -> Json:
         """Join a node under a number that is free, with a home and a control file of its own."""
@@ -151,7 +166,7 @@ class _Nodes:
             try:
                 self._nodes[number] = self._cluster.add_node(
                     num_cpus=1,
-                    resources={"rknpu": 1},
+                    resources={NPU if number < self._command.get("npus", math.inf) else CPU: 1},
                     env_vars=environ,
                     # Boards of one host are told apart by it.
                     node_ip_address=f"127.0.1.{number + 1}",

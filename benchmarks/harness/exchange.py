@@ -133,7 +133,7 @@ def read_exchange(incoming: Incoming) -> Exchange:
         sent_s=incoming.sent_s,
         content_s=tuple(content_s),
         end_s=incoming.done_s,
-        board=incoming.headers.get("x-rkserve-board", ""),
+        board=",".join(timings.get("boards", ())) or incoming.headers.get("x-rkserve-board", ""),
         prompt_tokens=usage.get("prompt_tokens", 0),
         completion_tokens=usage.get("completion_tokens", 0),
         cached_tokens=usage.get("prompt_tokens_details", {}).get("cached_tokens", 0),

@@ -6,6 +6,7 @@ A working board is chosen, hit in one of the ways, and watched until that has ha
 from __future__ import annotations
 
 import random
+import signal
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -99,6 +100,33 @@ class Ground:
         """End the board's replica by SIGKILL; its engine ends with it."""
         return self._killed(victim.replica)
 
+    def kill_engine(self, victim: Victim) -> bool:
+        """End the board's engine by SIGKILL in the middle of a run; its replica is to outlive it.
+
+        A request whose run ends two boards without a token in between is given up on purpose.
+        """
+        return self._in_a_run(victim) and self._ended_engine(victim, signal.SIGKILL)
+
+    def freeze_engine(self, victim: Victim) -> bool:
+        """Stop the board's engine with SIGSTOP in the middle of a run: it answers nothing more."""
+        return self._in_a_run(victim) and self._ended_engine(victim, signal.SIGSTOP)
+
+    def _ended_engine(self, victim: Victim, by: signal.Signals) -> bool:
+        self._to_outlive.add(victim.replica)
+        return self._killed(victim.engine, by)
+
+    def _in_a_run(self, victim: Victim) -> bool:
+        """Wait until the board has added a token to an answer; False if it does not."""
+        deadline_s = time.monotonic() + HIT_S
+        before: dict[str, int] = {}
+        while time.monotonic() < deadline_s and is_alive(PROC, victim.engine):
+            told = (self._site.get("/v1/generations") or {"data": []})["data"]
+            now = {one["id"]: one["tokens"] for one in told if one["board"] == victim.board}
+            if any(tokens > before.get(name, tokens) for name, tokens in now.items()):
+                return True
+            before = now
+        return False
+
     def abort_library(self, victim: Victim) -> bool:
         """Let the library call abort() in the middle of a run."""
         return self._struck(victim, "abort_at_token")
@@ -117,11 +145,11 @@ class Ground:
         self._cluster.replace(victim.node)
         return True
 
-    def _killed(self, who: ProcessIdentity) -> bool:
+    def _killed(self, who: ProcessIdentity, by: signal.Signals = signal.SIGKILL) -> bool:
         there = is_alive(PROC, who)
         self._gone.add(who)
         if there:
-            kill(who.pid)
+            kill(who.pid, by)
         return there
 
     def _struck(self, victim: Victim, fault: str, *, ends: bool = True) -> bool:
@@ -168,8 +196,18 @@ def _stamp(path: Path) -> bytes:
         return b""
 
 
+def ways_of_any_kind(ground: Ground) -> dict[str, Callable[[Victim], bool]]:
+    """Return the ways that need no simulated library, by what is killed."""
+    return {
+        "engine, SIGKILL": ground.kill_engine,
+        "engine, SIGSTOP": ground.freeze_engine,
+        "replica, SIGKILL": ground.kill_replica,
+        "node": ground.lose_node,
+    }
+
+
 def ways(ground: Ground) -> dict[str, Callable[[Victim], bool]]:
-    """Return all ways, by what is killed."""
+    """Return all ways to lose simulated boards, by what is killed."""
     return {
         "abort() in the library": ground.abort_library,
         "replica, SIGKILL": ground.kill_replica,

@@ -5,8 +5,8 @@ It contains no date, no host name and no path, so that two reports differ in fig
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 from benchmarks.control.answers import Answer
@@ -27,6 +27,13 @@ _HEAD = [
     "next token p50, ms",
     "p99, ms",
 ]
+
+_WRONG = {
+    False: "its text, its finish reason or its usage is not what the same cluster said before the "
+    "first kill",
+    True: "its usage is not what it must be, or its text, if NPUs alone gave it, not that of their "
+    "other answers to the prompt",
+}
 
 
 @dataclass(frozen=True)
@@ -72,15 +79,57 @@ class KillFigures:
         return self.lost == self.wrong == self.replicas_ended == 0
 
 
-def judge(phase: Phase, truths: Mapping[int, Truth]) -> KillFigures:
+@dataclass
+class MixedTruths:
+    """The references of a mixed fleet, whose kinds of board answer the same prompt differently.
+
+    Every answer is held to its usage: a prompt of the same length, and as many as ``tokens`` where
+    its limit ended it. The first answer to a prompt that ``exact`` boards gave alone is the
+    reference of their others. CPUs are not exact: floats are added up in another order where a part
+    of the prompt is in the KV cache, and a model of random weights has likeliest tokens that are
+    nearly equal.
+    """
+
+    exact: Collection[str]
+    tokens: int
+    _known: dict[int, Truth] = field(default_factory=dict)
+    _prompts: dict[int, int] = field(default_factory=dict)
+
+    def flaw(self, answer: Answer) -> str:
+        """Return why an answer is wrong; an empty string where it is not."""
+        found = truth_of(answer)
+        if set(answer.exchange.board.split(",")) <= set(self.exact):
+            truth = self._known.setdefault(answer.prompt, found)
+            if found != truth:
+                return truth.difference(found)
+        prompt = self._prompts.setdefault(answer.prompt, found.prompt_tokens)
+        whole = {"length": (self.tokens,), "stop": range(1, self.tokens + 1)}
+        if found.prompt_tokens == prompt and found.completion_tokens in whole[found.finish]:
+            return ""
+        return f": {found}, and its prompt has {prompt}"
+
+
+@dataclass(frozen=True)
+class Truths:
+    """The references of a fleet of one kind, by the number of the prompt."""
+
+    known: Mapping[int, Truth]
+
+    def flaw(self, answer: Answer) -> str:
+        """Return why an answer is wrong; an empty string where it is not."""
+        truth, found = self.known[answer.prompt], truth_of(answer)
+        return "" if found == truth else truth.difference(found)
+
+
+def judge(phase: Phase, truths: Truths | MixedTruths) -> KillFigures:
     """Hold every answer of a phase to what it must be, by its prompt."""
     lost = [one for one in phase.answers if one.exchange.error or not one.whole]
     whole = [one for one in phase.answers if not one.exchange.error and one.whole]
-    wrong = [one for one in whole if truth_of(one) != truths[one.prompt]]
+    wrong = [flaw for one in whole if (flaw := truths.flaw(one))]
     moved = [one for one in whole if one.continued]
     once = [one for one in moved if one.continued == 1]
     flaws = [f"lost: {one.exchange.error or 'no end'}" for one in lost]
-    flaws += [f"wrong{truths[one.prompt].difference(truth_of(one))}" for one in wrong]
+    flaws += [f"wrong{flaw}" for flaw in wrong]
     return KillFigures(
         phase.name,
         phase.kills,
@@ -147,6 +196,7 @@ class KillRun:
     found: Sequence[KillFigures]
     how: str
     took_s: float
+    mixed: bool = False
 
 
 def render(run: KillRun) -> str:
@@ -164,9 +214,10 @@ def render(run: KillRun) -> str:
         ],
     ]
     return (
-        "# Benchmark of kills\n\n"
-        "Written by `make bench-kills`, which starts a Ray cluster of its own with simulated "
-        "boards, ends one after the other of them while clients stream, and holds every answer to "
+        f"# Benchmark of kills{' in a mixed fleet' if run.mixed else ''}\n\n"
+        f"Written by `make bench-kills{'-mixed' if run.mixed else ''}`, which starts a Ray cluster "
+        f"of its own with {'simulated NPUs and CPUs' if run.mixed else 'simulated boards'}, ends "
+        "one after the other of them while clients stream, and holds every answer to "
         f"what it must be; {run.took_s / 60:.0f} minutes. What is done about a board that is lost "
         "is in [continuing.md](../explanation/continuing.md).\n\n"
         f"{machine_line(run.machine)}\n"
@@ -185,9 +236,8 @@ def _kinds(run: KillRun, every: KillFigures) -> str:
         "## By what was killed\n\n"
         f"{table(_HEAD, [_row(one) for one in [*run.found, every]])}\n"
         f"{run.how} An answer is *lost* if it ended with an error or not at all, and *wrong* if "
-        "its text, its finish reason or its usage is not what the same cluster said before the "
-        "first kill. *Silence* is the longest time between two pieces of text that the client of "
-        "an answer saw which went on once; of one that never had to, it is "
+        f"{_WRONG[run.mixed]}. *Silence* is the longest time between two pieces of text that the "
+        "client of an answer saw which went on once; of one that never had to, it is "
         f"{figure(quantile(every.calm_ms, 0.5), 0)} ms (p50) and "
         f"{figure(quantile(every.calm_ms, 0.99), 0)} ms (p99). *Next token* is what of it is left "
         "once the Router has noticed the loss: the wait for a place at another board, and the "

@@ -331,7 +331,7 @@ class Timings:
     run (all times are the board's then), and ``batch_wait_ms`` the wait of this one for the batch
     to fill. ``continued`` counts failovers, to other boards or to the same one after a failure; the
     figures are then those of the last board, and ``lost_ms`` is the time from each loss to the next
-    event of the answer.
+    event of the answer. ``boards`` generated the answer, in this order; the Router adds them.
     """
 
     queue_ms: float
@@ -347,6 +347,7 @@ class Timings:
     lost_ms: float = 0.0
     encode_ms: float = 0.0
     cache_ms: float = 0.0
+    boards: tuple[str, ...] = ()
 
 
 @crosses_versions

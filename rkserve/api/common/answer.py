@@ -68,6 +68,7 @@ class TimingsAnswer(TypedDict):
     cache_ms: NotRequired[Seconds]
     continued: NotRequired[Count]
     lost_ms: NotRequired[Seconds]
+    boards: NotRequired[list[str]]
 
 
 class WeightSpan(TypedDict):
@@ -311,6 +312,8 @@ def timings_of(ends: list[Finished]) -> TimingsAnswer:
     if continued := _total(measured, "continued"):
         timings["continued"] = continued
         timings["lost_ms"] = round(_total(measured, "lost_ms"), 3)
+    if boards := [board for timings in measured for board in timings.boards]:
+        timings["boards"] = list(dict.fromkeys(boards))
     return timings
 
 

@@ -106,6 +106,7 @@ class GenerationProgress:
         self._lost_s: float | None = None  # the time of its board's loss; None: a board has it
         self._lost_ms = 0.0
         self.accepted = False  # by any board
+        self._boards: list[tuple[str, int]] = []  # that accepted it, and its tokens then
         self.queued_ms = 0.0  # its time in this Router's queue
         self.times = 0
         self.cause: RkserveError | None = (
@@ -136,9 +137,17 @@ class GenerationProgress:
                 queue_ms=event.timings.queue_ms + self.queued_ms,
                 continued=self.times,
                 lost_ms=self._lost_ms,
+                boards=self._written_by(),
             )
             return replace(event, timings=timings)
         return event
+
+    def _written_by(self) -> tuple[str, ...]:
+        """Return the boards that generated tokens; of an empty answer the last to accept it."""
+        ends = [*(start for _, start in self._boards[1:]), self.tokens]
+        pairs = zip(self._boards, ends, strict=False)
+        found = tuple(dict.fromkeys(name for (name, start), end in pairs if start < end))
+        return found or tuple(name for name, _ in self._boards[-1:])
 
     def pause(self) -> None:
         """Pause it while no board has it; the next board keeps it paused."""
@@ -170,6 +179,7 @@ class GenerationProgress:
             memory_mb=0.0,
             continued=self.times,
             lost_ms=self._lost_ms,
+            boards=self._written_by(),
         )
         usage = Usage(len(prompt.prompt_ids) or prompt.counted, self.tokens)
         return [*found, Finished(FinishReason.ABORT, usage, timings, tuple(spans))]
@@ -193,6 +203,7 @@ class GenerationProgress:
 
     def _taken(self, accepted: Accepted) -> Accepted | None:
         known, self.accepted, self._arrived = self.accepted, True, True
+        self._boards.append((accepted.board_id, self.tokens))
         if not self.begun:
             mark = (0, accepted.version)
             self._bound = Bound((mark,), accepted.adapter, accepted.line_epoch)

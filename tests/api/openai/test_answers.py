@@ -320,6 +320,7 @@ def test_a_whole_answer_is_what_it_became() -> None:
         pytest.param({"batch_wait_ms": 20.0}, id="nobody else came"),
         pytest.param({"encode_ms": 500.0}, id="images"),
         pytest.param({"continued": 2, "lost_ms": 350.0}, id="boards were lost"),
+        pytest.param({"boards": ("a", "b")}, id="two boards wrote it"),
     ],
 )
 def test_timings_tell_of_pauses_and_batches_where_there_were_any(extra: dict[str, Any]) -> None:
@@ -327,6 +328,5 @@ def test_timings_tell_of_pauses_and_batches_where_there_were_any(extra: dict[str
     timings = Timings(1.0, 20.0, 4, 100.0, 2, 812.0, **extra)
     answer.end(0, Finished(FinishReason.STOP, Usage(6, 2), timings))
     told = answer.whole()["timings"].items()
-    assert {
-        k: v for k, v in told if k in {*extra, "batch", "paused_ms", "encode_ms", "continued"}
-    } == extra
+    shown = {*extra, "batch", "paused_ms", "encode_ms", "continued", "boards"}
+    assert {k: tuple(v) if k == "boards" else v for k, v in told if k in shown} == extra

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmarks.control.answers import Answer
 from benchmarks.harness.exchange import Exchange, Truth
-from benchmarks.kills.__main__ import REPORT, deliver, options
+from benchmarks.kills.__main__ import MIXED_REPORT, REPORT, deliver, options
 from benchmarks.kills.report import (
     KillFigures,
     KillRun,
+    MixedTruths,
     Phase,
+    Truths,
     judge,
     longest_silence_ms,
     quantile,
@@ -31,7 +34,38 @@ TRUTHS = {4: Truth("abc", "length", 7, 3)}
 
 
 def judged(*answers: Answer) -> KillFigures:
-    return judge(Phase("node", 2, answers), TRUTHS)
+    return judge(Phase("node", 2, answers), Truths(TRUTHS))
+
+
+def mixed(*answers: Answer) -> KillFigures:
+    return judge(Phase("node", 2, answers), MixedTruths(("n", "m"), tokens=3))
+
+
+def at(board: str, text: str, **rest: Any) -> Answer:
+    exchange = replace(GOOD.exchange, board=board)
+    return replace(GOOD, exchange=exchange, text=text, **rest)
+
+
+def test_npus_give_the_same_answers_and_cpus_may_not() -> None:
+    assert mixed(at("n", "abc"), at("n,m", "abc", continued=1), at("c", "xyz")).wrong == 0
+    assert mixed(at("n", "abc"), at("m", "abd")).flaws == (
+        "wrong at character 2 of 3: 'abd', not 'abc'",
+    )
+
+
+def test_an_answer_of_a_cpu_is_held_to_its_usage() -> None:
+    assert mixed(at("c", "xyz"), at("c,n", "xbc", continued=1)).wrong == 0
+    short = replace(GOOD.exchange, board="n,c", completion_tokens=2)
+    lacking = replace(GOOD, exchange=short, text="ab", continued=1)
+    assert mixed(at("c", "xyz"), lacking).wrong == 1
+    assert mixed(at("c", "xyz"), replace(lacking, finish="stop")).wrong == 0
+
+
+def test_a_full_mixed_run_has_a_report_of_its_own() -> None:
+    asked = options(["--mixed"])
+    assert (asked.kills, asked.boards, asked.nodes) == (200, 6, 4)
+    assert asked.output == MIXED_REPORT != REPORT
+    assert options(["--mixed", "--kills", "12"]).output is None
 
 
 def test_an_answer_as_it_must_be_is_neither_lost_nor_wrong() -> None:
@@ -97,7 +131,7 @@ def test_the_report_names_what_was_wrong_and_adds_up() -> None:
 
 
 def test_a_replica_that_ended_with_its_library_is_no_clean_run() -> None:
-    found = judge(Phase("abort() in the library", 2, (GOOD,), replicas_ended=1), TRUTHS)
+    found = judge(Phase("abort() in the library", 2, (GOOD,), replicas_ended=1), Truths(TRUTHS))
     assert (found.replicas_ended, found.clean) == (1, False)
     assert "ended with their library |      0 |        1 |  missed |" in render(run_of(found))
 

@@ -157,6 +157,31 @@ def test_the_end_tells_of_losses_and_of_the_queue() -> None:
     assert (end.timings.continued, end.timings.lost_ms, end.timings.queue_ms) == (1, 1500.0, 6.0)
 
 
+@pytest.mark.parametrize(
+    ("visits", "wrote"),
+    [
+        pytest.param([("a", 1)], ("a",), id="one"),
+        pytest.param([("a", 1), ("b", 1)], ("a", "b"), id="two"),
+        pytest.param([("a", 0), ("b", 1)], ("b",), id="the first gave it away before a token"),
+        pytest.param([("a", 1), ("b", 0)], ("a",), id="the second was lost before a token"),
+        pytest.param([("a", 1), ("a", 1)], ("a",), id="a replica that came back"),
+        pytest.param([("a", 1), ("b", 1), ("a", 1)], ("a", "b"), id="each once"),
+        pytest.param([("a", 0), ("b", 0)], ("b",), id="an empty answer"),
+    ],
+)
+def test_the_end_names_the_boards_that_wrote_the_answer(
+    visits: list[tuple[str, int]], wrote: tuple[str, ...]
+) -> None:
+    made = GenerationProgress(REQUEST, 9)
+    for board, tokens in visits:
+        made.observe(Accepted(board, "1.3.0", 0))
+        for _ in range(tokens):
+            made.observe(Delta("a", (10,)))
+    end = made.observe(finished())
+    assert isinstance(end, Finished)
+    assert end.timings.boards == wrote
+
+
 def test_a_loss_while_it_waits_for_the_next_board_is_one_wait() -> None:
     made = course()
     made.lost("a", GONE, 1.0)
