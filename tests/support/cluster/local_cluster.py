@@ -24,6 +24,7 @@ import psutil
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
+from rkserve.config.board_group import CPU
 from rkserve.core.board_report import BoardReport, BoardState
 from rkserve.core.child_process import free_port
 from rkserve.deployments.haproxy import METRICS_MS, PATIENCE
@@ -402,6 +403,7 @@ def _started(folder: Path) -> Iterator[LocalCluster]:
         initialize_head=True,
         head_node_args={
             "num_cpus": 2,
+            "resources": {CPU: 1},  # for groups that compute on it
             "include_dashboard": False,
             "include_log_monitor": False,
             "no_monitor": True,  # Ray's autoscaler
