@@ -97,7 +97,7 @@ class CoordinatorPorts:
     ``elapsed_s`` a clock that nothing sets.
 
     ``policies`` are the configured sleep by model, and ``system_prompts`` by group the prompt that
-    its boards cache from their start.
+    its boards cache from their start. Models of ``mixed`` have boards of several runtimes.
     """
 
     fleet: Fleet
@@ -111,6 +111,7 @@ class CoordinatorPorts:
     cache_times: CacheTimes = field(default_factory=CacheTimes)
     routers: Routers | None = None
     trust: TrustRules = field(default_factory=TrustRules)
+    mixed: frozenset[str] = frozenset()
     elapsed_s: Callable[[], float] = since_boot_s
 
 
@@ -180,12 +181,11 @@ class Coordinator:
             lambda: self._state.desired.epoch,
         )
         self._store = outside.store
-        self._weights = WeightOperations(outside.store, self._roster, self.trust)
-        require_fit = self._weights.require_fit
+        self._weights = WeightOperations(outside.store, self._roster, self.trust, outside.mixed)
         versions = AdapterOperations(
             outside.store,
             self._garbage_collector,
-            require_fit,
+            self._weights,
             AdapterTrials(enabled=config.try_adapters),
             self.trust,
         )

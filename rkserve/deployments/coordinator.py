@@ -97,6 +97,8 @@ class CoordinatorReplica:
         self._catalog = ModelCatalog(_catalog_folder(config), config.catalog.piece_bytes)
         self._max_bytes_per_s = config.catalog.max_bytes_per_s
         policies = _policies(config, models)
+        cpus = {models[group.name] for group in config.deployed if group.cpu is not None}
+        npus = {models[group.name] for group in config.deployed if group.cpu is None}
         self._coordinator = Coordinator(
             settings,
             CoordinatorPorts(
@@ -108,6 +110,7 @@ class CoordinatorReplica:
                 system_prompts=await asyncio.to_thread(system_prompts, config.deployed, folders),
                 routers=RayRouters(ROUTER),
                 trust=await asyncio.to_thread(TrustRules.of, config.security),
+                mixed=frozenset(cpus & npus),
             ),
         )
         self._intake = ArtifactIntake(self._coordinator, self._store, self._catalog, self._fetching)

@@ -28,9 +28,7 @@ ENDS = ("length", "stop")  # what the tiny model writes is nonsense, and may end
 
 
 @pytest.fixture(scope="module")
-def mixed(
-    ray_cluster: LocalCluster, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[App]:
+def mixed(ray_cluster: LocalCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[App]:
     """One board of each kind behind one Router; the application's group is the NPU's."""
     model = tiny_folder(tmp_path_factory.mktemp("mixed") / MODEL)
     (model / "model.rkllm").symlink_to(PROJECT / "models" / MODEL / "model.rkllm")

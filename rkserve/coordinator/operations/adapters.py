@@ -15,7 +15,8 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from typing import Protocol
 
 from rkserve.control import state_changes
 from rkserve.control.calls import (
@@ -52,7 +53,16 @@ from rkserve.core.desired_state import AdapterVersion, Artifact, Desired, Scope
 from rkserve.core.errors import AdapterNotFound, OperationConflict
 
 HOLD_LEASES = 2.0
-RequireFit = Callable[[Desired, str, AdapterVersion | None], None]
+
+
+class WeightRules(Protocol):
+    """The rules for which files a model's boards load; see ``WeightOperations``."""
+
+    def require_fit(self, desired: Desired, model: str, version: AdapterVersion | None) -> None:
+        """Raise ``ArtifactRefused`` for a version that was trained on other base weights."""
+
+    def require_one_runtime(self, model: str) -> None:
+        """Raise ``ArtifactRefused`` for a model with boards of several runtimes."""
 
 
 class AdapterOperations:
@@ -62,14 +72,13 @@ class AdapterOperations:
         self,
         store: FileStore,
         garbage_collector: GarbageCollector,
-        require_fit: RequireFit,
+        rules: WeightRules,
         trials: AdapterTrials,
         trust: ArtifactTrust,
     ) -> None:
-        """``require_fit`` raises for a version that was trained on other base weights."""
         self._trials = trials
         self._trust = trust
-        self._require_fit = require_fit
+        self._rules = rules
         self._store = store
         self._garbage_collector = garbage_collector
         self._rolling: dict[str, tuple[RolloutRunner, asyncio.Future[None]]] = {}
@@ -83,6 +92,7 @@ class AdapterOperations:
         model, version = asked.model, asked.artifact
         scope = Scope(models=(model,))
         run.context.check(scope)
+        self._rules.require_one_runtime(model)
         known = run.context.state.desired
         state_changes.add_version(known, model, version)  # says why not
         line = known.line(model, version.ref.name)
@@ -157,7 +167,7 @@ class AdapterOperations:
             run.end(OperationState.SUCCEEDED)
             return
         made.check(before)
-        self._require_fit(before, made.model, _served_then(before, made))
+        self._rules.require_fit(before, made.model, _served_then(before, made))
         run.allow(run.context.config.stage_timeout_s + len(made.boards) * RENEW_S)
         run.begin(Phase.ACCEPTED)
         over: asyncio.Future[None] = asyncio.get_running_loop().create_future()

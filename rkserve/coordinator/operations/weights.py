@@ -56,10 +56,18 @@ SPARE_S = 60.0
 class WeightOperations:
     """The handlers. Use it from one event loop."""
 
-    def __init__(self, store: FileStore, roster: Roster, trust: ArtifactTrust) -> None:
+    def __init__(
+        self,
+        store: FileStore,
+        roster: Roster,
+        trust: ArtifactTrust,
+        mixed: frozenset[str] = frozenset(),
+    ) -> None:
+        """Models of ``mixed`` have boards of several runtimes."""
         self._store = store
         self._roster = roster
         self._trust = trust
+        self._mixed = mixed
 
     def find(self, desired: Desired, model: str, artifact: str) -> StoredArtifact:
         """Return the artifact named ``<adapter>@<version>`` or ``<model>@<version>``. It may read a
@@ -67,9 +75,11 @@ class WeightOperations:
 
         Raises:
             ArtifactNotFound: nothing of that name is staged, or in the head's store.
-            ArtifactRefused: it was trained on other base weights than the model has.
+            ArtifactRefused: it was trained on other base weights than the model has, or the model
+                has boards of several runtimes.
             SignatureRequired: it is base weights without the signature that the rules want.
         """
+        self.require_one_runtime(model)
         name, _, version = artifact.rpartition("@")
         if not name or not version:
             raise ArtifactNotFound(
@@ -86,6 +96,16 @@ class WeightOperations:
         self.learn(model)
         self.require_base(desired, model, facts.base_digest)
         return StoredArtifact(found, facts.parameters)
+
+    def require_one_runtime(self, model: str) -> None:
+        """Raise ``ArtifactRefused`` for a model with boards of several runtimes."""
+        if model in self._mixed:
+            raise ArtifactRefused(
+                f"Model '{model}' is served by NPUs (RKLLM) and by CPUs (llama.cpp), and no file "
+                "of weights loads on both. Serve adapters and new weights with a model of its own "
+                "that has boards of one kind.",
+                "model",
+            )
 
     def learn(self, model: str) -> None:
         """Compute the digest of the file in the model's folder, once; it may read all of it."""

@@ -14,11 +14,20 @@ from rkserve.coordinator.operations.adapters import GarbageCollector
 from rkserve.core.desired_state import AdapterVersion
 from rkserve.core.errors import (
     AdapterExists,
+    ArtifactRefused,
     StageFailed,
     StaleEpoch,
 )
 from tests.support.boards.fake_boards import eventually
-from tests.support.cluster.fake_cluster import CONTENT, MODEL, Control, served, serving
+from tests.support.cluster.fake_cluster import (
+    CONTENT,
+    MODEL,
+    Control,
+    FakeCluster,
+    served,
+    serving,
+    started,
+)
 
 pytestmark = pytest.mark.virtual_time
 
@@ -44,6 +53,19 @@ async def test_a_version_is_staged_on_every_board_and_served_by_its_full_name(
         assert served(it) is None
         again = await it.stage(version)
         assert (again.status, again.applied) == (200, False)
+
+
+async def test_a_model_with_npus_and_cpus_has_no_adapters_and_no_new_weights(
+    tmp_path: Path,
+) -> None:
+    fleet = Control(tmp_path, FakeCluster.of("a", "b", "c"), mixed=frozenset({MODEL}))
+    async with started(fleet) as it:
+        with pytest.raises(ArtifactRefused, match="no file of weights loads on both"):
+            await it.stage(it.store.add("v1", CONTENT["v1"]))
+        assert it.desired.lines == ()
+        assert [board.whole for board in it.cluster.boards.values()] == [{}, {}, {}]
+        with pytest.raises(ArtifactRefused, match="of one kind"):
+            await it.it.find_weights(MODEL, f"{MODEL}@v2")
 
 
 @pytest.mark.promise("Adapters", "A stage that fails changes nothing anywhere")

@@ -499,6 +499,7 @@ class Control:
     settings: Mapping[str, Any] = field(default_factory=dict)
     policies: Mapping[str, SleepPolicy] = field(default_factory=dict)
     routers: Any = None
+    mixed: frozenset[str] = frozenset()
     system_prompts: Mapping[str, DesiredCache] = field(default_factory=dict)
     wrap_link: Callable[[FakeCluster], Any] = lambda link: link
     wrap_ledger: Callable[[Ledger], Any] = lambda ledger: ledger
@@ -526,6 +527,7 @@ class Control:
             routers=self.routers,
             elapsed_s=lambda: self.now_s,
             trust=self.trust,
+            mixed=self.mixed,
         )
         self.it = Coordinator(self.config, outside)
         await self.it.start()
