@@ -193,6 +193,7 @@ class BoardGroupConfig(Settings):
     model: Path = Field(
         ...,
         description="Model folder, the same path on head and boards; its name is the model id. "
+        "With `cpu` also a `.gguf` file. "
         "A relative path is looked up in the working directory and then, in a checkout, in the "
         "project's folder. `catalog:NAME` is the model of that name in the head's catalogue "
         "(`catalog.folder`), which boards fetch before they start.",
@@ -206,8 +207,9 @@ class BoardGroupConfig(Settings):
     )
     cpu: CpuConfig | None = Field(
         None,
-        description="Compute on the CPU: the model folder's `*.gguf` file, with llama.cpp "
-        "(`pip install 'rkserve[cpu]'` on the boards). `cpu: {}` takes all defaults.",
+        description="Compute on the CPU: the model folder's `*.gguf` file, or the file that "
+        "`model` is, with llama.cpp (`pip install 'rkserve[cpu]'` on the boards). `cpu: {}` takes "
+        "all defaults.",
     )
     encoder_library: Path = Field(
         Path("/usr/lib/librknnrt.so"),

@@ -64,7 +64,7 @@ def assemble(
 
     A ``governed`` board serves nothing before it has received the desired state from a Coordinator.
     """
-    folder = open_model_folder(resolve_folder(group.model))
+    folder = open_model_folder(resolve_folder(group.model), place.state_dir)
     if group.cpu is not None:
         folder.check_cpu()
     if group.n_batch > 1 and folder.tokenizer_file is None:
@@ -168,6 +168,7 @@ def _spec(group: BoardGroupConfig, place: BoardLocation, folder: ModelFolder) ->
     if group.cpu is not None:
         pinned = pinned or fastest_cores(ROOT, os.sched_getaffinity(0))
         cpus = pinned[: group.cpu.threads]
+    parts = folder.parts(cpu=True) if group.cpu is not None else ()
     fence = f"{place.board_id}.fence" if own else f"npu-{group.base_domain_id}.fence"
     return EngineSpec(
         library=str(_library(group)),
@@ -195,6 +196,7 @@ def _spec(group: BoardGroupConfig, place: BoardLocation, folder: ModelFolder) ->
         confine=group.confine,
         reads=(
             str(folder.path),
+            *(str(one.resolve()) for one in parts),
             str(place.state_dir / ADAPTERS / place.board_id),
             str(place.state_dir / WEIGHTS / place.board_id),
         ),

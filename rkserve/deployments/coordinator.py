@@ -84,7 +84,8 @@ class CoordinatorReplica:
             for name, handle in handles.items()
         }
         folders = {
-            group.name: open_model_folder(config.folder_of(group)) for group in config.deployed
+            group.name: open_model_folder(config.folder_of(group), config.state_dir)
+            for group in config.deployed
         }
         models = {group: opened.id for group, opened in folders.items()}
         own = {one.id: one.weights for one in folders.values() if one.weights is not None}

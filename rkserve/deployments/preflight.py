@@ -82,7 +82,7 @@ def check_args(args: Any) -> RkserveConfig:
 def check_folders(config: RkserveConfig) -> None:
     """Open every group's model folder. Raises ``ConfigError`` if one cannot be served."""
     for group in config.deployed:
-        check_folder(group, config.folder_of(group))
+        check_folder(group, config.folder_of(group), config.state_dir)
 
 
 def check_trust(config: RkserveConfig) -> None:
@@ -94,12 +94,12 @@ def check_trust(config: RkserveConfig) -> None:
         TrustRules.of(security)
 
 
-def check_folder(group: BoardGroupConfig, path: Path) -> None:
+def check_folder(group: BoardGroupConfig, path: Path, state_dir: Path | None = None) -> None:
     """Open the model folder of a group, ``path``. Raises ``ConfigError``."""
-    folder = open_model_folder(path)
+    folder = open_model_folder(path, state_dir)
     if group.cpu is not None:
         folder.check_cpu()
-    if group.catalog_model is not None:
+    if group.catalog_model is not None or folder.file is not None:
         folder.require_weights(cpu=group.cpu is not None)  # no board has another place to get them
     if group.n_batch > 1 and folder.settings.embedding is not None:
         raise ConfigError(

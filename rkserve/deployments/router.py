@@ -228,7 +228,10 @@ class RouterReplica:
         # A thread that reads a long prompt lets go of the interpreter this often at the latest; a
         # token waits for that at every call into the kernel.
         sys.setswitchinterval(SWITCH_S)
-        folders = {g.name: open_model_folder(config.folder_of(g)) for g in config.deployed}
+        folders = {
+            g.name: open_model_folder(config.folder_of(g), config.state_dir)
+            for g in config.deployed
+        }
         self._channels = channels = ChannelClient(config.channel)
         links = {
             name: RayLink(handle, name, config.router.report_timeout_s, channels)

@@ -5,6 +5,7 @@ Files are read and checked here; tokenizing and loading are elsewhere.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from functools import cached_property
@@ -14,13 +15,14 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from rkserve.config.serve_config import explain
+from rkserve.config.serve_config import default_state_dir, explain
 from rkserve.core.errors import ConfigError
 from rkserve.core.files import content_digest
+from rkserve.models import gguf
 from rkserve.models.settings import FolderSettings
 
 SETTINGS_FILE = "rkserve.yaml"
-RKLLM, GGUF = ".rkllm", ".gguf"
+RKLLM, GGUF = ".rkllm", gguf.SUFFIX
 MODEL_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 # Families, by name, whose runtime logs that it "does not support saving prompt cache".
 WITHOUT_PROMPT_CACHE = re.compile(r"qwen[-_ ]?3[._]?5(?!\d)", re.IGNORECASE)
@@ -29,7 +31,8 @@ WITHOUT_PROMPT_CACHE = re.compile(r"qwen[-_ ]?3[._]?5(?!\d)", re.IGNORECASE)
 class ModelFolder(BaseModel):
     """One servable model. ``id`` is its name in requests: the folder's name.
 
-    ``weights`` is the model for NPUs; None if the folder holds none, as on a head node.
+    ``weights`` is the model for NPUs; None if the folder holds none, as on a head node. ``file`` is
+    a GGUF file that the folder was made of and does not hold.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -38,6 +41,7 @@ class ModelFolder(BaseModel):
     path: Path
     weights: Path | None
     settings: FolderSettings
+    file: Path | None = None
 
     def require_weights(self, *, cpu: bool = False) -> Path:
         """Return the model's file for NPUs, or with ``cpu`` for CPUs.
@@ -45,9 +49,14 @@ class ModelFolder(BaseModel):
         Raises:
             ConfigError: this machine does not have it, or several for CPUs.
         """
-        found = weights_in(self.path, GGUF) if cpu else self.weights
+        found = (self.file or weights_in(self.path, GGUF)) if cpu else self.weights
         if found is None and cpu:
             raise ConfigError(f"{self.path} holds no *.gguf file. Copy the model for CPUs there.")
+        if found is None and self.file is not None:
+            raise ConfigError(
+                f"`model` is the file {self.file}, which CPUs compute: set `cpu: {{}}` in the "
+                "group, or name a folder with a converted *.rkllm file."
+            )
         if found is None:
             raise ConfigError(f"{self.path} holds no *.rkllm file. Copy the converted model there.")
         return found
@@ -71,11 +80,22 @@ class ModelFolder(BaseModel):
         Raises:
             ConfigError: this machine does not have the file, or it cannot be read.
         """
-        weights = self.require_weights(cpu=cpu)
+        parts = self.parts(cpu=cpu)
         try:
-            return content_digest(weights)
+            digests = [content_digest(part) for part in parts]
         except OSError as exc:
-            raise ConfigError(f"{weights} cannot be read: {exc}") from exc
+            raise ConfigError(f"{parts[0]} cannot be read: {exc}") from exc
+        whole = hashlib.sha256("".join(digests).encode()).hexdigest()
+        return digests[0] if len(digests) == 1 else whole
+
+    def parts(self, *, cpu: bool = False) -> tuple[Path, ...]:
+        """Return the model's files: several of a model for CPUs that was split.
+
+        Raises:
+            ConfigError: this machine does not have them.
+        """
+        weights = self.require_weights(cpu=cpu)
+        return gguf.parts_of(weights) if cpu else (weights,)
 
     @property
     def prompt_cache(self) -> bool:
@@ -133,19 +153,16 @@ class ModelFolder(BaseModel):
         return template if isinstance(template, str) else None
 
 
-def open_model_folder(path: Path) -> ModelFolder:
-    """Read a model folder.
+def open_model_folder(path: Path, state_dir: Path | None = None) -> ModelFolder:
+    """Read a model folder, or that of a GGUF file, which is made in ``state_dir`` if it is new.
 
     Raises:
-        ConfigError: no such folder, several ``*.rkllm`` in it, or bad settings; the message names
-            the file and the key.
+        ConfigError: no such folder, several ``*.rkllm`` in it, bad settings, or a GGUF file that
+            cannot be served; the message names the file and the key.
     """
-    if path.is_file() and path.suffix == GGUF:
-        raise ConfigError(
-            f"`model` is the file {path}; it has to be the folder of a model. Make a folder of the "
-            "model's name with this file and the model's tokenizer.json, tokenizer_config.json "
-            "and, if there is one, chat_template.jinja."
-        )
+    if path.suffix == GGUF and not path.is_dir():
+        made = gguf.made_folder(path.absolute(), state_dir or default_state_dir())
+        return _opened(made, path.absolute())
     if not path.is_dir():
         raise ConfigError(f"The model folder {path} does not exist. Check `model` in the config.")
     if not MODEL_ID.fullmatch(path.name):
@@ -153,11 +170,16 @@ def open_model_folder(path: Path) -> ModelFolder:
             f"The model folder's name {path.name!r} is the model's id and may hold only letters, "
             "digits, '.', '_' and '-'."
         )
+    return _opened(path)
+
+
+def _opened(path: Path, file: Path | None = None) -> ModelFolder:
     return ModelFolder(
         id=path.name,
         path=path,
         weights=weights_in(path),
         settings=_settings(path / SETTINGS_FILE),
+        file=file,
     )
 
 
@@ -166,7 +188,7 @@ def weights_in(path: Path, suffix: str = RKLLM) -> Path | None:
     preferred = path / f"model{suffix}"
     if preferred.is_file():
         return preferred
-    found = sorted(path.glob(f"*{suffix}"))
+    found = sorted(one for one in path.glob(f"*{suffix}") if not gguf.is_later_part(one))
     if len(found) == 1:
         return found[0]
     if not found:

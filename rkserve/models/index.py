@@ -103,8 +103,8 @@ class ModelIndex(BaseModel):
         for file in self.files:
             if len(file.pieces) != -(-file.bytes // self.piece_bytes):
                 raise ValueError(f"{file.path} has {len(file.pieces)} pieces for its size")
-        if not any(path.endswith(".rkllm") for path in paths):
-            raise ValueError("there is no .rkllm file")
+        if not any(path.endswith((".rkllm", ".gguf")) for path in paths):
+            raise ValueError("there is no .rkllm or .gguf file")
         return self
 
     @cached_property

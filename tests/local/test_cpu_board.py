@@ -90,8 +90,28 @@ def test_settings_of_npus_are_refused_by_name(model: Path, tmp_path: Path) -> No
         open_board(model, cpu={}, quirks={}, state_dir=tmp_path)
     with pytest.raises(ConfigError, match=r"holds no \*.gguf file"):
         open_board("models/sim-chat", cpu={}, state_dir=tmp_path)
-    with pytest.raises(ConfigError, match="has to be the folder of a model"):
-        open_board(model / "model.gguf", cpu={}, state_dir=tmp_path)
+
+
+@pytest.mark.parametrize(
+    "kind", [{"library": "/nowhere/librkllmrt.so"}, {"simulated": {"boards": 1}}], ids=str
+)
+def test_only_cpus_compute_a_file_alone(kind: dict[str, Any], model: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"which CPUs compute: set `cpu: \{\}`"):
+        open_board(model / "model.gguf", state_dir=tmp_path, **kind)
+
+
+def test_a_file_alone_answers_as_a_folder_with_it(
+    board: LocalBoard, model: Path, tmp_path: Path
+) -> None:
+    """Its tokenizer and its end are those of the metadata; its template is what is missing."""
+    options: dict[str, Any] = {"prompt": QUESTION, "temperature": 0, "max_tokens": 12}
+    expected = board.generate(**options)
+    with open_board(model / "model.gguf", cpu={"threads": 1}, state_dir=tmp_path) as alone:
+        assert alone.model == "model"
+        found = alone.generate(**options)
+        assert (found.text, found.token_ids) == (expected.text, expected.token_ids)
+        with pytest.raises(RequestError, match="has no chat template"):
+            alone.generate(QUESTION)
 
 
 def test_what_it_cannot_do_is_the_requests_fault(board: LocalBoard) -> None:

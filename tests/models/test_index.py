@@ -47,7 +47,7 @@ def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
     folder = folder_with(tmp_path / "chat")
     (folder / "model.rkllm").unlink()
     (folder / "adapters" / "tone" / "v1" / "adapter.rkllm").unlink()
-    with pytest.raises(ConfigError, match=r"no \.rkllm file"):
+    with pytest.raises(ConfigError, match=r"no \.rkllm or \.gguf file"):
         index_folder(folder, PIECE)
 
 

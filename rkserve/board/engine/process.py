@@ -453,9 +453,13 @@ _MEANINGS = {
 def _confinement(spec: EngineSpec) -> str:
     """Return the files that an engine may use, for its command line."""
     vision = () if spec.vision is None else (spec.vision.library, spec.vision.model)
-    files = [Path(one) for one in (spec.params.model_path, spec.library, *vision)]
-    # A link in the model's folder may lead elsewhere, and the kernel looks at its end.
+    model = Path(spec.params.model_path)
+    files = [Path(one) for one in (spec.library, *vision)]
+    # A link in the model's folder may lead elsewhere, and the kernel looks at its end. A GGUF file
+    # may lie among a person's own.
+    files += [] if spec.cpu else [model]
     folders = {str(one.parent) for file in files for one in (file, file.resolve())}
+    folders |= {str(model), str(model.resolve())}
     environ = _environ(spec)
     # Of the libraries that the vendor's depends on. An empty entry is the working folder.
     searched = environ.get("LD_LIBRARY_PATH", "").split(":")

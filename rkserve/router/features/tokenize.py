@@ -78,8 +78,10 @@ async def folder_facts(service: Service, model_ids: list[str]) -> dict[str, Fold
 
 def _facts(served: ServedModel) -> FolderFacts:
     folder, size, digest = served.folder, 0, ""
-    if folder.weights is not None:  # otherwise only the boards have the file
-        size, digest = folder.weights.stat().st_size, folder.content_digest()
+    cpu = folder.file is not None
+    if cpu or folder.weights is not None:  # otherwise only the boards have the file
+        size = sum(part.stat().st_size for part in folder.parts(cpu=cpu))
+        digest = folder.content_digest(cpu=cpu)
     return FolderFacts(
         size,
         digest,

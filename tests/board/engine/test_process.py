@@ -510,6 +510,19 @@ async def test_an_engine_may_read_the_folders_of_libraries(
     assert not {"", f"{tmp_path}/absent"} & {*read}
 
 
+async def test_an_engine_on_cpus_reads_its_file_and_none_beside_it(
+    sim: Sim, tmp_path: Path
+) -> None:
+    (file := tmp_path / "models" / "m.gguf").parent.mkdir()
+    (linked := tmp_path / "m.gguf").symlink_to(file)
+    spec = sim.spec()
+    params = replace(spec.params, model_path=str(linked))
+    made = _confinement(replace(spec, cpu=True, params=params))
+    read = set(json.loads(made)["read"])
+    assert {str(linked), str(file)} <= read
+    assert not {str(tmp_path), str(file.parent)} & read
+
+
 async def test_a_hidden_dependency_is_a_reason_to_start_without_confinement(
     sim: Sim, monkeypatch: pytest.MonkeyPatch
 ) -> None:

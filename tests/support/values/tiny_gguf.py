@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 import struct
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +63,17 @@ def _value(kind: int, value: Any) -> bytes:
     return struct.pack({_UINT32: "<I", _INT32: "<i", _FLOAT32: "<f", _BOOL: "<?"}[kind], value)
 
 
-def write_tiny(path: Path, *, seed: int = 0, context: int = 4096) -> None:
-    """Write a llama of two layers and 32 dimensions with the vocabulary of ``models/sim-chat``."""
+def write_tiny(
+    path: Path,
+    *,
+    seed: int = 0,
+    context: int = 4096,
+    more: Mapping[str, tuple[int, Any]] | None = None,
+) -> None:
+    """Write a llama of two layers and 32 dimensions with the vocabulary of ``models/sim-chat``.
+
+    ``more`` are further pairs of metadata.
+    """
     tokenizer = json.loads((CHAT / "tokenizer.json").read_text(encoding="utf-8"))
     tokens, kinds = _vocabulary(tokenizer)
     merges = [
@@ -91,6 +101,7 @@ def write_tiny(path: Path, *, seed: int = 0, context: int = 4096) -> None:
         "tokenizer.ggml.eos_token_id": (_UINT32, settings["eos_token_ids"][0]),
         "tokenizer.ggml.add_bos_token": (_BOOL, False),
     }
+    pairs |= more or {}
     random = np.random.default_rng(seed)
 
     def weights(*shape: int, scale: float = 0.25) -> Tensor:
