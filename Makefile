@@ -47,6 +47,7 @@ help:
 	@echo "make clean   remove what the above made"
 
 demo: $(READY) sim
+	@echo "Simulated boards follow. A real model on this machine: $(BIN)/rkserve up MODEL.gguf"
 	@$(BIN)/rkserve up serve_config.yaml --address 127.0.0.1 --no-mdns --state $(VENV)/node
 
 # The checks beside the collection of the tests, which needs one core. Tests on Ray have the machine

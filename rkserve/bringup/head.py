@@ -24,6 +24,7 @@ from rkserve.bringup.head_plan import (
     HeadOptions,
     HeadPlan,
     check_localhost,
+    for_model,
     haproxy_environ,
     own_address,
     with_front,
@@ -47,6 +48,7 @@ from rkserve.bringup.settings import (
 from rkserve.core.errors import ConfigError
 from rkserve.core.files import replace_private
 from rkserve.deployments import haproxy, preflight
+from rkserve.models.gguf import SUFFIX
 from rkserve.router.members import Members
 from rkserve.router.membership import FOLDER, TERMS, ClusterTerms, new_token, write_terms
 
@@ -106,12 +108,11 @@ def run_head(options: HeadOptions, note: Note) -> int:
     """
     state = StateFolder(options.state, HEAD)
     state.refuse_second(DOWN)
-    preflight.check_file(options.config, starts=True, ray=False, key=False)  # `serve run` does
-    check_localhost()
+    options = _checked(options, note)
     environ, front = with_front(options)
     plan = HeadPlan.of(options.config, front)
     address = options.address or own_address()
-    ports, dashboard = with_ports(options.ray_port, options.dashboard_port, real=plan.real)
+    ports, dashboard = with_ports(options.ray_port, options.dashboard_port, fixed=plan.joins)
     if (made := first_key(options.config, state.folder)) is not None:
         note(FIRST_KEY.format(file=made))
     if warning := preflight.check_token(os.environ, starts=True):
@@ -131,7 +132,7 @@ def run_head(options: HeadOptions, note: Note) -> int:
             environ = environment_of(HEAD, environ)
             if options.haproxy and haproxy.available():
                 environ = {
-                    **haproxy_environ(environ, ports.first, stack, alone=not plan.real),
+                    **haproxy_environ(environ, ports.first, stack, alone=not plan.joins),
                     **environ,
                 }
             _write_terms(state.folder, ray_address, environ, plan, options)
@@ -155,6 +156,22 @@ def run_head(options: HeadOptions, note: Note) -> int:
     except KeyboardInterrupt:
         store.remove()  # all processes have ended in order, and boards' with them
         return 0
+
+
+def _checked(options: HeadOptions, note: Note) -> HeadOptions:
+    """Check what needs no port; return the options, for a model's file those of a configuration.
+
+    Raises:
+        ConfigError, LibraryMissing: something prevents the start.
+    """
+    if options.config.suffix == SUFFIX:
+        options = for_model(options)
+        note(f"The configuration of this model alone is {options.config}.")
+    for warning in preflight.check_own_cpu(options.config):
+        note(f"rkserve: {warning}.")
+    preflight.check_file(options.config, starts=True, ray=False, key=False)  # `serve run` does
+    check_localhost()
+    return options
 
 
 def _write_terms(
@@ -271,14 +288,15 @@ class RunningHead:
                 self.note(f"Control calls are answered at {self.plan.control_url} alone.")
             if self.announcement is not None:
                 self.announcement.begin()
-            if self.plan.real:
+            if self.plan.joins:
                 if haproxy.is_loopback(self.plan.host):
                     self.note(ONLY_HERE.format(host=self.plan.host))
                 self.note(
                     f"Within the next hour, on each board: {join_command(self.state, HOUR_S)}"
                 )
+            if self.plan.waits:
                 self.node.record(ready=True)
-            limit_s = None if self.plan.real else serving.START_TIMEOUT_S
+            limit_s = None if self.plan.waits else serving.START_TIMEOUT_S
             if models := self._until("Boards are", self._models, limit_s):
                 self._ask(models)
                 self.node.record(ready=True)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shlex
 import socket
 from collections.abc import Iterable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -14,14 +16,38 @@ from rkserve.bringup.settings import DASHBOARD_PORT, GCS_PORT, WORKER_PORTS, Nod
 from rkserve.config.serve_config import resolve_folder
 from rkserve.core.child_process import bind_error, free_ports
 from rkserve.core.errors import ConfigError
+from rkserve.core.files import private_folder
 from rkserve.deployments import haproxy, haproxy_tls, preflight
 from rkserve.deployments.haproxy_listeners import CONTROL, ControlAddress, local_address
 from rkserve.deployments.haproxy_tls import TlsFiles
 from rkserve.doctor.facts import BoardFacts
 from rkserve.doctor.node import limits
 from rkserve.doctor.rules import localhost
+from rkserve.models.gguf import model_id
 
 PORT_TRIES = 20
+LOOPBACK = "127.0.0.1"
+# The configuration of `rkserve up MODEL.gguf`, in the state folder.
+MODEL_CONFIG = "model.yaml"
+SINGLE = """\
+# {name} on the CPU of this machine. `rkserve up {file}` writes this file anew each time.
+# Serve a changed copy with `rkserve up COPY`; docs/reference/configuration.md lists all keys.
+
+proxy_location: HeadOnly
+http_options:
+  host: {host}
+  port: {port}
+
+applications:
+  - name: rkserve
+    route_prefix: /
+    import_path: rkserve.app:build
+    args:
+      boards:
+        - name: cpu
+          model: {path}
+          cpu: {{}} # threads: 4
+"""
 
 
 @dataclass(frozen=True)
@@ -54,7 +80,8 @@ class HeadPlan:
 
     url: str
     port: int
-    real: bool  # some group has real boards, which join later
+    joins: bool  # boards of other machines may join, or have to
+    waits: bool = False  # some group has no board before one joins
     measures: tuple[tuple[str, str], ...] = ()  # library and model folder of each with NPUs
     cpu: bool = False  # the head's own CPU is a board
     host: str = preflight.HOST
@@ -77,6 +104,7 @@ class HeadPlan:
         if not found:
             raise ConfigError(f"{config} has no application with {preflight.APPLICATION}.")
         groups = [group for one in found for group in one.boards if group.simulated is None]
+        own = [one for one in groups if one.cpu is not None and one.cpu.on_head]
         measures = [
             (str(one.library), str(resolve_folder(one.model)))
             for one in groups
@@ -89,14 +117,15 @@ class HeadPlan:
                 f"{config} has no proxy_location: HeadOnly, so that every board would serve "
                 f"clients, too, and {lacks}."
             )
-        own = options.get("ssl_certfile")
-        certificate = tls.certificate if tls is not None else Path(str(own)) if own else None
+        file = options.get("ssl_certfile")
+        certificate = tls.certificate if tls is not None else Path(str(file)) if file else None
         scheme = "http" if certificate is None else "https"
         return cls(
             f"{scheme}://{named}:{port}",
             int(port),
-            real=bool(groups),
-            cpu=any(one.cpu is not None and one.cpu.on_head for one in groups),
+            joins=len(own) < len(groups) or (bool(own) and not haproxy.is_loopback(host)),
+            waits=len(own) < len(groups),
+            cpu=bool(own),
             measures=tuple(measures),
             host=host,
             certificate=certificate,
@@ -118,6 +147,35 @@ class HeadPlan:
         if local_address(self.host) == self.host:  # not all addresses of this machine
             return self.url
         return f"{self.url.partition(':')[0]}://{address}:{self.port}"
+
+
+def for_model(options: HeadOptions) -> HeadOptions:
+    """Return options for the model of a GGUF file alone, in the place of a configuration.
+
+    Its configuration is written to the state folder, with the first free port from 8000 on. The
+    endpoint and Ray listen on the loopback.
+
+    Raises:
+        ConfigError: there is no such file, or the state folder cannot be written.
+    """
+    model = options.config
+    if not model.is_file():
+        raise ConfigError(f"{model} cannot be read: there is no such file.")
+    ports = range(preflight.PORT, preflight.PORT + PORT_TRIES)
+    content = SINGLE.format(
+        name=model_id(model),
+        file=shlex.quote(model.name),
+        host=LOOPBACK,
+        port=next((one for one in ports if bind_error(one, LOOPBACK) is None), preflight.PORT),
+        path=json.dumps(str(model)),
+    )
+    made = options.state / MODEL_CONFIG
+    try:
+        private_folder(options.state)
+        made.write_text(content, encoding="utf-8")
+    except OSError as exc:
+        raise ConfigError(f"{made} cannot be written: {exc.strerror or exc}.") from exc
+    return replace(options, config=made, address=options.address or LOOPBACK)
 
 
 def own_address() -> str:
@@ -171,17 +229,17 @@ def check_ports(ports: Iterable[int], dashboard: int | None = None) -> None:
 
 
 def with_ports(
-    ray_port: int | None, dashboard_port: int | None, *, real: bool
+    ray_port: int | None, dashboard_port: int | None, *, fixed: bool
 ) -> tuple[NodePorts, int]:
     """Return Ray's ports and that of its dashboard: those that are named, or the usual ones.
 
-    Where all boards are simulated no firewall names them, and the next free ones are taken if the
-    usual ones are in use.
+    ``fixed`` are those that boards and firewalls name. Where no board joins, the next free ones are
+    taken if the usual ones are in use.
 
     Raises:
         ConfigError: a port cannot be listened on.
     """
-    tries = 1 if real else PORT_TRIES
+    tries = 1 if fixed else PORT_TRIES
     dashboards = [dashboard_port] if dashboard_port else [DASHBOARD_PORT + n for n in range(tries)]
     firsts = [ray_port] if ray_port else [GCS_PORT + 10 * n for n in range(tries)]
     dashboard = next((one for one in dashboards if bind_error(one) is None), dashboards[0])

@@ -77,7 +77,13 @@ TempDir = Annotated[
 @commands.command()
 def up(
     config: Annotated[
-        Path, typer.Argument(metavar="SERVE_CONFIG", help="The application's configuration.")
+        Path,
+        typer.Argument(
+            metavar="SERVE_CONFIG|MODEL.gguf",
+            help="The application's configuration, or a model to serve on this machine's CPU at "
+            "127.0.0.1. Its id is the file's name; MODEL.rkserve.yaml beside it sets "
+            "context_length and the like, and a configuration's `cpu` threads.",
+        ),
     ] = Path("serve_config.yaml"),
     *,
     detach: Detach = False,
@@ -91,8 +97,8 @@ def up(
         typer.Option(
             min=1024,
             max=65000,
-            help=f"Ray's first port; it takes eight in a row. Without it {GCS_PORT}, and with "
-            "simulated boards alone the next that is free.",
+            help=f"Ray's first port; it takes eight in a row. Without it {GCS_PORT}, and where no "
+            "board joins the next that is free.",
         ),
     ] = None,
     dashboard_port: Annotated[

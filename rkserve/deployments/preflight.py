@@ -25,13 +25,14 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from rkserve.board.engine.telemetry import read_telemetry
 from rkserve.config.board_group import BoardGroupConfig
 from rkserve.config.serve_config import RkserveConfig, parse_config
 from rkserve.coordinator.state.api_keys import has_keys
@@ -42,8 +43,17 @@ from rkserve.deployments import haproxy
 from rkserve.deployments.haproxy import FLAG, is_loopback, own_environ
 from rkserve.deployments.haproxy_listeners import CONTROL, ControlAddress
 from rkserve.deployments.haproxy_tls import CERT, KEY
+from rkserve.models import gguf
 from rkserve.models.folder import open_model_folder
 from rkserve.native import quirks
+from rkserve.native.library_file import (
+    CPU_EXTRA,
+    LLAMA_CPP,
+    LLAMA_CPP_RELEASE,
+    knows_architecture,
+    llama_cpp_library,
+    llama_cpp_release,
+)
 from rkserve.native.sim import profiles
 from rkserve.router.policies import POLICIES
 
@@ -56,6 +66,8 @@ OTHERS = 0o077  # permissions of the group and of everybody
 TOKEN_BYTES = 32  # as many as Ray takes
 NAMESPACE = "serve"  # of Serve's actors
 WAITING_POLL_S = 0.5
+ROOT = Path("/")
+MEGA = 1_000_000
 # Set by `rkserve up` for a `serve run` that is started beside Ray: it reads a line once it has
 # imported and checked everything, which takes two seconds of a core that Ray leaves idle then.
 AWAITS_RAY = "RKSERVE_AWAITS_RAY"
@@ -169,6 +181,58 @@ def _is_without_key(config: RkserveConfig) -> bool:
     if config.security.open or any(one is not None for one in configured):
         return False
     return not has_keys(config.coordinator.data_dir.expanduser())
+
+
+def check_own_cpu(file: Path) -> list[str]:
+    """Check what a head needs for the groups that its own CPU serves; return warnings.
+
+    Raises:
+        ConfigError, LibraryMissing: llama.cpp is missing, or cannot load a group's file.
+    """
+    return [
+        warning
+        for config in applications(read(file))
+        for group in config.boards
+        if group.cpu is not None and group.cpu.on_head
+        for warning in _check_cpu(group, config)
+    ]
+
+
+def _check_cpu(group: BoardGroupConfig, config: RkserveConfig) -> Iterator[str]:
+    library, release = llama_cpp_library(), llama_cpp_release()
+    if release != LLAMA_CPP_RELEASE:
+        yield (
+            f"{LLAMA_CPP} {release} is installed, and rkserve was written for {LLAMA_CPP_RELEASE}: "
+            f"{CPU_EXTRA}"
+        )
+    path = config.folder_of(group)
+    # Before a folder is made of it, which takes seconds with a large vocabulary.
+    if path.suffix == gguf.SUFFIX:
+        check_architecture(path, library)
+    folder = open_model_folder(path, config.state_dir)
+    parts, settings = folder.parts(cpu=True), folder.settings
+    if folder.file is None:
+        check_architecture(parts[0], library)
+    weights = sum(part.stat().st_size for part in parts)
+    kv = settings.context_length * (settings.kv_bytes_per_token or 0) * group.n_batch
+    free = read_telemetry(ROOT).memory_available_bytes
+    if free is not None and weights + kv > free:
+        yield (
+            f"{folder.id} takes {weights / MEGA:.0f} MB and {kv / MEGA:.0f} MB for its context, "
+            f"and {free / MEGA:.0f} MB of memory are available: take a smaller quantization, or "
+            "set a lower context_length"
+        )
+
+
+def check_architecture(file: Path, library: Path) -> None:
+    """Raise ``ConfigError`` unless llama.cpp's library loads models as the one in a GGUF file."""
+    header = gguf.read_gguf(file)
+    header.check()
+    if not knows_architecture(library, header.architecture):
+        raise ConfigError(
+            f"{file} is a model of the architecture '{header.architecture}', which llama.cpp "
+            f"{LLAMA_CPP_RELEASE} does not support."
+        )
 
 
 def check_key(file: Path) -> None:

@@ -34,6 +34,7 @@ from rkserve.doctor.facts import (
 )
 from rkserve.doctor.known import expected_speed
 from rkserve.doctor.tree import Tree
+from rkserve.native.library_file import llama_cpp_release
 from rkserve.verdicts.hardware import soc_of
 
 CPUFREQ = "sys/devices/system/cpu/cpufreq"
@@ -79,8 +80,10 @@ def collect(request: Checkup) -> BoardFacts:
     tree = Tree(request.root)
     hardware = read_telemetry(request.root)
     user = node.user(tree, request.user)
-    library = files.library(tree, request.library)
     model = files.model(request.model) if request.model is not None else None
+    cpu = model is not None and model.cpu
+    # A board that computes on its CPU needs none of the vendor's.
+    library = None if cpu and request.library is None else files.library(tree, request.library)
     npu_devices = _devices(tree, hardware.soc)
     return BoardFacts(
         hardware=hardware,
@@ -99,6 +102,7 @@ def collect(request: Checkup) -> BoardFacts:
         memory=_memory(tree, hardware.soc),
         library=library,
         model=model,
+        llama_cpp=llama_cpp_release() if cpu else None,
         memory_need_mb=files.memory_need(hardware.soc, model) if model is not None else None,
         disks=files.disks(tree, request.state, request.model, request.free_bytes),
         process=request.process,

@@ -123,6 +123,7 @@ class ModelFiles(FrozenModel):
 
     ``eos_hint`` are the ids of the end tokens that its tokenizer files name. A model for embeddings
     ``generates`` no text, and a decoder of an encoder's output is not ``measurable`` without it.
+    ``cpu`` is True for a model that CPUs alone compute.
     """
 
     path: str
@@ -143,6 +144,7 @@ class ModelFiles(FrozenModel):
     measurable: bool = True
     eos_token_ids: tuple[int, ...] = ()
     eos_hint: tuple[int, ...] = ()
+    cpu: bool = False
 
 
 class DiskSpace(FrozenModel):
@@ -267,6 +269,7 @@ class BoardFacts(FrozenModel):
     memory: MemoryFigures | None = None
     library: LibraryFile | None = None
     model: ModelFiles | None = None
+    llama_cpp: str | None = None  # the installed release, empty without one, for models of CPUs
     memory_need_mb: float | None = None
     disks: tuple[DiskSpace, ...] = ()
     process: ProcessLimits | None = None

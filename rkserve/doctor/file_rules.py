@@ -5,10 +5,13 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterator
+from pathlib import Path
 
 from rkserve.doctor.facts import BoardFacts, DiskSpace, Finding, LibraryFile, ModelFiles
 from rkserve.doctor.hardware_rules import error, warning
+from rkserve.models.gguf import SUFFIX, sidecar_of
 from rkserve.native.binding.releases import RELEASES
+from rkserve.native.library_file import CPU_EXTRA, LLAMA_CPP, LLAMA_CPP_RELEASE
 from rkserve.verdicts.hardware import FULL_BYTES, low_disk, soc_of
 
 LEAKY = "1.2.1"
@@ -128,9 +131,38 @@ def model(facts: BoardFacts) -> Iterator[Finding]:
             f"{found.path}: not opened",
         )
         return
-    yield from _weights(facts, found)
+    if found.cpu:
+        yield from _cpu(facts, found)
+    else:
+        yield from _weights(facts, found)
+        yield from _end(facts, found)
     yield from _tokenizer(found)
-    yield from _end(facts, found)
+
+
+def _cpu(facts: BoardFacts, found: ModelFiles) -> Iterator[Finding]:
+    """llama.cpp that is missing or of another release, and a file that it cannot load."""
+    if not facts.llama_cpp:
+        yield error(
+            "cpu-library",
+            f"llama.cpp is not installed, which computes {found.weights}.",
+            CPU_EXTRA,
+            f"{LLAMA_CPP}: not installed",
+        )
+    elif facts.llama_cpp != LLAMA_CPP_RELEASE:
+        yield warning(
+            "cpu-release",
+            f"{LLAMA_CPP} {facts.llama_cpp} is installed, and rkserve was written for "
+            f"{LLAMA_CPP_RELEASE}; one of another layout is refused.",
+            CPU_EXTRA,
+            f"{LLAMA_CPP}: {facts.llama_cpp}",
+        )
+    if found.unfit:
+        yield error(
+            "model-unfit",
+            f"{found.weights} is no model for llama.cpp: {found.unfit.rstrip('.')}.",
+            f"ls -l {shlex.quote(found.path)}",
+            f"{found.path}: {found.weights_bytes} bytes",
+        )
 
 
 def _weights(facts: BoardFacts, found: ModelFiles) -> Iterator[Finding]:
@@ -211,7 +243,9 @@ def _tokenizer(found: ModelFiles) -> Iterator[Finding]:
         yield warning(
             "model-template",
             f"{found.path} has no chat template: chat requests cannot be rendered.",
-            f"cp tokenizer_config.json {path}/  # of the model's own repository, or set "
+            f"echo 'chat_template: NAME' >> {shlex.quote(str(sidecar_of(Path(found.path))))}"
+            if found.path.endswith(SUFFIX)
+            else f"cp tokenizer_config.json {path}/  # of the model's own repository, or set "
             "chat_template in rkserve.yaml",
             f"{found.path}: neither chat_template.jinja nor chat_template",
         )

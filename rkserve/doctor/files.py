@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from rkserve.core.errors import ConfigError
@@ -14,8 +15,16 @@ from rkserve.doctor.facts import DiskSpace, LibraryFile, ModelFiles
 from rkserve.doctor.known import dtype_in, expected_speed, platform_in, toolkit_in
 from rkserve.doctor.tree import Tree
 from rkserve.models.files import UnfitWeights, WeightsMetadata, weights_facts
-from rkserve.models.folder import ModelFolder, open_model_folder
-from rkserve.native.library_file import read_header, search, versions_in
+from rkserve.models.folder import GGUF, ModelFolder, open_model_folder, weights_in
+from rkserve.models.gguf import read_gguf
+from rkserve.native.library_file import (
+    knows_architecture,
+    llama_cpp_library,
+    llama_cpp_release,
+    read_header,
+    search,
+    versions_in,
+)
 from rkserve.verdicts.hardware import MEGA
 
 NAME = "librkllmrt.so"
@@ -80,12 +89,19 @@ def _is_there(tree: Tree, name: str, beside: Path) -> bool:
 
 def model(path: Path) -> ModelFiles:
     """Return the facts of a model folder; ``problem`` is set for one that cannot be opened."""
+    # The folder of a GGUF file is made there: a caller such as root must not make Ray's user's.
+    with TemporaryDirectory(prefix="rkserve-doctor-") as made:
+        return _model(path, Path(made))
+
+
+def _model(path: Path, made: Path) -> ModelFiles:
+    cpu = path.suffix == GGUF
     try:
-        folder = open_model_folder(path.absolute())
+        folder = open_model_folder(path.absolute(), made)
     except ConfigError as exc:
-        return ModelFiles(path=str(path), problem=str(exc))
+        return ModelFiles(path=str(path), problem=str(exc), cpu=cpu)
     except (OSError, ValueError, RecursionError) as exc:
-        return ModelFiles(path=str(path), problem=f"{path} cannot be read: {exc}")
+        return ModelFiles(path=str(path), problem=f"{path} cannot be read: {exc}", cpu=cpu)
     settings = folder.settings
     problem, names = _tokenizer_problem(folder)
     generates = settings.embedding is None
@@ -101,7 +117,28 @@ def model(path: Path) -> ModelFiles:
         eos_token_ids=settings.eos_token_ids,
         eos_hint=tuple(names.get("eos", ())),
     )
-    return facts if folder.weights is None else _with_weights(facts, folder, folder.weights)
+    if folder.weights is None:
+        return _with_gguf(facts, folder)
+    return _with_weights(facts, folder, folder.weights)
+
+
+def _with_gguf(facts: ModelFiles, folder: ModelFolder) -> ModelFiles:
+    """Return the facts with those of a model for CPUs; unchanged if the folder holds none."""
+    if folder.file is None and weights_in(folder.path, GGUF) is None:
+        return facts
+    unfit, size = "", 0
+    try:
+        parts = folder.parts(cpu=True)
+        size = sum(part.stat().st_size for part in parts)
+        header = read_gguf(parts[0])
+        header.check()
+        if llama_cpp_release() and not knows_architecture(llama_cpp_library(), header.architecture):
+            unfit = f"its architecture '{header.architecture}' is not supported"
+    except (ConfigError, OSError) as exc:
+        unfit = str(exc)
+    weights = folder.require_weights(cpu=True).name
+    update = {"cpu": True, "weights": weights, "weights_bytes": size, "unfit": unfit}
+    return facts.model_copy(update={**update, "measurable": False})
 
 
 def _with_weights(facts: ModelFiles, folder: ModelFolder, file: Path) -> ModelFiles:

@@ -297,7 +297,8 @@ RULES: tuple[Rule, ...] = (
 def findings_of(facts: BoardFacts) -> tuple[Finding, ...]:
     """Return the findings about a board, the gravest first."""
     soc = facts.hardware.soc if facts.hardware is not None else ""
-    rules = RULES if facts.simulated and not soc else (*BOARD_RULES, *RULES)
+    needs_no_board = facts.simulated or (facts.model is not None and facts.model.cpu)
+    rules = RULES if needs_no_board and not soc else (*BOARD_RULES, *RULES)
     found = list(chain.from_iterable(rule(facts) for rule in rules))
     order = list(Severity)
     return tuple(sorted(found, key=lambda one: order.index(one.severity)))

@@ -31,8 +31,8 @@ SUFFIX = ".gguf"
 FOLDER = "gguf"  # in the state folder
 # Settings of a bare file, beside it: the keys of a folder's rkserve.yaml.
 SIDECAR = ".rkserve.yaml"
-# The most positions of a context that nobody has asked for: models are trained for up to a million,
-# whose KV cache no board holds.
+# Positions of a context without a setting, at most: models are trained for up to a million, whose
+# KV cache no board holds.
 CONTEXT_DEFAULT = 8192
 FORMAT = 1  # of the made folders
 MAGIC = b"GGUF"

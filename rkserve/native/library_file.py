@@ -10,12 +10,14 @@ import mmap
 import re
 import struct
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
 from rkserve.core.errors import LibraryMissing
 
 LLAMA_CPP = "xllamacpp"  # the wheel
+LLAMA_CPP_RELEASE = "2026.10.11549"  # the one that the extra names
 CPU_EXTRA = "pip install 'rkserve[cpu]'"
 
 _ELF_MAGIC = b"\x7fELF"
@@ -84,3 +86,16 @@ def llama_cpp_library() -> Path:
         f"llama.cpp is not installed: the wheel {LLAMA_CPP} is missing. Install it with "
         f"{CPU_EXTRA}."
     )
+
+
+def llama_cpp_release() -> str:
+    """Return the release of the wheel with llama.cpp, empty if it is not installed."""
+    try:
+        return version(LLAMA_CPP)
+    except PackageNotFoundError:
+        return ""
+
+
+def knows_architecture(library: Path, name: str) -> bool:
+    """Return whether llama.cpp's library names an architecture of models. Raises ``OSError``."""
+    return bool(search(library, re.compile(re.escape(name.encode()) + rb"\0")))

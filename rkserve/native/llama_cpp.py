@@ -35,7 +35,7 @@ from rkserve.core.errors import (
 from rkserve.core.run_params import Sampling
 from rkserve.native.binding.library import open_library
 from rkserve.native.decl.llama_cpp import ffi as _ffi
-from rkserve.native.library_file import CPU_EXTRA, LLAMA_CPP
+from rkserve.native.library_file import CPU_EXTRA, LLAMA_CPP, LLAMA_CPP_RELEASE
 from rkserve.native.quirks import quirks_for
 from rkserve.native.runtime import (
     CrossAttention,
@@ -54,7 +54,7 @@ from rkserve.native.runtime import (
 )
 from rkserve.sampling.draw import Row, Sampler
 
-RELEASE = "2026.10.11549"  # whose structs are declared: llama.cpp b11549
+RELEASE = LLAMA_CPP_RELEASE  # whose structs are declared: llama.cpp b11549
 # What RKLLM is not trusted with, by the names of its quirks: llama.cpp's memory is under control of
 # the caller, position by position.
 ABILITIES: Mapping[str, bool] = {

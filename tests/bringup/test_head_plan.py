@@ -20,6 +20,7 @@ from rkserve.bringup.head_plan import (
     HeadOptions,
     HeadPlan,
     check_ports,
+    for_model,
     haproxy_environ,
     own_address,
     with_front,
@@ -28,12 +29,13 @@ from rkserve.bringup.head_plan import (
 from rkserve.bringup.settings import GCS_PORT
 from rkserve.core.child_process import free_port, free_ports
 from rkserve.core.errors import ConfigError
-from rkserve.deployments import haproxy
+from rkserve.deployments import haproxy, preflight
 from rkserve.deployments.haproxy_listeners import CONTROL, ControlAddress
 from rkserve.deployments.haproxy_tls import CERT, KEY, TlsFiles
 from tests.bringup.test_head import all_free, config
 from tests.support.http.certificates import write_certificate
 from tests.support.paths import PROJECT
+from tests.support.values.tiny_gguf import write_tiny
 
 
 @pytest.mark.parametrize(
@@ -132,18 +134,78 @@ def test_a_control_port_that_would_not_be_used_is_refused(
 
 
 def test_a_configuration_says_whether_boards_join_later(tmp_path: Path) -> None:
-    assert not HeadPlan.of(PROJECT / "serve_config.yaml").real
+    simulated = HeadPlan.of(PROJECT / "serve_config.yaml")
+    assert not simulated.joins
+    assert not simulated.waits
     real = PROJECT / "cluster" / "serve_config.rk3588.yaml"
     assert HeadPlan.of(real) == HeadPlan(
         "http://127.0.0.1:8000",
         8000,
-        real=True,
+        joins=True,
+        waits=True,
         measures=(("/usr/lib/librkllmrt.so", "/opt/models/Qwen2.5-1.5B-Instruct"),),
     )
     other = tmp_path / "serve_config.yaml"
     other.write_text("applications: [{import_path: other.app}]")
     with pytest.raises(ConfigError, match="has no application with rkserve"):
         HeadPlan.of(other)
+
+
+@pytest.mark.parametrize(
+    ("host", "group", "expected"),
+    [
+        pytest.param("127.0.0.1", {"cpu": {}}, (False, False, True), id="this machine alone"),
+        pytest.param("0.0.0.0", {"cpu": {}}, (True, False, True), id="others may join"),
+        pytest.param(
+            "127.0.0.1", {"cpu": {"on_head": False}}, (True, True, False), id="others compute"
+        ),
+        pytest.param("0.0.0.0", {"simulated": {}}, (False, False, False), id="none is real"),
+        pytest.param("0.0.0.0", {"library": "/l"}, (True, True, False), id="NPUs"),
+    ],
+)
+def test_boards_of_other_machines_may_join_or_have_to(
+    tmp_path: Path, host: str, group: dict[str, Any], expected: tuple[bool, bool, bool]
+) -> None:
+    file = config(tmp_path)
+    content = yaml.safe_load(file.read_text(encoding="utf-8"))
+    content["http_options"]["host"] = host
+    boards = content["applications"][0]["args"]["boards"]
+    boards[1:] = [{"name": "more", "model": boards[0]["model"], **group}]
+    file.write_text(yaml.safe_dump(content), encoding="utf-8")
+    plan = HeadPlan.of(file)
+    assert (plan.joins, plan.waits, plan.cpu) == expected
+
+
+def test_a_models_file_gets_a_configuration_on_the_loopback(tmp_path: Path) -> None:
+    model = tmp_path / 'a "model" of mine.gguf'
+    write_tiny(model)
+    state = tmp_path / "state"
+    options = for_model(HeadOptions(model, state, ray_port=2000))
+    assert (options.config, options.address) == (state / "model.yaml", "127.0.0.1")
+    assert (options.ray_port, options.state) == (2000, state)
+    plan = HeadPlan.of(options.config)
+    assert (plan.joins, plan.waits, plan.cpu, plan.host) == (False, False, True, "127.0.0.1")
+    preflight.check_file(options.config, starts=False)
+    (settings,) = preflight.applications(preflight.read(options.config))
+    assert settings.boards[0].model == model
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"model\.yaml cannot be written"):
+        for_model(HeadOptions(model, tmp_path / "file"))
+    with pytest.raises(ConfigError, match="there is no such file"):
+        for_model(HeadOptions(tmp_path / "no.gguf", state))
+
+
+def test_a_model_is_served_beside_another_endpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_tiny(tmp_path / "m.gguf")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        monkeypatch.setattr(preflight, "PORT", port)
+        made = for_model(HeadOptions(tmp_path / "m.gguf", tmp_path / "state")).config
+        assert HeadPlan.of(made).port in range(port + 1, port + 20)
 
 
 def test_a_port_in_use_is_named() -> None:
@@ -164,14 +226,14 @@ def test_simulated_boards_get_the_next_free_ports_and_real_ones_the_named_ones(
     with socket.socket() as gcs, socket.socket() as dashboard:
         gcs.bind(("127.0.0.1", first + 3))
         dashboard.bind(("127.0.0.1", first + 8))
-        found, its_dashboard = with_ports(None, None, real=False)
+        found, its_dashboard = with_ports(None, None, fixed=False)
         assert (found.first, its_dashboard) == (first + 10, first + 9)
         with pytest.raises(ConfigError, match=f"needs port {first + 3}, which cannot be"):
-            with_ports(None, first + 9, real=True)
+            with_ports(None, first + 9, fixed=True)
         with pytest.raises(ConfigError, match=f"needs port {first + 3}, which cannot be"):
-            with_ports(first, first + 9, real=False)
+            with_ports(first, first + 9, fixed=False)
         with pytest.raises(ConfigError, match=f"needs port {first + 8}, which cannot be"):
-            with_ports(first + 10, first + 8, real=False)
+            with_ports(first + 10, first + 8, fixed=False)
 
 
 @pytest.mark.parametrize(

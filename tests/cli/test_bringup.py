@@ -37,6 +37,7 @@ from tests.support.http.terminal import Runner
         pytest.param(["join", "--ray-cpus", "0-x"], Exit.USAGE, "ray-cpus", id="no CPUs"),
         pytest.param(["down"], Exit.DONE, "Nothing runs here that", id="nothing to end"),
         pytest.param(["up", "no.yaml"], Exit.FAILED, "no.yaml cannot be read", id="no file"),
+        pytest.param(["up", "no.gguf"], Exit.FAILED, "there is no such file", id="no model"),
         pytest.param(["up", "--ray-port", "80"], Exit.USAGE, "ray-port", id="a low port"),
     ],
 )

@@ -22,7 +22,7 @@ from rkserve.app import build
 from rkserve.bringup.first_key import create_in_ledger
 from rkserve.coordinator.state.ledger import Ledger
 from rkserve.core.child_process import free_port
-from rkserve.core.errors import ConfigError, LedgerFailed
+from rkserve.core.errors import ConfigError, LedgerFailed, LibraryMissing
 from rkserve.deployments import haproxy, preflight
 from rkserve.deployments.haproxy import BINARY, FLAG, available, check_environ, own_environ
 from rkserve.deployments.haproxy_tls import CERT
@@ -30,6 +30,7 @@ from rkserve.deployments.preflight import (
     _check_given,
     check_file,
     check_key,
+    check_own_cpu,
     check_tls,
     check_token,
     end_waiting,
@@ -37,7 +38,9 @@ from rkserve.deployments.preflight import (
     main,
     missing_of_plain,
 )
+from rkserve.native import library_file
 from tests.support.paths import PROJECT
+from tests.support.values.tiny_gguf import tiny_folder, write_tiny
 
 pytestmark = pytest.mark.slow
 
@@ -481,3 +484,78 @@ def test_the_example_for_boards_needs_a_key(tmp_path: Path) -> None:
     content = yaml.safe_load((PROJECT / "cluster/serve_config.rk3588.yaml").read_text())
     content["applications"][0]["args"]["coordinator"] = {"data_dir": str(tmp_path / "data")}
     assert lacks_key(written(tmp_path, content))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
+    write_tiny(path)
+    return path
+
+
+def computing(tmp_path: Path, model: Path, **group: Any) -> Path:
+    """Write a configuration with a group on the head's own CPU."""
+    groups = [{"name": "cpu", "model": str(model), "cpu": {}, **group}]
+    content = config()
+    content["applications"][0]["args"] = {"boards": groups, "state_dir": str(tmp_path / "state")}
+    return written(tmp_path, content)
+
+
+def test_a_head_that_computes_has_what_it_takes(tmp_path: Path, model: Path) -> None:
+    assert check_own_cpu(computing(tmp_path, model)) == []
+    folder = tiny_folder(tmp_path / "folder")
+    assert check_own_cpu(computing(tmp_path, folder)) == []
+    check_file(computing(tmp_path, model), starts=True)
+
+
+def test_a_head_without_llama_cpp_says_how_to_install_it(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(library_file, "LLAMA_CPP", "no_such_wheel")
+    with pytest.raises(LibraryMissing, match=r"pip install 'rkserve\[cpu\]'"):
+        check_own_cpu(computing(tmp_path, model))
+    assert check_own_cpu(computing(tmp_path, model, cpu={"on_head": False})) == []
+
+
+def test_another_release_and_too_little_memory_are_warned_about(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight, "LLAMA_CPP_RELEASE", "1.2.3")
+    (release,) = check_own_cpu(computing(tmp_path, model))
+    assert "rkserve was written for 1.2.3: pip install" in release
+    monkeypatch.undo()
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc" / "meminfo").write_text("MemTotal: 2000 kB\nMemAvailable: 1000 kB\n")
+    monkeypatch.setattr(preflight, "ROOT", tmp_path)
+    (memory,) = check_own_cpu(computing(tmp_path, model))
+    assert "tiny takes 1 MB and 1 MB for its context, and 1 MB of memory are available" in memory
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        pytest.param(
+            {"more": {"general.architecture": (8, "of-tomorrow")}},
+            "the architecture 'of-tomorrow', which llama.cpp .* does not support",
+            id="architecture",
+        ),
+        pytest.param({"cut": 1 << 18}, "is cut short", id="cut"),
+    ],
+)
+def test_files_that_llama_cpp_cannot_load_are_found_before_the_start(
+    tmp_path: Path, change: dict[str, Any], words: str
+) -> None:
+    size = change.pop("cut", None)
+    write_tiny(tmp_path / "m.gguf", **change)
+    (tmp_path / "m.gguf").write_bytes((tmp_path / "m.gguf").read_bytes()[:size])
+    with pytest.raises(ConfigError, match=words):
+        check_own_cpu(computing(tmp_path, tmp_path / "m.gguf"))
+    assert not (tmp_path / "state").exists(), "before a folder is made of it"
+
+
+@pytest.mark.parametrize("kind", [{"library": "/l"}, {"simulated": {}}], ids=str)
+def test_a_file_for_cpus_is_refused_for_other_boards(
+    tmp_path: Path, model: Path, kind: dict[str, Any]
+) -> None:
+    with pytest.raises(ConfigError, match=r"which CPUs compute: set `cpu: \{\}`"):
+        check_file(computing(tmp_path, model, cpu=None, **kind), starts=True)

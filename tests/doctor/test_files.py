@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
 from rkserve.doctor import files
+from rkserve.doctor.collect import Checkup, collect
+from rkserve.doctor.facts import BoardFacts
+from rkserve.doctor.rules import report_on
 from rkserve.doctor.tree import Tree
 from rkserve.native.sim.build import ensure_built
 from tests.support.boards.doctor_board import DoctorBoard, elf
 from tests.support.paths import PROJECT
+from tests.support.values.tiny_gguf import tiny_folder, write_tiny
 
 
 @pytest.fixture
@@ -129,3 +134,55 @@ def test_a_full_context_counts_in_the_need_for_memory(board: DoctorBoard) -> Non
     found = files.model(board.model)
     assert files.memory_need("RK3588", found) == pytest.approx(1690 + 469.8, abs=0.1)
     assert files.memory_need("RK3588", found.model_copy(update={"weights": None})) is None
+
+
+@pytest.fixture
+def gguf(tmp_path: Path) -> Path:
+    write_tiny(tmp_path / "tiny.gguf")
+    return tmp_path / "tiny.gguf"
+
+
+def findings(model: Path, **more: object) -> dict[str, tuple[str, str]]:
+    """Return the sentences and commands of findings about a model of this machine, by their ids."""
+    facts = collect(Checkup(model=model)).model_copy(update=more)
+    about = {"model": facts.model, "llama_cpp": facts.llama_cpp, "hardware": facts.hardware}
+    report = report_on(BoardFacts.model_validate({**about, "library": facts.library}))
+    return {one.id: (one.sentence, one.command) for one in report.findings}
+
+
+def test_a_file_for_cpus_needs_nothing_of_the_vendor(gguf: Path) -> None:
+    facts = files.model(gguf)
+    assert (facts.cpu, facts.weights, facts.unfit, facts.problem) == (True, "tiny.gguf", "", "")
+    assert (facts.context_length, facts.has_tokenizer) == (4096, True)
+    need_mb = files.memory_need("", facts)
+    assert need_mb is not None
+    assert need_mb > gguf.stat().st_size / 1e6
+    found = findings(gguf)
+    assert {*found} == {"model-template"}
+    assert found["model-template"][1].endswith(f">> {gguf.with_suffix('')}.rkserve.yaml")
+
+
+def test_a_folder_for_cpus_is_known_by_its_file(tmp_path: Path) -> None:
+    folder = tiny_folder(tmp_path / "tiny")
+    assert files.model(folder).cpu
+    assert findings(folder) == {}
+    shutil.copy(PROJECT / "models" / "sim-chat" / "model.rkllm", folder)
+    assert not files.model(folder).cpu, "NPUs take it as well"
+
+
+def test_llama_cpp_that_is_missing_or_another_is_found(gguf: Path) -> None:
+    sentence, command = findings(gguf, llama_cpp="")["cpu-library"]
+    assert sentence == "llama.cpp is not installed, which computes tiny.gguf."
+    assert command == "pip install 'rkserve[cpu]'"
+    assert "xllamacpp 1.0 is installed" in findings(gguf, llama_cpp="1.0")["cpu-release"][0]
+
+
+def test_files_that_llama_cpp_cannot_load_are_found(tmp_path: Path, gguf: Path) -> None:
+    write_tiny(gguf, more={"general.architecture": (8, "of-tomorrow")})
+    assert "architecture 'of-tomorrow' is not supported" in findings(gguf)["model-unfit"][0]
+    gguf.write_bytes(gguf.read_bytes()[:5000])
+    assert "is cut short" in findings(gguf)["model-folder"][0]
+    assert {*findings(gguf)} == {"model-folder"}, "nothing of NPUs"
+    folder = tiny_folder(tmp_path / "tiny")
+    (folder / "model.gguf").write_bytes(b"GGUF")
+    assert "is cut short" in findings(folder)["model-unfit"][0]

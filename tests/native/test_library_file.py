@@ -7,7 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from rkserve.native.library_file import LibraryHeader, read_header, versions_in
+from rkserve.native import library_file
+from rkserve.native.library_file import (
+    LLAMA_CPP_RELEASE,
+    LibraryHeader,
+    knows_architecture,
+    llama_cpp_release,
+    read_header,
+    versions_in,
+)
 
 
 @pytest.mark.parametrize(
@@ -57,3 +65,18 @@ def test_a_header_names_machine_and_size(
     file.write_bytes(content)
     assert read_header(file) == found
     assert found is None or found.cut_short == (found.promised_bytes > 64)
+
+
+def test_an_architecture_is_known_by_its_whole_name(tmp_path: Path) -> None:
+    library = tmp_path / "l.so"
+    library.write_bytes(b"..\0llama\0qwen3moe\0..")
+    assert knows_architecture(library, "llama")
+    assert knows_architecture(library, "qwen3moe")
+    assert not knows_architecture(library, "qwen3")
+    assert not knows_architecture(library, "l.ama")
+
+
+def test_the_installed_release_is_the_named_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert llama_cpp_release() == LLAMA_CPP_RELEASE
+    monkeypatch.setattr(library_file, "LLAMA_CPP", "no_such_wheel")
+    assert llama_cpp_release() == ""
