@@ -25,7 +25,8 @@ POLL_S = 0.5
 ANSWER_S = 120.0
 UNAUTHORIZED = 401
 UNNAMED = "its models"
-CHAT, EMBEDDINGS = "/v1/chat/completions", "/v1/embeddings"
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+EMBEDDINGS = "/v1/embeddings"
 # The line of a traceback that names an error, as Serve appends it to a deployment's message. A line
 # of an error's own text may begin with a word and a colon, too.
 ERROR_LINE = re.compile(r"^(?:(?:\w+\.)+\w+|\w*(?:Error|Exception|Exit)): ", re.MULTILINE)
@@ -164,30 +165,35 @@ def first_answer(
     needed.
 
     Raises:
-        OSError: neither a chat nor an embedding was answered.
+        OSError: neither a chat nor a prompt nor an embedding was answered.
     """
-    started_s = time.monotonic()
-    chat = {"model": model, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
-    path = CHAT
-    try:
+    started_s, refused = time.monotonic(), b""
+    for path in (CHAT, COMPLETIONS, EMBEDDINGS):
+        limit = {} if path == EMBEDDINGS else {"max_tokens": 1}
         try:
-            _post(f"{url}{path}", chat, key, certificate)
+            _post(f"{url}{path}", {**_body(path, model, "Hi"), **limit}, key, certificate)
         except urllib.error.HTTPError as exc:
             if exc.code == UNAUTHORIZED:
                 return None
-            path = EMBEDDINGS
-            _post(f"{url}{path}", {"model": model, "input": "Hi"}, key, certificate)
-    except urllib.error.HTTPError as exc:
-        raise OSError(f"{model} did not answer: {exc.read().decode(errors='replace')}") from exc
-    return time.monotonic() - started_s, path
+            refused = exc.read()
+        else:
+            return time.monotonic() - started_s, path
+    raise OSError(f"{model} did not answer: {refused.decode(errors='replace')}")
 
 
 def example(path: str, model: str) -> str:
     """Return the body of a call that a person may try."""
-    if path == EMBEDDINGS:
-        return json.dumps({"model": model, "input": "Hello!"})
-    messages = [{"role": "user", "content": "Hello! Who are you?"}]
-    return json.dumps({"model": model, "messages": messages})
+    texts = {CHAT: "Hello! Who are you?", COMPLETIONS: "Once upon a time", EMBEDDINGS: "Hello!"}
+    return json.dumps(_body(path, model, texts[path]))
+
+
+def _body(path: str, model: str, text: str) -> dict[str, Any]:
+    asked: dict[str, dict[str, Any]] = {
+        CHAT: {"messages": [{"role": "user", "content": text}]},
+        COMPLETIONS: {"prompt": text},
+        EMBEDDINGS: {"input": text},
+    }
+    return {"model": model, **asked[path]}
 
 
 def _post(url: str, body: Mapping[str, Any], key: str | None, certificate: Path | None) -> None:

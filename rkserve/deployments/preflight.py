@@ -44,7 +44,7 @@ from rkserve.deployments.haproxy import FLAG, is_loopback, own_environ
 from rkserve.deployments.haproxy_listeners import CONTROL, ControlAddress
 from rkserve.deployments.haproxy_tls import CERT, KEY
 from rkserve.models import gguf
-from rkserve.models.folder import open_model_folder
+from rkserve.models.folder import SETTINGS_FILE, open_model_folder
 from rkserve.native import quirks
 from rkserve.native.library_file import (
     CPU_EXTRA,
@@ -213,6 +213,12 @@ def _check_cpu(group: BoardGroupConfig, config: RkserveConfig) -> Iterator[str]:
     parts, settings = folder.parts(cpu=True), folder.settings
     if folder.file is None:
         check_architecture(parts[0], library)
+    if settings.embedding is None and not (settings.chat_template or folder.chat_template):
+        yield (
+            f"{folder.id} has no chat template, so that chats and the chat page are refused: name "
+            "a built-in one as chat_template in "
+            f"{gguf.sidecar_of(path) if folder.file else folder.path / SETTINGS_FILE}"
+        )
     weights = sum(part.stat().st_size for part in parts)
     kv = settings.context_length * (settings.kv_bytes_per_token or 0) * group.n_batch
     free = read_telemetry(ROOT).memory_available_bytes

@@ -93,22 +93,25 @@ def test_boards_are_counted_once_in_all_models(url: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("chat", "embedding", "path"),
+    ("chat", "prompt", "embedding", "path"),
     [
-        pytest.param(200, 404, serving.CHAT, id="a chat model"),
-        pytest.param(400, 200, serving.EMBEDDINGS, id="an embedding model"),
-        pytest.param(401, 401, None, id="keys are needed"),
+        pytest.param(200, 200, 404, serving.CHAT, id="a chat model"),
+        pytest.param(400, 200, 404, serving.COMPLETIONS, id="a model without a template"),
+        pytest.param(400, 400, 200, serving.EMBEDDINGS, id="an embedding model"),
+        pytest.param(401, 401, 401, None, id="keys are needed"),
     ],
 )
 def test_a_first_answer_fits_the_model(
-    url: str, chat: int, embedding: int, path: str | None
+    url: str, chat: int, prompt: int, embedding: int, path: str | None
 ) -> None:
     Router.answers["/v1/chat/completions"] = (chat, {})
+    Router.answers["/v1/completions"] = (prompt, {})
     Router.answers["/v1/embeddings"] = (embedding, {})
     found = serving.first_answer(url, "a")
     assert (found and found[1]) == path
-    if found is not None and path == serving.EMBEDDINGS:
-        assert "input" in json.loads(serving.example(path, "a"))
+    if path is not None:
+        given = {serving.CHAT: "messages", serving.COMPLETIONS: "prompt"}.get(path, "input")
+        assert {*json.loads(serving.example(path, "a"))} == {"model", given}
 
 
 def test_a_model_that_does_not_answer_is_an_error_with_its_reason(url: str) -> None:

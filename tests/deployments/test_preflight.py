@@ -489,7 +489,7 @@ def test_the_example_for_boards_needs_a_key(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
-    write_tiny(path)
+    write_tiny(path, more={"tokenizer.chat_template": (8, "{{ messages[0].content }}")})
     return path
 
 
@@ -515,6 +515,15 @@ def test_a_head_without_llama_cpp_says_how_to_install_it(
     with pytest.raises(LibraryMissing, match=r"pip install 'rkserve\[cpu\]'"):
         check_own_cpu(computing(tmp_path, model))
     assert check_own_cpu(computing(tmp_path, model, cpu={"on_head": False})) == []
+
+
+def test_a_model_without_a_chat_template_is_warned_about(tmp_path: Path) -> None:
+    write_tiny(tmp_path / "base.gguf")
+    (warning,) = check_own_cpu(computing(tmp_path, tmp_path / "base.gguf"))
+    assert "base has no chat template" in warning
+    assert warning.endswith(f"chat_template in {tmp_path / 'base.rkserve.yaml'}")
+    (tmp_path / "base.rkserve.yaml").write_text("chat_template: chatml")
+    assert check_own_cpu(computing(tmp_path, tmp_path / "base.gguf")) == []
 
 
 def test_another_release_and_too_little_memory_are_warned_about(
