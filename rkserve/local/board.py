@@ -91,13 +91,13 @@ class AsyncLocalBoard:
             NativeError: the library cannot load the model.
         """
         group = _group(model, settings)
-        folder = open_model_folder(resolve_folder(group.model))
         async with AsyncExitStack() as exits:
             if state_dir is None and group.simulated is not None:
                 made = tempfile.TemporaryDirectory(prefix="rkserve-local-")
                 exits.callback(made.cleanup)
                 state_dir = Path(made.name)
             state = (state_dir or default_state_dir()).expanduser()
+            folder = await asyncio.to_thread(open_model_folder, resolve_folder(group.model), state)
             slot = claim_slot(state, GROUP, BOARDS)
             exits.callback(slot.release)
             place = BoardLocation(f"{GROUP}-{slot.index}", GROUP, state)

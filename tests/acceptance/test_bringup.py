@@ -44,6 +44,7 @@ from rkserve.router.membership import new_token
 from tests.bringup.test_head import all_free
 from tests.support.cluster.local_cluster import wait_for
 from tests.support.paths import PROJECT
+from tests.support.values.tiny_gguf import write_tiny
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
@@ -503,6 +504,30 @@ def lone_head(config: Callable[[Path, int], Path]) -> Iterator[tuple[Path, Node,
         finally:
             head.kill()
             board.end()
+
+
+def test_one_command_serves_the_model_of_a_file_on_this_machine() -> None:
+    with tempfile.TemporaryDirectory(prefix="rk-", dir="/tmp", ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        model = folder / "tiny.gguf"
+        write_tiny(model, more={"tokenizer.chat_template": (8, "{{ messages[0].content }}")})
+        head = Node.make(folder, "head")
+        ports = ("--ray-port", str(head.first_port), "--dashboard-port", str(head.first_port + 9))
+        try:
+            words = ("--detach", "--temp-dir", str(folder / "r"))
+            output = head.run("up", str(model), *ports, *words)
+            assert "rkserve join" not in output, "no board reaches the loopback"
+            assert "Ready after" in output
+            (url,) = re.findall(r"Ready after \d+ s: tiny at (\S+);", output)
+            body = {"model": "tiny", "messages": [{"role": "user", "content": "Hello"}]}
+            call = f"{url}/v1/chat/completions"
+            answer = httpx.post(call, json={**body, "max_tokens": 5}, timeout=STEP_S)
+            assert answer.status_code == 200, answer.text
+            assert answer.json()["usage"]["completion_tokens"] == 5
+            assert answer.headers["x-rkserve-board"].startswith("cpu@")
+            assert "<title>rkserve chat" in httpx.get(url, timeout=60).text
+        finally:
+            head.end()
 
 
 @pytest.mark.long

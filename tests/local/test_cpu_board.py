@@ -108,6 +108,7 @@ def test_a_file_alone_answers_as_a_folder_with_it(
     expected = board.generate(**options)
     with open_board(model / "model.gguf", cpu={"threads": 1}, state_dir=tmp_path) as alone:
         assert alone.model == "model"
+        assert (tmp_path / "gguf").is_dir(), "the folder made of it is in the board's own state"
         found = alone.generate(**options)
         assert (found.text, found.token_ids) == (expected.text, expected.token_ids)
         with pytest.raises(RequestError, match="has no chat template"):

@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from rkserve.core.errors import ArtifactNotFound, ConfigError, PieceCorrupted
 from rkserve.models.index import ModelIndex, index_folder, is_plain_path, piece_of, read_piece
+from tests.support.values.tiny_gguf import tiny_folder
 
 PIECE = 1024
 
@@ -41,6 +42,13 @@ def test_a_version_depends_on_the_contents_and_not_on_the_pieces(tmp_path: Path)
     assert index_folder(folder, 2 * PIECE).version == before.version
     (folder / "rkserve.yaml").write_text("context_length: 8192\n")
     assert index_folder(folder, PIECE).version != before.version
+
+
+def test_a_model_for_cpus_alone_is_copied_as_well(tmp_path: Path) -> None:
+    folder = tiny_folder(tmp_path / "tiny")
+    index = index_folder(folder)
+    assert {*index.by_path} == {one.name for one in folder.iterdir()}
+    assert index.by_path["model.gguf"].bytes == (folder / "model.gguf").stat().st_size
 
 
 def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
