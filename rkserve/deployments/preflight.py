@@ -44,7 +44,7 @@ from rkserve.deployments.haproxy import FLAG, is_loopback, own_environ
 from rkserve.deployments.haproxy_listeners import CONTROL, ControlAddress
 from rkserve.deployments.haproxy_tls import CERT, KEY
 from rkserve.models import gguf
-from rkserve.models.folder import SETTINGS_FILE, open_model_folder
+from rkserve.models.folder import SETTINGS_FILE, ModelFolder, by_id, open_model_folder
 from rkserve.native import quirks
 from rkserve.native.library_file import (
     CPU_EXTRA,
@@ -93,8 +93,9 @@ def check_args(args: Any) -> RkserveConfig:
 
 def check_folders(config: RkserveConfig) -> None:
     """Open every group's model folder. Raises ``ConfigError`` if one cannot be served."""
-    for group in config.deployed:
-        check_folder(group, config.folder_of(group), config.state_dir)
+    by_id(
+        check_folder(group, config.folder_of(group), config.state_dir) for group in config.deployed
+    )
 
 
 def check_trust(config: RkserveConfig) -> None:
@@ -106,7 +107,7 @@ def check_trust(config: RkserveConfig) -> None:
         TrustRules.of(security)
 
 
-def check_folder(group: BoardGroupConfig, path: Path, state_dir: Path | None = None) -> None:
+def check_folder(group: BoardGroupConfig, path: Path, state_dir: Path | None = None) -> ModelFolder:
     """Open the model folder of a group, ``path``. Raises ``ConfigError``."""
     folder = open_model_folder(path, state_dir)
     if group.cpu is not None:
@@ -119,6 +120,7 @@ def check_folder(group: BoardGroupConfig, path: Path, state_dir: Path | None = N
             "its model makes embeddings, and the runtime computes no hidden states in batches. Set "
             "n_batch to 1, or take the 'embedding' section out of rkserve.yaml."
         )
+    return folder
 
 
 def _unknown(key: str, name: str, known: Sequence[str]) -> ConfigError:

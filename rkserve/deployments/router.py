@@ -56,7 +56,7 @@ from rkserve.deployments.tracing import OpenTelemetry, open_tracing
 from rkserve.http.app import make_app
 from rkserve.http.auth import LISTENER, PEER, Listener, host_names, machine_names
 from rkserve.http.gradio_routes import GradioCalls, PendingCall
-from rkserve.models.folder import open_model_folder
+from rkserve.models.folder import by_id, open_model_folder
 from rkserve.router.auth.callers import SHARE_S, Callers
 from rkserve.router.auth.key_ring import KeyRing, open_keys
 from rkserve.router.cluster_metrics import ClusterMetrics
@@ -240,7 +240,8 @@ class RouterReplica:
         fleet = open_fleet(config.router, links, {name: f.id for name, f in folders.items()})
         metrics = RouterMetrics(CollectorRegistry())
         dispatch = open_dispatch(config.router, fleet, metrics, random.Random())
-        models = {folder.id: ServedModel.open(folder) for folder in folders.values()}
+        opened = by_id(folders.values())
+        models = {name: ServedModel.open(folder) for name, folder in opened.items()}
         keys, self.peers = await asyncio.to_thread(open_access, config)
         limit_s = config.coordinator.operation_timeout_s
         cluster = CoordinatorClient(RayCoordinatorLink(coordinator), fleet.obey, limit_s)

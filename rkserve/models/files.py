@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from rkserve.core.errors import ConfigError, RequestError
+from rkserve.models.gguf_tokenizer import BLANK, NORMAL
 
 # Files mistaken for a .rkllm: their first bytes, the offset of these, and their kind.
 FOREIGN = (
@@ -308,7 +309,6 @@ def difference(asked: Sequence[Parameter], known: Sequence[Parameter]) -> str | 
 
 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-_BLANK = "\u2581"  # SentencePiece's character for a space
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,6 +330,27 @@ class Vocabulary:
     def bytes_of(self, token_id: int) -> bytes:
         """Return the bytes that an ID adds to a text."""
         return b"" if token_id in self.special else self.piece(token_id)
+
+    def difference(self, other: Vocabulary) -> int | None:
+        """Return the first ID that has other bytes in the other one; None if there is none.
+
+        IDs that only one of them has do not count: vocabularies are padded.
+        """
+        pairs = enumerate(zip(self.pieces, other.pieces, strict=False))
+        return next((i for i, (a, b) in pairs if None not in (a, b) and a != b), None)
+
+
+def gguf_vocabulary(metadata: Mapping[str, Any]) -> Vocabulary:
+    """Return the ordinary tokens of a GGUF file's metadata; markup is written in several ways."""
+    tokens = metadata.get("tokenizer.ggml.tokens") or []
+    kinds = metadata.get("tokenizer.ggml.token_type") or [NORMAL] * len(tokens)
+    if metadata.get("tokenizer.ggml.model") == "gpt2":
+        alphabet = _byte_alphabet()
+        pieces = [_byte_level(token, alphabet) for token in tokens]
+    else:
+        pieces = [_sentence_piece(token) for token in tokens]
+    both = zip(pieces, kinds, strict=False)
+    return Vocabulary(tuple(one if kind == NORMAL else None for one, kind in both), frozenset())
 
 
 def read_vocabulary(file: Path) -> Vocabulary:
@@ -396,4 +417,4 @@ def _byte_level(piece: str, alphabet: Mapping[str, int]) -> bytes:
 def _sentence_piece(piece: str) -> bytes:
     if (byte := _BYTE.fullmatch(piece)) is not None:
         return bytes([int(byte.group(1), 16)])
-    return piece.replace(_BLANK, " ").encode()
+    return piece.replace(BLANK, " ").encode()

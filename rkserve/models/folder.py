@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from rkserve.config.serve_config import default_state_dir, explain
 from rkserve.core.errors import ConfigError
 from rkserve.core.files import content_digest
 from rkserve.models import gguf
+from rkserve.models.files import gguf_vocabulary, read_vocabulary
 from rkserve.models.settings import FolderSettings
 
 SETTINGS_FILE = "rkserve.yaml"
@@ -72,6 +74,21 @@ class ModelFolder(BaseModel):
             raise ConfigError(
                 f"{self.path} is a model with images or an encoder, for NPUs only: llama.cpp takes "
                 "token ids. Take 'vision' or 'cross_attention' out of rkserve.yaml."
+            )
+        self._check_tokens(self.tokenizer_file)
+
+    def _check_tokens(self, tokenizer: Path) -> None:
+        """Raise ``ConfigError`` if the GGUF file, where it is here, has another vocabulary."""
+        weights = weights_in(self.path, GGUF)
+        if weights is None:
+            return  # the tokenizer of a file was made of it; boards elsewhere compare their own
+        known = read_vocabulary(tokenizer)
+        found = gguf_vocabulary(gguf.read_gguf(weights).metadata)
+        if (token := known.difference(found)) is not None:
+            raise ConfigError(
+                f"{weights} and {tokenizer} are of different models: token {token} is "
+                f"{found.piece(token)!r} and {known.piece(token)!r}. Copy the tokenizer.json of "
+                "the original repository of the file's model."
             )
 
     def content_digest(self, *, cpu: bool = False) -> str:
@@ -171,6 +188,35 @@ def open_model_folder(path: Path, state_dir: Path | None = None) -> ModelFolder:
             "digits, '.', '_' and '-'."
         )
     return _opened(path)
+
+
+def by_id(folders: Iterable[ModelFolder]) -> dict[str, ModelFolder]:
+    """Return the models of several folders, of which the first of an id stands for its others.
+
+    Raises:
+        ConfigError: two folders of one id have different vocabularies, so that an answer cannot go
+            on from the boards of one to those of the other.
+    """
+    found: dict[str, ModelFolder] = {}
+    for folder in folders:
+        known = found.setdefault(folder.id, folder)
+        files = known.tokenizer_file, folder.tokenizer_file
+        if files[0] == files[1]:
+            continue
+        if None in files:
+            with_it, without = (known, folder) if files[0] else (folder, known)
+            raise ConfigError(
+                f"{with_it.path} and {without.path} are one model by their name, and only the "
+                "first has a tokenizer.json. Copy it into the second, or rename that."
+            )
+        first, second = (read_vocabulary(file) for file in files if file is not None)
+        if (token := first.difference(second)) is not None:
+            raise ConfigError(
+                f"{known.path} and {folder.path} are one model by their name, and token {token} is "
+                f"{first.piece(token)!r} in the first and {second.piece(token)!r} in the second. "
+                "Rename one of them."
+            )
+    return found
 
 
 def _opened(path: Path, file: Path | None = None) -> ModelFolder:

@@ -10,8 +10,9 @@ import pytest
 
 from rkserve.core.errors import ConfigError
 from rkserve.core.run_params import Sampling
-from rkserve.models.folder import open_model_folder
+from rkserve.models.folder import by_id, open_model_folder
 from tests.support.paths import PROJECT
+from tests.support.values.tiny_gguf import tiny_folder
 
 
 def folder(path: Path, **files: str) -> Path:
@@ -302,3 +303,38 @@ def test_bad_settings_of_the_runtime_are_named(tmp_path: Path, line: str, words:
     (tmp_path / "m" / "rkserve.yaml").write_text(f"{line}\n")
     with pytest.raises(ConfigError, match=re.escape(words)):
         open_model_folder(tmp_path / "m")
+
+
+# -- vocabularies ---------------------------------------------------------------------------------
+
+
+def other_tokens(folder: Path) -> None:
+    """Exchange two ordinary tokens of a tokenizer.json."""
+    file = folder / "tokenizer.json"
+    content = json.loads(file.read_text(encoding="utf-8"))
+    vocabulary = content["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    file.write_text(json.dumps(content), encoding="utf-8")
+
+
+def test_a_gguf_file_of_another_model_than_its_tokenizer_is_refused(tmp_path: Path) -> None:
+    made = tiny_folder(tmp_path / "tiny")
+    open_model_folder(made).check_cpu()
+    other_tokens(made)
+    with pytest.raises(ConfigError, match=r"different models: token \d+ is b'a' and b'b'"):
+        open_model_folder(made).check_cpu()
+
+
+def test_folders_of_one_name_are_one_model_with_one_vocabulary(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    first, second = (open_model_folder(tiny_folder(tmp_path / n / "m")) for n in ("a", "b"))
+    assert by_id([first, second]) == {"m": first}
+    other_tokens(second.path)
+    with pytest.raises(ConfigError, match=r"one model by their name, and token \d+ is b'a' in"):
+        by_id([first, second])
+    second.path.joinpath("tokenizer.json").unlink()
+    for pair in ([first, second], [second, first]):
+        with pytest.raises(ConfigError, match="Copy it into the second") as caught:
+            by_id(pair)
+        assert caught.value.message.startswith(f"{first.path} and {second.path}")
