@@ -11,7 +11,9 @@ from ray import serve
 from tests.support.paths import PROJECT
 
 
-@pytest.mark.parametrize("file", ["serve_config.yaml", "serve_config.vision.yaml"])
+@pytest.mark.parametrize(
+    "file", ["serve_config.yaml", "serve_config.vision.yaml", "serve_config.cpu.yaml"]
+)
 def test_the_import_path_of_the_configuration_builds_the_application(
     file: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -85,7 +85,9 @@ def taken() -> Iterator[int]:
         yield other.getsockname()[1]
 
 
-@pytest.mark.parametrize("name", ["serve_config.yaml", "serve_config.vision.yaml"])
+@pytest.mark.parametrize(
+    "name", ["serve_config.yaml", "serve_config.vision.yaml", "serve_config.cpu.yaml"]
+)
 def test_the_shipped_configurations_pass(name: str, tmp_path: Path) -> None:
     content = yaml.safe_load((PROJECT / name).read_text(encoding="utf-8"))
     content["http_options"]["port"] = free_port()
