@@ -1,4 +1,5 @@
-"""Answers that another board goes on with, over real engine processes and the simulated runtime.
+"""Answers that another board goes on with, over real engine processes: on the simulated runtime,
+and on llama.cpp with the trained model.
 
 Byte for byte they are those of a board that lives, after any token, for every kind of request.
 """
@@ -24,6 +25,7 @@ from tests.support.boards.board_bench import until
 from tests.support.boards.continued_house import Heard, How, Loss, Site, sent_to
 from tests.support.boards.fakes import run_loop
 from tests.support.boards.holding import Governed, governed
+from tests.support.sim.cpu_board import every_kind
 from tests.support.sim.sim_board import (
     CALM,
     FOLDER,
@@ -31,18 +33,12 @@ from tests.support.sim.sim_board import (
     TOKENIZER,
     Sim,
     both_releases,
-    chat,
     words,
 )
 
 LENGTH = 64
 LIMIT_S = 240.0
-ANSWERS = {
-    "plain": chat("Write 64 tokens"),
-    # Characters of two to four bytes, most of which are several tokens; it is cut at 64 tokens.
-    "multi-byte": chat("Greet me in many languages"),
-}
-answers = pytest.mark.parametrize("prompt", ANSWERS.values(), ids=ANSWERS.keys())
+answers = pytest.mark.parametrize("question", Sim.QUESTIONS)
 
 
 @dataclass
@@ -78,7 +74,7 @@ async def two(sims: Sequence[Sim], **settings: Any) -> AsyncIterator[tuple[Site,
         yield await stack.enter_async_context(sent_to(named, model=FOLDER.id)), reals
 
 
-def made(place: Path, release: str, kind: type[Sim] = Sim, count: int = 2) -> list[Sim]:
+def made(place: Path, release: str, kind: type[Sim], count: int = 2) -> list[Sim]:
     """Places for boards of their own."""
     places = [place / f"board-{at}" for at in range(count)]
     for one in places:
@@ -121,18 +117,18 @@ def same(broken: Heard, whole: Heard) -> None:
     assert broken.retracted == 0
 
 
-@both_releases
+@every_kind
 @answers
 def test_lost_after_any_token_it_goes_on_as_if_nothing_were(
-    tmp_path: Path, release: str, prompt: tuple[int, ...]
+    tmp_path: Path, kind: type[Sim], release: str, question: str
 ) -> None:
     async def main() -> None:
-        async with two(made(tmp_path, release)) as (site, _):
-            whole = await again(site, ask(prompt))
+        async with two(made(tmp_path, release, kind)) as (site, _):
+            whole = await again(site, ask(kind.asked(question)))
             assert len(whole.ids) == LENGTH
             known = set()
             for tokens in range(1, LENGTH + 1):
-                broken = await cut_after(tokens, site, ask(prompt))
+                broken = await cut_after(tokens, site, ask(kind.asked(question)))
                 same(broken, whole)
                 assert broken.finished is not None
                 times = broken.finished.timings.continued
@@ -155,18 +151,18 @@ LOST_AT = [
 ]
 
 
-@both_releases
+@every_kind
 @answers
 @pytest.mark.parametrize("where", LOST_AT)
 def test_killed_where_it_stands_it_goes_on_elsewhere(
-    tmp_path: Path, release: str, prompt: tuple[int, ...], where: str
+    tmp_path: Path, kind: type[Sim], release: str, question: str, where: str
 ) -> None:
     async def main() -> None:
-        async with two(made(tmp_path, release)) as (site, [first, _]):
-            whole = await again(site, ask(prompt))
+        async with two(made(tmp_path, release, kind)) as (site, [first, _]):
+            whole = await again(site, ask(kind.asked(question)))
             site.usher.replicas.sort()
             first.sim.gate(where)
-            listening = asyncio.create_task(site.listen(ask(prompt)))
+            listening = asyncio.create_task(site.listen(ask(kind.asked(question))))
             await first.sim.at_gate()
             first.die()
             first.sim.pace(0)  # for the engine after it
@@ -178,11 +174,13 @@ def test_killed_where_it_stands_it_goes_on_elsewhere(
     run_loop(main(), LIMIT_S)
 
 
-@both_releases
-def test_lost_twice_and_back_on_the_first_board(tmp_path: Path, release: str) -> None:
+@every_kind
+def test_lost_twice_and_back_on_the_first_board(
+    tmp_path: Path, kind: type[Sim], release: str
+) -> None:
     async def main() -> None:
-        async with two(made(tmp_path, release)) as (site, _):
-            asked = ask(ANSWERS["multi-byte"])
+        async with two(made(tmp_path, release, kind)) as (site, _):
+            asked = ask(kind.asked("multi-byte"))
             whole = await again(site, asked)
             for first in (0, 1, 7, 20):
                 for second in (0, 1, 5, 30):
@@ -194,29 +192,33 @@ def test_lost_twice_and_back_on_the_first_board(tmp_path: Path, release: str) ->
     run_loop(main(), LIMIT_S)
 
 
-@both_releases
-def test_an_adapter_is_pinned_wherever_it_goes_on(tmp_path: Path, release: str) -> None:
+@every_kind
+def test_an_adapter_is_pinned_wherever_it_goes_on(
+    tmp_path: Path, kind: type[Sim], release: str
+) -> None:
     async def main() -> None:
-        sims = made(tmp_path, release)
+        sims = made(tmp_path, release, kind)
         refs: set[AdapterRef] = {sim.adapter("Pirate") for sim in sims}
         [ref] = refs
         async with two(sims) as (site, _):
-            asked = ask(ANSWERS["plain"], adapter=ref)
+            asked = ask(kind.asked("plain"), adapter=ref)
             whole = await again(site, asked)
-            assert whole.text != (await again(site, ask(ANSWERS["plain"]))).text
+            assert whole.text != (await again(site, ask(kind.asked("plain")))).text
             for tokens in (0, 1, 13, 40, 63):
                 same(await cut_after(max(1, tokens), site, asked), whole)
 
     run_loop(main(), LIMIT_S)
 
 
-@both_releases
-def test_a_stop_string_that_is_half_said_ends_it_elsewhere(tmp_path: Path, release: str) -> None:
+@every_kind
+def test_a_stop_string_that_is_half_said_ends_it_elsewhere(
+    tmp_path: Path, kind: type[Sim], release: str
+) -> None:
     async def main() -> None:
-        async with two(made(tmp_path, release)) as (site, _):
-            plain = await again(site, ask(ANSWERS["plain"]))
+        async with two(made(tmp_path, release, kind)) as (site, _):
+            plain = await again(site, ask(kind.asked("plain")))
             stop = plain.text[60:72]
-            asked = ask(ANSWERS["plain"], stop=(stop,))
+            asked = ask(kind.asked("plain"), stop=(stop,))
             whole = await again(site, asked)
             assert whole.text == plain.text[: plain.text.index(stop)]
             assert whole.finished is not None
@@ -232,7 +234,7 @@ def test_in_text_mode_it_goes_on_from_what_was_said(tmp_path: Path, release: str
     async def main() -> None:
         sims = made(tmp_path, release, TextSim)
         async with two(sims, text_mode=True, vocab_size=None) as (site, _):
-            prompt = TOKENIZER.decode(ANSWERS["plain"], skip_special_tokens=False)
+            prompt = TOKENIZER.decode(Sim.asked("plain"), skip_special_tokens=False)
             asked = ask((), 40, prompt_text=prompt)
             whole = await again(site, asked)
             assert whole.finished is not None
@@ -250,7 +252,7 @@ def test_in_text_mode_it_goes_on_from_what_was_said(tmp_path: Path, release: str
 @both_releases
 def test_all_of_a_batch_go_on_and_suspects_run_alone(tmp_path: Path, release: str) -> None:
     async def main() -> None:
-        sims = made(tmp_path, release)
+        sims = made(tmp_path, release, Sim)
         settings = {"n_batch": 2, "batch_window_s": 1.5, "queue_limit": 8}
         async with two(sims, **settings) as (site, [first, _]):
             asked = [

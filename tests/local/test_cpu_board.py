@@ -1,8 +1,9 @@
-"""A board that computes on its CPU, with real inference on a tiny model."""
+"""A board that computes on its CPU, with real inference on the trained model."""
 
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,11 @@ import pytest
 
 from rkserve.core.errors import ConfigError, RequestError
 from rkserve.local import Generation, LocalBoard, open_board
-from tests.support.values.tiny_gguf import tiny_folder
+from tests.support.sim.cpu_board import ADAPTER, TINY
+from tests.support.values.tiny_gguf import write_lora, write_tiny
 
 pytestmark = pytest.mark.engine
-QUESTION = "What do boards compute?"
+QUESTION = "What is a Router?"
 SCHEMA = {
     "type": "object",
     "properties": {"n": {"type": "integer", "minimum": 0, "maximum": 99}},
@@ -25,7 +27,13 @@ SCHEMA = {
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_folder(tmp_path_factory.mktemp("models") / "tiny")
+    """The trained model's folder with an adapter."""
+    folder = tmp_path_factory.mktemp("models") / TINY.id
+    shutil.copytree(TINY.path, folder)
+    place = folder / "adapters" / "tone" / "1"
+    place.mkdir(parents=True)
+    write_lora(place / "adapter.rkllm", **ADAPTER)
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -36,10 +44,12 @@ def board(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Loc
 
 
 def test_it_answers_and_reports_its_runtime(board: LocalBoard) -> None:
-    answer = board.generate(QUESTION, temperature=0, max_tokens=12)
-    assert answer.usage.completion_tokens == 12
-    again = board.generate(QUESTION, temperature=0, max_tokens=12)
-    assert (again.text, again.usage.cached_tokens > 0) == (answer.text, True)
+    answer = board.generate(QUESTION, temperature=0)
+    assert answer.text.startswith("The HTTP ingress: a replica of a Ray Serve deployment")
+    assert answer.finish_reason == "stop"
+    again = board.generate(QUESTION, temperature=0)
+    assert again.text == answer.text
+    assert again.usage.cached_tokens == again.usage.prompt_tokens - 1
     report = board.report()
     assert report.release.startswith("llama.cpp ")
     assert report.library.startswith("xllamacpp")
@@ -75,8 +85,8 @@ def test_an_interrupted_conversation_goes_on_as_if_it_had_not_been(
 
     def ask_another(paused: Generation) -> None:
         between.append(len(paused.token_ids))
-        other = board.generate("Another conversation, in between.", **options)
-        assert other.usage.completion_tokens == 40
+        other = board.generate("Count to 40", **options)
+        assert other.text.startswith("1, 2, 3, 4")
 
     answer = board.generate(
         QUESTION, **options, pause_when=lambda piece: piece.index == 5, on_pause=ask_another
@@ -103,16 +113,49 @@ def test_only_cpus_compute_a_file_alone(kind: dict[str, Any], model: Path, tmp_p
 def test_a_file_alone_answers_as_a_folder_with_it(
     board: LocalBoard, model: Path, tmp_path: Path
 ) -> None:
-    """Its tokenizer and its end are those of the metadata; its template is what is missing."""
-    options: dict[str, Any] = {"prompt": QUESTION, "temperature": 0, "max_tokens": 12}
-    expected = board.generate(**options)
+    """Its tokenizer, its template and its end are those of the metadata."""
+    expected = board.generate(QUESTION, temperature=0)
     with open_board(model / "model.gguf", cpu={"threads": 1}, state_dir=tmp_path) as alone:
         assert alone.model == "model"
         assert (tmp_path / "gguf").is_dir(), "the folder made of it is in the board's own state"
-        found = alone.generate(**options)
+        found = alone.generate(QUESTION, temperature=0)
         assert (found.text, found.token_ids) == (expected.text, expected.token_ids)
+        assert found.finish_reason == "stop"
+
+
+def test_a_file_without_a_template_serves_prompts_alone(tmp_path: Path) -> None:
+    write_tiny(tmp_path / "tiny.gguf")
+    with open_board(tmp_path / "tiny.gguf", cpu={"threads": 1}, state_dir=tmp_path) as alone:
+        answer = alone.generate(prompt=QUESTION, temperature=0, max_tokens=12)
+        assert answer.usage.completion_tokens == 12
         with pytest.raises(RequestError, match="has no chat template"):
             alone.generate(QUESTION)
+
+
+def test_an_adapter_of_the_folder_changes_the_answer_and_leaves_no_trace(
+    board: LocalBoard,
+) -> None:
+    assert board.adapters() == ["tone@1"]
+    plain = board.generate("Count to 40", temperature=0)
+    tuned = board.generate("Count to 40", temperature=0, adapter="tone", max_tokens=64)
+    assert tuned.text != plain.text
+    assert tuned.body["weight_version"] == "tone@1"
+    again = board.generate("Count to 40", temperature=0)
+    assert (again.text, again.usage.cached_tokens) == (plain.text, 0)
+
+
+def test_a_prompt_cache_of_the_disk_saves_its_tokens(board: LocalBoard) -> None:
+    turns = [
+        {"role": "system", "content": "You are a helpful assistant."},
+        {"role": "user", "content": QUESTION},
+    ]
+    plain = board.generate(turns, temperature=0)
+    entry = board.build_cache("doc", turns[:1])
+    board.clear_kv(keep_system_prompt=False)
+    cached = board.generate(turns, temperature=0, use_cache="doc")
+    assert (cached.text, cached.usage.cached_tokens) == (plain.text, entry.tokens)
+    assert [one.name for one in board.caches()] == ["doc"]
+    assert board.delete_cache("doc")
 
 
 def test_what_it_cannot_do_is_the_requests_fault(board: LocalBoard) -> None:

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import pytest
 from tokenizers import Tokenizer
@@ -29,10 +29,10 @@ from rkserve.board.engine.protocol import (
 )
 from rkserve.board.rules.hang_limits import RunTimeouts
 from rkserve.board.run.settings import BoardSettings
-from rkserve.core.messages import AdapterRef, GenerateRequest
+from rkserve.core.messages import AdapterRef, GenerateRequest, Kv
 from rkserve.core.run_params import Sampling
 from rkserve.models.adapters import adapters
-from rkserve.models.folder import open_model_folder
+from rkserve.models.folder import ModelFolder, open_model_folder
 from rkserve.native.runtime import LoadParams
 from rkserve.native.sim import models as sim_models
 from rkserve.native.sim.build import ensure_built
@@ -66,10 +66,15 @@ def both_releases(test: Test) -> Test:
 
 def chat(*turns: str) -> tuple[int, ...]:
     """Return the ids of a conversation that begins and ends with the user."""
+    return tuple(TOKENIZER.encode(chat_text(*turns)).ids)
+
+
+def chat_text(*turns: str) -> str:
+    """Return a conversation that begins and ends with the user, as the chat template writes it."""
     text = ""
     for at, turn in enumerate(turns):
         text += f"<|im_start|>{'assistant' if at % 2 else 'user'}\n{turn}<|im_end|>\n"
-    return tuple(TOKENIZER.encode(f"{text}<|im_start|>assistant\n").ids)
+    return f"{text}<|im_start|>assistant\n"
 
 
 def words(text: str) -> tuple[int, ...]:
@@ -199,6 +204,15 @@ class Tap:
 class Sim:
     """One simulated board's place on disk, and how its engine is started."""
 
+    FOLDER: ClassVar[ModelFolder] = FOLDER
+    QUESTIONS: ClassVar[Mapping[str, str]] = {
+        "plain": "Write 64 tokens",
+        # Characters of two to four bytes, most of which are several tokens; it is cut at 64 tokens.
+        "multi-byte": "Greet me in many languages",
+    }
+    STOPPED: ClassVar[Kv] = Kv.RECOMPUTED  # the KV cache of a generation that was stopped to pause
+    PAUSES_AT_LIMIT: ClassVar[bool] = True  # a run may also pause at the last token of its limit
+
     place: Path
     release: str = "1.3.0"
     environ: dict[str, str] = field(default_factory=dict)
@@ -290,21 +304,39 @@ class Sim:
         """Put a LoRA adapter into the model folder of this board's own, ``models``."""
         place = self.models / "adapters" / title / "1"
         place.mkdir(parents=True)
-        sim_models.write_adapter(place / "adapter.rkllm", title, seed=seed)
+        self._write_adapter(place / "adapter.rkllm", title, seed)
         found = {adapter.name: adapter for adapter in adapters(self.models)}
         return found[title].ref()
 
+    def _write_adapter(self, path: Path, title: str, seed: int) -> None:
+        sim_models.write_adapter(path, title, seed=seed)
+
     @property
     def models(self) -> Path:
-        return self.place / FOLDER.id
+        return self.place / self.FOLDER.id
+
+    @classmethod
+    def chat(cls, *turns: str) -> tuple[int, ...]:
+        """Return the ids of a conversation with this kind of board, see ``chat_text``."""
+        return chat(*turns)
+
+    @classmethod
+    def asked(cls, question: str) -> tuple[int, ...]:
+        """Return the ids of one of ``QUESTIONS``."""
+        return cls.chat(cls.QUESTIONS[question])
+
+    def library(self) -> Path:
+        """Return the library that its engines load."""
+        return ensure_built(self.release)
 
     def spec(self, n_batch: int = 1) -> EngineSpec:
+        context_len = self.FOLDER.settings.context_length
         return EngineSpec(
-            library=str(ensure_built(self.release)),
+            library=str(self.library()),
             params=LoadParams(
                 str(self.model),
-                CONTEXT_LEN,
-                CONTEXT_LEN,
+                context_len,
+                context_len,
                 sampling=self.sampling,
                 n_batch=n_batch,
             ),
@@ -334,9 +366,9 @@ class Sim:
     async def board(self, **changes: Any) -> AsyncIterator[Board]:
         settings = BoardSettings(
             "b",
-            FOLDER.id,
-            CONTEXT_LEN,
-            EOS_IDS,
+            self.FOLDER.id,
+            self.FOLDER.settings.context_length,
+            frozenset(self.FOLDER.settings.eos_token_ids),
             patience=CALM,
             sampling=self.sampling,
             model_dir=self.models,

@@ -121,8 +121,10 @@ def write_tiny(
     write_gguf(path, pairs, tensors)
 
 
-def write_lora(path: Path, *, seed: int = 1) -> None:
-    """Write a LoRA adapter of rank 2 for the tiny model."""
+def write_lora(
+    path: Path, *, seed: int = 1, size: int = 32, layers: int = 2, scale: float = 1.0
+) -> None:
+    """Write a LoRA adapter of rank 2 for the tiny model, or one of other dimensions."""
     random = np.random.default_rng(seed)
     pairs = {
         "general.architecture": (_STRING, "llama"),
@@ -131,10 +133,10 @@ def write_lora(path: Path, *, seed: int = 1) -> None:
         "adapter.lora.alpha": (_FLOAT32, 4.0),
     }
     tensors: dict[str, Tensor] = {}
-    for layer in range(2):
-        for part, shape in (("lora_a", (2, 32)), ("lora_b", (32, 2))):
+    for layer in range(layers):
+        for part, shape in (("lora_a", (2, size)), ("lora_b", (size, 2))):
             name = f"blk.{layer}.attn_q.weight.{part}"
-            tensors[name] = random.standard_normal(shape).astype(np.float32)
+            tensors[name] = (random.standard_normal(shape) * scale).astype(np.float32)
     write_gguf(path, pairs, tensors)
 
 
