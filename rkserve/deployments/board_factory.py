@@ -168,7 +168,9 @@ def _spec(group: BoardGroupConfig, place: BoardLocation, folder: ModelFolder) ->
     if group.cpu is not None:
         pinned = pinned or fastest_cores(ROOT, os.sched_getaffinity(0))
         cpus = pinned[: group.cpu.threads]
-    parts = folder.parts(cpu=True) if group.cpu is not None else ()
+    # The kernel looks at the ends of links, such as those of Hugging Face's cache.
+    linked = folder.parts(cpu=True) if group.cpu is not None else ()
+    linked += () if folder.tokenizer_file is None else (folder.tokenizer_file,)
     fence = f"{place.board_id}.fence" if own else f"npu-{group.base_domain_id}.fence"
     return EngineSpec(
         library=str(_library(group)),
@@ -196,7 +198,7 @@ def _spec(group: BoardGroupConfig, place: BoardLocation, folder: ModelFolder) ->
         confine=group.confine,
         reads=(
             str(folder.path),
-            *(str(one.resolve()) for one in parts),
+            *(str(one.resolve()) for one in linked),
             str(place.state_dir / ADAPTERS / place.board_id),
             str(place.state_dir / WEIGHTS / place.board_id),
         ),

@@ -158,6 +158,16 @@ def test_a_prompt_cache_of_the_disk_saves_its_tokens(board: LocalBoard) -> None:
     assert board.delete_cache("doc")
 
 
+def test_a_folder_of_links_is_served_as_that_with_the_files(model: Path, tmp_path: Path) -> None:
+    linked = tmp_path / "links" / model.name
+    linked.mkdir(parents=True)
+    for file in model.iterdir():
+        (linked / file.name).symlink_to(file)
+    with open_board(linked, cpu={"threads": 1}, state_dir=tmp_path / "state") as board:
+        scored = board.generate(QUESTION, max_tokens=4, logprobs=True, temperature=0)
+        assert scored.usage.completion_tokens == 4
+
+
 def test_what_it_cannot_do_is_the_requests_fault(board: LocalBoard) -> None:
     with pytest.raises(RequestError, match="makes no embeddings"):
         board.embed([QUESTION])
