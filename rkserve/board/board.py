@@ -168,13 +168,14 @@ class Board:
             pid=os.getpid(),
             engine_pid=live.engine.pid if live is not None else 0,
             context_len=settings.context_len,
-            kv_positions=live.context.positions if live is not None else 0,
+            kv_positions=sum(one.context.positions for one in live.per_entry) if live else 0,
             running=len(admission.running),
             queued=admission.queued,
             queue_limit=settings.queue_limit,
             library=settings.library,
             paused=sum(job.state is GenerationState.PAUSED for job in self.books.jobs.values()),
             n_batch=settings.n_batch,
+            joins=admission.joins,
             adapters=live.adapters.keys if live is not None else (),
             adapter_bytes=live.adapters.used_bytes if live is not None else 0,
             engine_starts=supervisor.starts,
@@ -234,7 +235,7 @@ class Board:
             raise ContextOverflow(len(request.prompt_ids), self.settings.context_len)
         if request.use_cache is not None:
             self.caching.check(request.use_cache)
-        self.settings.check_steps(request)
+        self.settings.check_steps(request, apart=live.facts.entries > 1)
         self.settings.check_images(request)
         self.settings.check_embeds(request)
         self.settings.check_encoder(request)
@@ -354,8 +355,9 @@ class Board:
             vocab_size=self.settings.vocab_size,
             context_len=self.settings.context_len,
         )
-        sampling = request.sampling if facts.per_run_sampling else None
-        job = Job(next(self.queue.tickets), generation, loop_time_s(), sampling)
+        apart = facts.entries > 1
+        mates = request.sampling if facts.per_run_sampling and not apart else None
+        job = Job(next(self.queue.tickets), generation, loop_time_s(), mates, apart=apart)
         bound = None if request.continued is None else request.continued.bound
         if bound is not None:
             job.take_over(bound)
@@ -403,14 +405,14 @@ class Board:
             await self.supervisor.give_up(exc.reason)
         except RunFailed as exc:
             log.warning("board %s: a run failed: %s", self.board_id, exc.reason)
-            self.lose(exc)
+            self.lose(exc, work)
             self._failed_in_a_row += 1
             if self._failed_in_a_row >= RUNS_FAILED_LIMIT:
                 await self.supervisor.give_up(
                     f"{self._failed_in_a_row} runs in a row failed: {exc.reason}", "runs_failed"
                 )
         except RkserveError as exc:
-            self.lose(exc)
+            self.lose(exc, work)
         except Exception as exc:
             # The run may still be going on in the engine, without a receiver for its end.
             log.exception("board %s: a run ended by an internal error", self.board_id)
@@ -419,12 +421,12 @@ class Board:
             await self.supervisor.give_up(reason, "internal")
         finally:
             self.books.free_since_s = loop_time_s()
-            self.queue.finished(work[0], self.books.free_since_s - started_s)
+            self.queue.finished(work, self.books.free_since_s - started_s)
             self._cache_calls.freed()
 
-    def lose(self, error: RkserveError) -> None:
-        """Fail the work that has the board. A paused job does not have it."""
-        for work in self.queue.at_work:
+    def lose(self, error: RkserveError, only: Sequence[Job | EngineTask] | None = None) -> None:
+        """Fail this work, or all that has the board. A paused job does not have it."""
+        for work in self.queue.at_work if only is None else only:
             if isinstance(work, EngineTask):
                 work.end(error)
             elif work.has_board:

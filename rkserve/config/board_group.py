@@ -282,11 +282,14 @@ class BoardGroupConfig(Settings):
         1,
         ge=1,
         le=100,
-        description="Generations that share one run. The vendor recommends 8 at most. Batched "
-        "runs reuse no KV cache, and each entry has its own context in memory.",
+        description="Generations that are computed together; each has its own context in memory. "
+        "On NPUs they share one run, begin and end together, and reuse no KV cache; the vendor "
+        "recommends 8 at most. On CPUs they begin and end by themselves.",
     )
     batch_window_ms: float = Field(
-        20.0, ge=0, description="How long a batch that is not full waits for more requests."
+        20.0,
+        ge=0,
+        description="How long a batch that is not full waits for more requests; on CPUs none does.",
     )
     pause_hold_s: float = Field(
         30.0,

@@ -353,7 +353,8 @@ class BoardReport:
     order, by kind: the name of a signal, ``exit``, ``hung``, ``silent``, ``runs_failed`` or
     ``internal``. ``cache_bytes`` is the size of its prompt cache files. A ``drained`` board takes
     no new requests. ``confined`` has the means by which its engine process is confined. ``trying``
-    is the key of an adapter whose trial has the board's engine now, or empty.
+    is the key of an adapter whose trial has the board's engine now, or empty. Its ``n_batch``
+    generations begin and end together, or one by one where it ``joins``.
     """
 
     board_id: str
@@ -429,6 +430,7 @@ class BoardReport:
     confined: str = ""
     drained: bool = False
     trying: str = ""
+    joins: bool = False
 
 
 def own_digest(boards: Iterable[BoardReport]) -> str:

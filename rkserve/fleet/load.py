@@ -56,7 +56,8 @@ class Candidate:
     and wait. ``in_flight`` counts this Router's own requests at the board without paused ones,
     which are ``resting`` and do not occupy it. ``foreign`` counts those of other Routers at the
     last report. A ``ready`` board accepts requests, and starts them at once if its model is
-    ``loaded``. ``booked_ms`` is the work of requests that wait for this board.
+    ``loaded``. Its requests end together, or one by one where it ``joins``. ``booked_ms`` is the
+    work of requests that wait for this board.
     """
 
     _boards: ModelBoards
@@ -66,6 +67,7 @@ class Candidate:
     slot: int
     speed: Speed
     n_batch: int = 0
+    joins: bool = False
     capacity: int = 0
     in_flight: int = 0
     resting: int = 0
@@ -107,7 +109,10 @@ class Candidate:
             return self.booked_ms
         rests = [work.rest_ms(now_s) for work in self.works]
         # A batch ends with its longest generation; single generations run one after the other.
-        own_ms = sum(rests) if self.n_batch == 1 else max(rests, default=0.0)
+        if self.n_batch == 1:
+            own_ms = sum(rests)
+        else:
+            own_ms = (min if self.joins else max)(rests, default=0.0)
         return own_ms + self.foreign * self._boards.typical_ms(self) + self.booked_ms
 
     # -- what this Router does there ---------------------------------------------------------------
@@ -368,7 +373,7 @@ class ModelBoards:
         if ready or board_id not in self._by_name:
             self._by_name[board_id] = board
             self.ring.add(board_id)
-        board.n_batch = report.n_batch
+        board.n_batch, board.joins = report.n_batch, report.joins
         board.capacity = report.queue_limit + report.n_batch
         board.ready, board.held = ready, held
         board.loaded = report.state is BoardState.READY

@@ -16,8 +16,8 @@ import secrets
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,6 @@ import numpy as np
 
 from rkserve.core.block_hashes import common_prefix
 from rkserve.core.errors import (
-    CallFailed,
     LoadFailed,
     Misuse,
     NothingComputed,
@@ -36,6 +35,13 @@ from rkserve.core.run_params import Sampling
 from rkserve.native.binding.library import open_library
 from rkserve.native.decl.llama_cpp import ffi as _ffi
 from rkserve.native.library_file import CPU_EXTRA, LLAMA_CPP, LLAMA_CPP_RELEASE
+from rkserve.native.llama_context import (
+    JOINING_PART,
+    MOST_PART,
+    CachedSequence,
+    LlamaContext,
+    TokenPart,
+)
 from rkserve.native.quirks import quirks_for
 from rkserve.native.runtime import (
     CrossAttention,
@@ -75,12 +81,9 @@ ABILITIES: Mapping[str, bool] = {
 }
 # A prompt is computed in parts, because an abort takes effect between two of them: in as many
 # tokens as the last part's speed makes of this time, and at least as many as matrices profit from.
-PART_S, LEAST_PART, MOST_PART = 0.5, 32, 512
-PIECE_BYTES = 64  # of most tokens; a longer one is asked for again
+PART_S, LEAST_PART = 0.5, 32
 _WARN, _ERROR = 3, 4  # levels of ggml's log
-_NO_POOLING = 0
 _OWN_CHOICE = "pooling_type"  # in a warning that it is not the model's own
-_FLOAT = 4
 
 ffi: Any = _ffi  # of which the types know no function
 
@@ -177,24 +180,14 @@ def open_llama_cpp(path: Path, quirks: Mapping[str, bool] | None = None) -> Llam
 
 
 @dataclass(slots=True)
-class _Sequence:
-    """One entry of the batch: ``ids`` are those of its positions in the KV cache."""
+class _Choice:
+    """The choice of a run's tokens."""
 
-    number: int
-    ids: list[int] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class _Generation:
-    """One entry's part of a run. ``token`` was delivered and is not computed yet."""
-
-    sequence: _Sequence
     sampler: Sampler
     fast: bool  # the likeliest token is chosen, and nothing is added to its logit
-    token: int = -1
-    ended: bool = False
 
-    def choose(self, row: Row) -> int:
+    def of(self, row: Row) -> int:
+        """Return the next token. Raises ``NothingComputed``."""
         if self.fast:
             return int(np.argmax(row))
         token_id = self.sampler.choose(row)
@@ -204,36 +197,38 @@ class _Generation:
         return token_id
 
 
-@dataclass(frozen=True, slots=True)
-class _Model:
-    """The pointers of a loaded model."""
-
-    model: Any
-    context: Any
-    memory: Any
-    vocab: Any
-    vocab_size: int
-    hidden_size: int
-    batch: Any
+def _choice(sampling: Sampling, context: Sequence[int]) -> _Choice:
+    greedy = sampling.temperature == 0 or sampling.top_k == 1
+    plain = sampling.repeat_penalty == 1.0 and not (
+        sampling.frequency_penalty or sampling.presence_penalty
+    )
+    sampler = Sampler(sampling, seed=secrets.randbits(63), context=context)
+    return _Choice(sampler, greedy and plain)
 
 
 class LlamaCppRuntime:
-    """One loaded model; ``Runtime`` documents its methods.
+    """One entry of a loaded model; ``Runtime`` documents its methods.
 
     Inputs are token ids. The KV cache holds exactly the ids of ``kv_cache_sizes`` positions: after
     a run the prompt and all generated tokens but the last one, which was not computed. A run
     without ``keep_history`` computes its prompt from where it differs from them.
+
+    A model that is loaded with ``n_batch`` has so many ``entries``, each with a KV cache and runs
+    of its own, whose tokens are computed together. The first one loads and destroys it.
     """
 
-    def __init__(self, library: LlamaLibrary, quirks: Mapping[str, bool]) -> None:
-        self._library, self._lib = library, library.lib
-        self._quirks = quirks
-        self._loaded: _Model | None = None
-        self._params: LoadParams | None = None
-        self._sequences: list[_Sequence] = []
-        self._adapters: dict[str, tuple[Any, float]] = {}
-        self._adapter: str | None = None  # of the positions in the KV cache
-        self._unowned = False  # they are from a file: the next run's adapter is theirs
+    def __init__(
+        self,
+        library: LlamaLibrary,
+        quirks: Mapping[str, bool],
+        context: LlamaContext | None = None,
+        number: int = 0,
+    ) -> None:
+        """``context`` is given to the other entries of a loaded model."""
+        self._library, self._quirks = library, quirks
+        self._context, self._number = context, number
+        self._others: tuple[LlamaCppRuntime, ...] = ()
+        self._unowned = False  # its positions are from a file: the next run's adapter is theirs
         self._part = MOST_PART // 4
         self._paused: RunParams | None = None
         self._running = self._stop = False
@@ -260,116 +255,66 @@ class LlamaCppRuntime:
         """The values of the quirks by name."""
         return self._quirks
 
+    @property
+    def entries(self) -> tuple[LlamaCppRuntime, ...]:
+        """The entries of the loaded model, this one first."""
+        return (self, *self._others)
+
     # -- load and destroy ----------------------------------------------------------------------
 
     def load(self, params: LoadParams) -> None:
         """Load the model. Raises ``LoadFailed``, ``Misuse``."""
-        if self._loaded is not None:
+        if self._context is not None:
             raise Misuse("a model is loaded")
         if params.use_cross_attn:
             raise LoadFailed("llama.cpp: encoder output is not supported")
-        lib, path = self._lib, Path(params.model_path)
-        if not path.is_file():
-            raise LoadFailed(f"the model {path} does not exist")
-        model = lib.llama_model_load_from_file(str(path).encode(), self._library.model_params())
-        if model == ffi.NULL:
-            raise LoadFailed(f"llama.cpp: {path.name} was not loaded: {self._library.errors()}")
-        given = self._library.context_params()
-        given.n_ctx = params.max_context_len * params.n_batch
-        given.n_batch = given.n_ubatch = MOST_PART
-        given.n_seq_max = params.n_batch
-        given.pooling_type = _NO_POOLING  # embeddings are pooled by the engine
-        if params.cpus:
-            given.n_threads = given.n_threads_batch = len(params.cpus)
-        context = lib.llama_init_from_model(model, given)
-        if context == ffi.NULL:
-            lib.llama_model_free(model)
-            raise LoadFailed(f"llama.cpp: no context for {path.name}: {self._library.errors()}")
-        vocab = lib.llama_model_get_vocab(model)
-        self._params = params
-        self._sequences = [_Sequence(number) for number in range(params.n_batch)]
-        self._loaded = _Model(
-            model,
-            context,
-            lib.llama_get_memory(context),
-            vocab,
-            lib.llama_vocab_n_tokens(vocab),
-            lib.llama_model_n_embd(model),
-            lib.llama_batch_init(max(MOST_PART, params.n_batch), 0, 1),
+        self._context = context = LlamaContext(self._library, params)
+        self._others = tuple(
+            LlamaCppRuntime(self._library, self._quirks, context, number)
+            for number in range(1, params.n_batch)
         )
 
     def destroy(self) -> None:
         """Free the model."""
-        loaded = self._idle(paused=True)
-        self._loaded = None
-        self._lib.llama_batch_free(loaded.batch)
-        self._lib.llama_free(loaded.context)
-        self._lib.llama_model_free(loaded.model)  # and its adapters
-        self._adapters.clear()
-        self._sequences, self._paused = [], None
+        context = self._idle(paused=True)
+        if context.running:
+            raise Misuse("a run is going on")
+        self._context, self._paused, self._others = None, None, ()
+        context.close()
 
     # -- runs ----------------------------------------------------------------------------------
 
     def run(self, params: RunParams, sink: Sink) -> RunOutcome:
         """Generate until the end, a pause or an abort; see ``Runtime``."""
-        loaded = self._idle(paused=params.resume)
-        inputs = self._inputs(params)
+        context = self._idle(paused=params.resume)
+        ids = _input(params)
         if params.resume and self._paused is None:
             raise Misuse("no run is paused")
         if params.resume and self._paused is not None and params.adapter != self._paused.adapter:
             raise Misuse("a paused run is resumed with its own adapter")
-        if len(inputs) > 1 and (params.keep_history or params.resume or params.save_cache):
-            raise Misuse("a batch keeps no history, is not resumed, and saves no prompt cache")
-        with self._owned():
-            self._use_adapter(params.adapter)
+        with self._owned(context) as sequence:
+            self._use_adapter(context, params.adapter)
             self._paused = None
-            return self._generate(loaded, params, inputs, sink)
+            return self._generate(context, sequence, params, ids, sink)
 
     def _generate(
-        self, loaded: _Model, params: RunParams, inputs: list[Ids], sink: Sink
+        self,
+        context: LlamaContext,
+        sequence: CachedSequence,
+        params: RunParams,
+        ids: Ids,
+        sink: Sink,
     ) -> RunOutcome:
-        assert self._params is not None
-        sampling = params.sampling or self._params.sampling
-        limit = params.max_new_tokens or self._params.max_new_tokens
-        begun_s, computed = time.monotonic(), 0
-        seats: list[_Generation] = []
-        rows: list[Row] = []
-        history = params.resume or params.keep_history
-        for sequence, ids in zip(self._sequences, inputs, strict=True):
-            unheld = self._unheld(loaded, sequence, ids, history=history)
-            parts = list(self._compute(loaded, sequence, unheld))
-            computed += sum(parts)
-            if sum(parts) < len(unheld):  # aborted
-                seats.clear()
-                break
-            row = self._row(loaded, parts[-1] - 1)
-            seats.append(self._seat(sequence, sampling))
-            # The library has one buffer for outputs: the next entry's prompt overwrites it.
-            rows.append(row.copy() if len(inputs) > 1 else row)
-        first_s = time.monotonic()
-        made, end = 0, RunEnd.FINISHED
-        while seats and not all(seat.ended for seat in seats):
-            chosen = [
-                None if seat.ended else seat.choose(row)
-                for seat, row in zip(seats, rows, strict=True)
-            ]
-            made += sum(token is not None for token in chosen)
-            action = sink(tuple(self._piece(loaded, token) for token in chosen))
-            for seat, token in zip(seats, chosen, strict=True):
-                if token is not None:
-                    seat.token = token
-                    seat.ended = self._is_last(loaded, seat)
-            limit -= 1
-            if self._stop or limit <= 0 or all(seat.ended for seat in seats):
-                break
-            if action is SinkAction.PAUSE:
-                if len(seats) > 1:
-                    raise Misuse("a batch cannot be paused")
-                self._paused, end = params, RunEnd.PAUSED
-                break
-            rows = self._step(loaded, seats, rows)
+        begun_s, computed, row = time.monotonic(), 0, None
+        unheld = self._unheld(context, ids, history=params.resume or params.keep_history)
+        for count, rows in self._compute(context, unheld):
+            computed += count
+            row = rows[-1] if rows else None
+        first_s, made, end = time.monotonic(), 0, RunEnd.FINISHED
+        if row is not None:  # else it was aborted
+            made, end = self._answer(context, sequence, params, row, sink)
         if params.save_cache is not None and end is RunEnd.FINISHED:
-            self._save(loaded, params.save_cache)
+            self._save(context, params.save_cache)
         perf = Perf(
             prefill_ms=(first_s - begun_s) * 1e3,
             prefill_tokens=computed,
@@ -379,113 +324,87 @@ class LlamaCppRuntime:
         )
         return RunOutcome(end, perf if end is RunEnd.FINISHED else Perf(), 0)
 
-    def _seat(self, sequence: _Sequence, sampling: Sampling) -> _Generation:
-        greedy = sampling.temperature == 0 or sampling.top_k == 1
-        plain = sampling.repeat_penalty == 1.0 and not (
-            sampling.frequency_penalty or sampling.presence_penalty
-        )
-        sampler = Sampler(sampling, seed=secrets.randbits(63), context=sequence.ids)
-        return _Generation(sequence, sampler, greedy and plain)
-
-    def _piece(self, loaded: _Model, token: int | None) -> TokenPiece | None:
-        if token is None:
-            return None
-        assert self._params is not None
-        special = not self._params.skip_special_token
-        size = PIECE_BYTES
+    def _answer(
+        self,
+        context: LlamaContext,
+        sequence: CachedSequence,
+        params: RunParams,
+        row: Row,
+        sink: Sink,
+    ) -> tuple[int, RunEnd]:
+        """Choose and deliver tokens; return their number, and the end of the run."""
+        choice = _choice(params.sampling or context.params.sampling, sequence.ids)
+        limit, made = params.max_new_tokens or context.params.max_new_tokens, 0
         while True:
-            text = ffi.new("char[]", size)
-            count = self._lib.llama_token_to_piece(loaded.vocab, token, text, size, 0, special)
-            if count >= 0:
-                return TokenPiece(token, bytes(ffi.buffer(text, count)))
-            size = -count
+            token = choice.of(row)
+            action = sink((TokenPiece(token, context.piece(token)),))
+            made += 1
+            if self._stop or made >= limit or self._is_last(context, sequence, token):
+                return made, RunEnd.FINISHED
+            if action is SinkAction.PAUSE:
+                self._paused = params
+                return made, RunEnd.PAUSED
+            (row,) = self._decode(context, (token,), 0)
 
-    def _is_last(self, loaded: _Model, seat: _Generation) -> bool:
-        assert self._params is not None
-        if len(seat.sequence.ids) >= self._params.max_context_len:
+    def _is_last(self, context: LlamaContext, sequence: CachedSequence, token: int) -> bool:
+        if len(sequence.ids) >= context.params.max_context_len:
             return True
-        ends = not self._params.ignore_eos_token
-        return ends and bool(self._lib.llama_vocab_is_eog(loaded.vocab, seat.token))
+        return not context.params.ignore_eos_token and context.ends(token)
 
     def _unheld(
-        self, loaded: _Model, sequence: _Sequence, ids: Ids, *, history: bool, afresh: bool = False
+        self, context: LlamaContext, ids: Ids, *, history: bool, afresh: bool = False
     ) -> Ids:
         """Cut the sequence to its common prefix with ``ids``; return the ids behind it, at least
         the last one. With ``history`` nothing is cut, and with ``afresh`` nothing is kept.
         """
-        assert self._params is not None
+        sequence, limit = self._sequence(context), context.params.max_context_len
         if not ids:
             raise Misuse("an input is empty")
         total = len(ids) + (len(sequence.ids) if history else 0)
-        if total > self._params.max_context_len:
-            raise Misuse(
-                f"{total} tokens do not fit into a context of {self._params.max_context_len}"
-            )
+        if total > limit:
+            raise Misuse(f"{total} tokens do not fit into a context of {limit}")
         if history:
             return ids
         common = 0 if afresh else common_prefix(tuple(sequence.ids), ids)
-        self._truncate(loaded, sequence, min(common, len(ids) - 1))
+        context.truncate(sequence, min(common, len(ids) - 1))
         return ids[len(sequence.ids) :]
 
     def _compute(
-        self, loaded: _Model, sequence: _Sequence, ids: Ids, *, every: bool = False
-    ) -> Iterator[int]:
-        """Append ``ids`` to the sequence in parts; yield the number of tokens of each.
+        self, context: LlamaContext, ids: Ids, *, every: bool = False, hidden: bool = False
+    ) -> Iterator[tuple[int, list[Row]]]:
+        """Append ``ids`` to the sequence in parts; yield the number of tokens and the outputs of
+        each.
 
         It ends early in an aborted run. The last token has an output, with ``every`` each one.
         """
         at = 0
         while at < len(ids) and not self._stop:
-            part, began_s = ids[at : at + self._part], time.monotonic()
+            alone = context.steps is None or context.steps.alone
+            size = self._part if alone else JOINING_PART
+            part, began_s = ids[at : at + size], time.monotonic()
             at += len(part)
             first_output = 0 if every else len(part) - (at == len(ids))
-            self._decode(loaded, [(sequence, one, i >= first_output) for i, one in enumerate(part)])
-            if len(part) == self._part:
+            rows = self._decode(context, part, first_output, hidden=hidden)
+            if alone and len(part) == size:
                 rate = len(part) / max(time.monotonic() - began_s, 1e-6)
                 self._part = max(LEAST_PART, min(MOST_PART, int(rate * PART_S)))
-            yield len(part)
+            yield len(part), rows
 
-    def _step(self, loaded: _Model, seats: list[_Generation], rows: list[Row]) -> list[Row]:
-        """Compute the delivered token of each running entry; return the logits after them."""
-        running = [seat for seat in seats if not seat.ended]
-        self._decode(loaded, [(seat.sequence, seat.token, True) for seat in running])
-        found = iter(range(len(running)))
-        return [
-            row if seat.ended else self._row(loaded, next(found))
-            for seat, row in zip(seats, rows, strict=True)
-        ]
-
-    def _decode(self, loaded: _Model, tokens: Sequence[tuple[_Sequence, int, bool]]) -> None:
-        """Compute tokens, each behind the last position of its sequence.
+    def _decode(
+        self, context: LlamaContext, ids: Ids, first_output: int, *, hidden: bool = False
+    ) -> list[Row]:
+        """Compute tokens behind the last position; return the outputs from ``first_output`` on.
 
         Raises:
-            CallFailed: the library failed; the sequences are empty then.
+            CallFailed: the library failed; all sequences are empty then.
         """
-        batch = loaded.batch
-        batch.n_tokens = len(tokens)
-        for i, (sequence, token, wanted) in enumerate(tokens):
-            batch.token[i] = token
-            batch.pos[i] = len(sequence.ids)
-            batch.n_seq_id[i] = 1
-            batch.seq_id[i][0] = sequence.number
-            batch.logits[i] = wanted
-            sequence.ids.append(token)
-        code = self._lib.llama_decode(loaded.context, batch)
-        if code != 0:
-            self._forget(loaded)
-            raise CallFailed("llama_decode", code, self._library.errors())
-
-    def _row(self, loaded: _Model, index: int) -> Row:
-        """Return the logits of an output of the last ``_decode``, in the library's memory."""
-        raw = self._output(self._lib.llama_get_logits_ith, loaded, loaded.vocab_size, index)
-        return np.frombuffer(raw, np.float32)
-
-    def _output(self, get: Callable[..., Any], loaded: _Model, size: int, index: int) -> Any:
-        """Return the buffer of an output of the last ``_decode``: so many floats."""
-        pointer = get(loaded.context, index)
-        if pointer == ffi.NULL:
-            raise NothingComputed("an output", self._library.errors() or "it gave no reason")
-        return ffi.buffer(pointer, size * _FLOAT)
+        part = TokenPart(self._sequence(context), ids, first_output)
+        if context.steps is not None:
+            return context.steps.compute(self._number, part)
+        context.compute((part,), hidden=hidden)
+        if part.error is not None:
+            raise part.error
+        return part.outputs
 
     def run_async(
         self, params: RunParams, sink: Sink, ended: Callable[[RunOutcome | BaseException], None]
@@ -515,35 +434,31 @@ class LlamaCppRuntime:
         last: bool = False,
     ) -> Matrix:
         """Compute one row per position of ``given``; see ``Runtime``."""
-        loaded = self._idle()
-        if len(self._sequences) > 1:
-            raise Misuse("rows are computed without a batch only")
+        context = self._idle()
+        hidden = mode is EvaluateMode.HIDDEN
+        if hidden and context.steps is not None:
+            raise Misuse("hidden states are computed without a batch only")
         if not isinstance(given, TokenInput):
             raise Misuse("llama.cpp takes token ids")
-        (sequence,) = self._sequences
-        hidden = mode is EvaluateMode.HIDDEN
-        get = self._lib.llama_get_embeddings_ith if hidden else self._lib.llama_get_logits_ith
-        columns = loaded.hidden_size if hidden else loaded.vocab_size
         rows: list[bytes] = []
-        with self._owned():
+        with self._owned(context):
             self.release_prompt_cache()
-            self._use_adapter(adapter)
+            self._use_adapter(context, adapter)
             # Rows of reused positions would be missing.
             afresh = hidden or not last
-            ids = self._unheld(loaded, sequence, given.ids, history=keep_history, afresh=afresh)
-            self._lib.llama_set_embeddings(loaded.context, hidden)
+            left = ids = self._unheld(context, given.ids, history=keep_history, afresh=afresh)
+            if hidden:
+                context.set_hidden(hidden=True)
             try:
-                left, count = len(ids), 0
-                for count in self._compute(loaded, sequence, ids, every=not last):
-                    left -= count
-                    outputs = range(count if not last else 0)
-                    rows += [bytes(self._output(get, loaded, columns, i)) for i in outputs]
-                if last and not left:
-                    rows = [bytes(self._output(get, loaded, columns, count - 1))]
+                for count, found in self._compute(context, ids, every=not last, hidden=hidden):
+                    left = left[count:]
+                    rows += [row.tobytes() for row in found]
             finally:
-                self._lib.llama_set_embeddings(loaded.context, False)
+                if hidden:
+                    context.set_hidden(hidden=False)
         if left:
             raise NothingComputed(mode.value, "it was aborted")
+        columns = context.hidden_size if hidden else context.vocab_size
         return Matrix(len(rows), columns, b"".join(rows))
 
     def abort(self) -> None:
@@ -563,101 +478,52 @@ class LlamaCppRuntime:
         self._forget(self._idle())
 
     def clear_kv_range(self, ranges: Sequence[tuple[int, int]]) -> None:
-        """Remove ranges of positions from a paused handle's KV cache; those behind move up."""
-        loaded = self._idle(paused=True)
+        """Remove a range of positions from a paused entry's KV cache; those behind move up."""
+        context = self._idle(paused=True)
         if self._paused is None:
             raise Misuse("ranges can be cleared only while a run is paused")
-        if len(ranges) != len(self._sequences):
-            raise Misuse(f"{len(ranges)} ranges for {len(self._sequences)} entries")
-        for sequence, (start, end) in zip(self._sequences, ranges, strict=True):
-            size = len(sequence.ids)
-            if not 0 <= start <= end <= size:
-                raise Misuse(f"the range [{start}, {end}) is outside of {size} positions")
-            if start == end:
-                continue
-            if end < size and not self._lib.llama_memory_can_shift(loaded.memory):
-                raise CallFailed("llama_memory_seq_add", -1, "this model's positions cannot move")
-            number, memory = sequence.number, loaded.memory
-            if not self._lib.llama_memory_seq_rm(memory, number, start, end):
-                raise CallFailed("llama_memory_seq_rm", -1, self._library.errors())
-            if end < size:
-                self._lib.llama_memory_seq_add(memory, number, end, size, start - end)
-            del sequence.ids[start:end]
+        if len(ranges) != 1:
+            raise Misuse(f"{len(ranges)} ranges; a run has one entry")
+        context.cut(self._sequence(context), *ranges[0])
 
     def kv_cache_sizes(self) -> tuple[int, ...]:
-        """Return the number of positions in the KV cache of each entry."""
-        return tuple(len(sequence.ids) for sequence in self._sequences)
+        """Return the number of positions in the KV cache of this entry."""
+        return () if self._context is None else (len(self._sequence(self._context).ids),)
 
-    def _truncate(self, loaded: _Model, sequence: _Sequence, kept: int) -> None:
-        """Keep the first positions; a model whose memory cannot be cut loses all of them."""
-        if kept >= len(sequence.ids):
-            return
-        if kept and self._lib.llama_memory_seq_rm(loaded.memory, sequence.number, kept, -1):
-            del sequence.ids[kept:]
-            return
-        self._lib.llama_memory_seq_rm(loaded.memory, sequence.number, -1, -1)
-        sequence.ids.clear()
-
-    def _forget(self, loaded: _Model) -> None:
-        self._lib.llama_memory_clear(loaded.memory, True)
-        for sequence in self._sequences:
-            sequence.ids.clear()
+    def _forget(self, context: LlamaContext) -> None:
+        context.truncate(self._sequence(context))
         self._unowned = False
 
     # -- adapters and prompt caches ------------------------------------------------------------
 
     def load_adapter(self, path: str, name: str, scale: float = 1.0) -> None:
-        """Load a LoRA adapter (GGUF). Raises ``CallFailed``; ``Misuse`` for a name in use."""
-        loaded = self._idle()
-        if name in self._adapters:
-            raise Misuse(f"an adapter {name!r} is loaded")
-        found = self._lib.llama_adapter_lora_init(loaded.model, path.encode())
-        if found == ffi.NULL:
-            raise CallFailed("llama_adapter_lora_init", -1, self._library.errors())
-        self._adapters[name] = (found, scale)
+        """Load a LoRA adapter (GGUF) for all entries, of which none may run.
 
-    def _use_adapter(self, name: str | None) -> None:
+        Raises ``CallFailed``; ``Misuse`` for a name in use.
+        """
+        context = self._idle()
+        if context.running:
+            raise Misuse("a run is going on")
+        context.load_adapter(path, name, scale)
+
+    def _use_adapter(self, context: LlamaContext, name: str | None) -> None:
         """Use an adapter, or the base model; positions of another one are given up."""
-        loaded = self._idle(paused=True, running=True)
-        if name is not None and name not in self._adapters:
-            raise Misuse(f"adapter {name!r} is not loaded")
-        if name == self._adapter and not self._unowned:
-            return
-        if not self._unowned:
-            self._forget(loaded)
-        chosen = [] if name is None else [self._adapters[name]]
-        pointers = ffi.new("llama_adapter_lora *[]", [one for one, _ in chosen] or 1)
-        scales = ffi.new("float[]", [scale for _, scale in chosen] or 1)
-        code = self._lib.llama_set_adapters_lora(loaded.context, pointers, len(chosen), scales)
-        if code != 0:
-            raise CallFailed("llama_set_adapters_lora", code, self._library.errors())
-        self._adapter, self._unowned = name, False
+        context.use_adapter(name, self._number)
+        sequence = self._sequence(context)
+        if sequence.adapter != name and not self._unowned:
+            self._forget(context)
+        sequence.adapter, self._unowned = name, False
 
-    def _save(self, loaded: _Model, path: str) -> None:
-        (sequence,) = self._sequences
-        ids = ffi.new("llama_token[]", sequence.ids)
-        written = self._lib.llama_state_seq_save_file(
-            loaded.context, path.encode(), sequence.number, ids, len(sequence.ids)
-        )
-        if not written:  # as the vendor's library: the run is over, and its answer is good
+    def _save(self, context: LlamaContext, path: str) -> None:
+        if not context.save(self._sequence(context), path):
+            # As the vendor's library: the run is over, and its answer is good.
             sys.stderr.write(f"E llama.cpp: {path} was not written: {self._library.errors()}\n")
 
     def load_prompt_cache(self, path: str) -> None:
         """Replace the KV cache by the content of a file; see ``Runtime``."""
-        loaded = self._idle()
-        if len(self._sequences) > 1:
-            raise Misuse("a batch has no prompt caches")
-        assert self._params is not None
-        (sequence,), capacity = self._sequences, self._params.max_context_len
-        self._forget(loaded)
-        ids, count = ffi.new("llama_token[]", capacity), ffi.new("size_t *")
-        read = self._lib.llama_state_seq_load_file(
-            loaded.context, path.encode(), sequence.number, ids, capacity, count
-        )
-        if not read:
-            self._forget(loaded)
-            raise CallFailed("llama_state_seq_load_file", -1, self._library.errors())
-        sequence.ids[:] = list(ids[0 : count[0]])
+        context = self._idle()
+        self._unowned = False
+        context.restore(self._sequence(context), path)
         self._unowned = True
 
     def release_prompt_cache(self) -> None:
@@ -681,30 +547,39 @@ class LlamaCppRuntime:
 
     # -- the owner -----------------------------------------------------------------------------
 
-    def _idle(self, *, paused: bool = False, running: bool = False) -> _Model:
-        """Return the model of an idle handle, or also a ``paused`` or ``running`` one."""
-        if self._loaded is None:
+    def _idle(self, *, paused: bool = False, running: bool = False) -> LlamaContext:
+        """Return the model of an idle entry, or also of a ``paused`` or ``running`` one."""
+        if self._context is None or self._context.closed:
             raise Misuse("no model is loaded")
         if self._running and not running:
             raise Misuse("a run is going on")
         if self._paused is not None and not paused:
             raise Misuse("a run is paused: resume or drain it first")
-        return self._loaded
+        return self._context
+
+    def _sequence(self, context: LlamaContext) -> CachedSequence:
+        return context.sequences[self._number]
 
     @contextmanager
-    def _owned(self) -> Iterator[None]:
+    def _owned(self, context: LlamaContext) -> Iterator[CachedSequence]:
+        sequence, steps = self._sequence(context), context.steps
         self._stop, self._running = False, True
+        with context.lock:
+            context.running.add(self._number)
+            sequence.lost = False
         try:
-            yield
+            with nullcontext() if steps is None else steps.run(self._number):
+                yield sequence
         finally:
             self._running = False
+            with context.lock:
+                context.running.discard(self._number)
 
-    def _inputs(self, params: RunParams) -> list[Ids]:
-        if len(params.inputs) != len(self._sequences):
-            raise Misuse(f"{len(params.inputs)} inputs for {len(self._sequences)} entries")
-        found: list[Ids] = []
-        for given in params.inputs:
-            if not isinstance(given, TokenInput):
-                raise Misuse("llama.cpp takes token ids")
-            found.append(given.ids)
-        return found
+
+def _input(params: RunParams) -> Ids:
+    if len(params.inputs) != 1:
+        raise Misuse(f"{len(params.inputs)} inputs; each entry has runs of its own")
+    (given,) = params.inputs
+    if not isinstance(given, TokenInput):
+        raise Misuse("llama.cpp takes token ids")
+    return given.ids

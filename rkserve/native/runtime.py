@@ -169,7 +169,8 @@ RunInput = TokenInput | PromptInput | EmbedInput | MultimodalInput
 class RunParams:
     """The parameters of one run. ``sampling`` and ``max_new_tokens`` of None keep those of init.
 
-    ``inputs`` has exactly ``n_batch`` entries. With ``keep_history`` an input is appended to the
+    ``inputs`` has exactly ``n_batch`` entries, or one where entries have runs of their own. With
+    ``keep_history`` an input is appended to the
     live context, which then also keeps the generated tokens; without it the context is dropped
     when the run finishes. ``adapter`` is a name given to ``load_adapter``; None is the base model.
     The KV cache is written to the file ``save_cache`` when the run ends. A live context that was
@@ -259,7 +260,11 @@ Sink = Callable[[Step], SinkAction]
 
 
 class Runtime(Protocol):
-    """One handle of the vendor's library. Every method raises ``Misuse`` in the wrong state."""
+    """One handle of the vendor's library. Every method raises ``Misuse`` in the wrong state.
+
+    A handle that is loaded for a batch makes runs of ``n_batch`` inputs, which begin and end
+    together, or has so many ``entries``, each with runs and a KV cache of its own.
+    """
 
     @property
     def release(self) -> str:
@@ -276,6 +281,14 @@ class Runtime(Protocol):
     @property
     def quirks(self) -> Mapping[str, bool]:
         """The values of the quirks by name; see ``native.quirks``."""
+
+    @property
+    def entries(self) -> Sequence[Runtime]:
+        """The entries that may run at the same time, each called by a thread of its own.
+
+        This handle is the first, which loads and destroys, and the only one where a run takes all
+        inputs of a batch. Known once a model is loaded.
+        """
 
     def load(self, params: LoadParams) -> None:
         """Create the handle. Raises ``LoadFailed``."""

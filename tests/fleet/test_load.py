@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from rkserve.core.messages import (
@@ -127,3 +129,32 @@ def test_a_board_that_falls_silent_goes_when_nothing_of_this_router_is_there() -
     assert len(known) == 0
     assert known.index is not None
     assert len(known.index) == 0
+
+
+class Work:
+    """A request with a known rest."""
+
+    def __init__(self, rest_ms: float) -> None:
+        self._rest_ms = rest_ms
+
+    def rest_ms(self, now_s: float) -> float:
+        del now_s
+        return self._rest_ms
+
+
+@pytest.mark.parametrize(
+    ("more", "wait_ms"),
+    [
+        pytest.param({"n_batch": 1}, 300.0, id="one after the other"),
+        pytest.param({"n_batch": 2}, 200.0, id="both end together"),
+        pytest.param({"n_batch": 2, "joins": True}, 100.0, id="each ends by itself"),
+    ],
+)
+def test_a_full_board_has_a_place_when_its_requests_end(
+    more: dict[str, Any], wait_ms: float
+) -> None:
+    known = boards()
+    board = join(known, "a", **more)
+    for rest_ms in (100.0, 200.0):
+        board.began(Work(rest_ms), 0.0)
+    assert board.wait_ms(0.0) == wait_ms

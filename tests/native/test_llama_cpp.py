@@ -14,6 +14,7 @@ from rkserve.core.errors import CallFailed, LibraryMissing, LoadFailed, Misuse, 
 from rkserve.core.run_params import Sampling
 from rkserve.native import library_file, llama_cpp
 from rkserve.native.library_file import llama_cpp_library
+from rkserve.native.llama_context import LlamaContext
 from rkserve.native.llama_cpp import LlamaCppRuntime, LlamaLibrary, open_llama_cpp
 from rkserve.native.runtime import (
     EvaluateMode,
@@ -177,15 +178,15 @@ def test_an_abort_ends_a_long_prompt_between_its_parts(
     monkeypatch.setattr(llama_cpp, "LEAST_PART", 8)
     monkeypatch.setattr(llama_cpp, "MOST_PART", 8)
     runtime._part = 8
-    decode, parts = runtime._decode, list[int]()
+    compute, parts = LlamaContext.compute, list[int]()
 
-    def abort_after_two(loaded: Any, tokens: Any) -> None:
-        decode(loaded, tokens)
-        parts.append(len(tokens))
+    def abort_after_two(context: LlamaContext, given: Any, *, hidden: bool = False) -> None:
+        compute(context, given, hidden=hidden)
+        parts.append(len(given[0].ids))
         if len(parts) == 2:
             runtime.abort()
 
-    monkeypatch.setattr(runtime, "_decode", abort_after_two)
+    monkeypatch.setattr(LlamaContext, "compute", abort_after_two)
     got, outcome = run(runtime, PROMPT)
     assert (got, outcome.end, parts) == ((), RunEnd.FINISHED, [8, 8])
     assert runtime.kv_cache_sizes() == (16,)
@@ -212,23 +213,16 @@ def test_a_full_context_ends_the_answer(runtime: LlamaCppRuntime) -> None:
     assert len(run(runtime, PROMPT)[0]) == 12
 
 
-def test_an_answer_ends_with_a_token_that_ends_generation(model: Path) -> None:
+def test_an_answer_ends_with_a_token_that_ends_generation(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     runtime = loaded(model)
     whole, _ = run(runtime, PROMPT, 6)
-    lib, params = runtime._lib, runtime._params
+    library = llama_cpp_library()
     runtime.destroy()
-    assert params is not None
 
-    class Ends:
-        """The library, of which one token of the answer ends generation."""
-
-        def __getattr__(self, name: str) -> Any:
-            if name == "llama_vocab_is_eog":
-                return lambda _vocab, token: token == whole[3]
-            return getattr(lib, name)
-
-    runtime = open_llama_cpp(llama_cpp_library())
-    runtime._lib = Ends()
+    monkeypatch.setattr(LlamaContext, "ends", lambda _, token: token == whole[3])
+    runtime = open_llama_cpp(library)
     runtime.load(LoadParams(str(model), CONTEXT, CONTEXT, sampling=GREEDY, cpus=(0,)))
     assert run(runtime, PROMPT)[0] == whole[: whole.index(whole[3]) + 1]
     runtime.destroy()
@@ -285,30 +279,6 @@ def test_hidden_states_have_a_row_for_each_token(runtime: LlamaCppRuntime) -> No
     last = runtime.evaluate(TokenInput(PROMPT), EvaluateMode.HIDDEN, last=True)
     np.testing.assert_allclose(np.frombuffer(last.data, np.float32), rows[-1], rtol=1e-3, atol=1e-4)
     assert len(run(runtime, PROMPT)[0]) == 12  # generation still has its logits
-
-
-def test_sequences_of_a_batch_are_apart(model: Path) -> None:
-    alone = loaded(model)
-    prompts = (PROMPT, PROMPT[:20], tuple(range(700, 740)))
-    wanted = [run(alone, ids, 8)[0] for ids in prompts]
-    alone.destroy()
-    batch = loaded(model, n_batch=3)
-    got: list[list[int]] = [[], [], []]
-
-    def sink(step: Step) -> SinkAction:
-        for one, piece in zip(got, step, strict=True):
-            if piece is not None:
-                one.append(piece.token_id)
-        return SinkAction.CONTINUE
-
-    inputs = tuple(TokenInput(ids) for ids in prompts)
-    batch.run(RunParams(inputs, max_new_tokens=8), sink)
-    assert [tuple(one) for one in got] == wanted
-    with pytest.raises(Misuse, match="batch"):
-        batch.run(RunParams(inputs, keep_history=True), sink)
-    with pytest.raises(Misuse, match="1 inputs for 3"):
-        run(batch, PROMPT)
-    batch.destroy()
 
 
 def test_sampling_of_a_run_replaces_that_of_the_load(runtime: LlamaCppRuntime) -> None:

@@ -83,6 +83,7 @@ class EngineProcess:
         self._board_id = board_id
         self._reader = engine_frames.FrameReader()
         self._runs: dict[int, tuple[OnToken, OnScores | None, asyncio.Future[RunEnded]]] = {}
+        self._entries: dict[int, int] = {}  # of runs, where several entries have them
         self._vectors: dict[int, tuple[int, bytes]] = {}  # of runs whose end follows
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._call_ids = itertools.count(1)
@@ -181,6 +182,7 @@ class EngineProcess:
             "save_cache": command.save_cache,
             "steps": command.steps.as_json() if command.steps is not None else None,
             "pooling": None if command.pooling is None else command.pooling.value,
+            "entry": command.entry,
         }
         ids = tuple(entry.ids for entry in command.entries)
         shown: list[bytes] = []
@@ -195,13 +197,15 @@ class EngineProcess:
         future: asyncio.Future[RunEnded] = asyncio.get_running_loop().create_future()
         if self._ask(frame, future):
             self._runs[command.run_id] = (on_token, on_scores, future)
+            if command.entry:
+                self._entries[command.run_id] = command.entry
         return future
 
-    def call(self, method: str, **args: Any) -> asyncio.Future[Any]:
+    def call(self, method: str, *, entry: int = 0, **args: Any) -> asyncio.Future[Any]:
         """Make one call of the runtime; see ``Engine``."""
         call_id = next(self._call_ids)
         frame = engine_frames.pack(
-            FrameKind.CALL, {"call_id": call_id, "method": method, "args": args}
+            FrameKind.CALL, {"call_id": call_id, "method": method, "args": args, "entry": entry}
         )
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         if self._ask(frame, future):
@@ -220,11 +224,15 @@ class EngineProcess:
 
     def pause(self, run_id: int) -> None:
         """Pause the run at its next token; see ``Engine``."""
-        self._send(engine_frames.pack(FrameKind.PAUSE, {"run_id": run_id}))
+        self._interrupt(FrameKind.PAUSE, run_id)
 
     def abort(self, run_id: int) -> None:
         """Abort the run; returns at once."""
-        self._send(engine_frames.pack(FrameKind.ABORT, {"run_id": run_id}))
+        self._interrupt(FrameKind.ABORT, run_id)
+
+    def _interrupt(self, kind: FrameKind, run_id: int) -> None:
+        entry = self._entries.get(run_id, 0)
+        self._send(engine_frames.pack(kind, {"run_id": run_id, "entry": entry}))
 
     def silent_s(self) -> float:
         """Seconds since the last frame."""
@@ -324,6 +332,7 @@ class EngineProcess:
 
     def _settle(self, run_id: int, ended: RunEnded) -> None:
         _, _, future = self._runs.pop(run_id, (None, None, None))
+        self._entries.pop(run_id, None)
         if future is None or future.done():
             return
         if ended.end is RunEnd.FAILED:

@@ -65,9 +65,11 @@ def with_weights(spec: EngineSpec, weights: Path | None) -> EngineSpec:
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
-    """The properties of a loaded engine's runtime. Every run takes exactly ``n_batch`` entries.
+    """The properties of a loaded engine's runtime.
 
-    ``confined`` has the means by which the process is confined, and what they lack.
+    Every run takes exactly ``n_batch`` entries, or one where so many ``entries`` have runs of their
+    own at the same time. ``confined`` has the means by which the process is confined, and what they
+    lack.
     """
 
     release: str
@@ -76,6 +78,12 @@ class EngineFacts:
     load_s: float
     n_batch: int = 1
     confined: str = "off"
+    entries: int = 1
+
+    @property
+    def width(self) -> int:
+        """The number of entries that a run takes."""
+        return self.n_batch if self.entries == 1 else 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +113,8 @@ class RunCommand:
     later runs. If one of the first two fails, there is no run. A prompt cache is a convenience: one
     that cannot be loaded or released leaves its reason in ``RunEnded.cache_refused``.
 
-    ``resume`` resumes the paused run, under a new ``run_id``. With ``steps`` the engine makes the
+    ``entry`` is the one that makes the run, where several do at the same time. ``resume`` resumes
+    the paused run, under a new ``run_id``. With ``steps`` the engine makes the
     run of single steps; the library's ``sampling`` and ``max_new_tokens`` are not used. With
     ``pooling`` nothing is generated: the hidden states of the one entry become the ``vector`` of
     ``RunEnded``.
@@ -125,6 +134,7 @@ class RunCommand:
     save_cache: str | None = None
     steps: StepParams | None = None
     pooling: Pooling | None = None
+    entry: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,11 +199,12 @@ class Engine(Protocol):
     def abort(self, run_id: int) -> None:
         """Abort the run; returns at once."""
 
-    def call(self, method: str, **args: Any) -> asyncio.Future[Any]:
+    def call(self, method: str, *, entry: int = 0, **args: Any) -> asyncio.Future[Any]:
         """Make one call of the runtime between runs; it is queued behind earlier ones.
 
         ``drain()``, ``clear_kv(keep_system_prompt)``, ``kv_sizes()`` (a tuple),
-        ``load_adapter(path, name, scale)``, ``release_cache()``. The future fails with
+        ``load_adapter(path, name, scale)``, ``release_cache()``; the first two, ``kv_sizes`` and
+        the last concern the one ``entry`` where several run. The future fails with
         ``EngineDied``, or with the runtime's ``NativeError``.
         """
 
@@ -236,9 +247,9 @@ class UnloadedEngine:
         del command, on_token, on_scores
         return self._refused()
 
-    def call(self, method: str, **args: Any) -> asyncio.Future[Any]:
+    def call(self, method: str, *, entry: int = 0, **args: Any) -> asyncio.Future[Any]:
         """Fail with ``EngineDied``."""
-        del method, args
+        del method, entry, args
         return self._refused()
 
     def _refused(self) -> asyncio.Future[Any]:

@@ -80,7 +80,7 @@ class StateAdopter:
         self.weight_swap = WeightSwap(
             books, slot, queue, runner=runner, weights=weights, reapply_holds=self.reapply_holds
         )
-        self._stopped: EngineRun | None = None  # the last run with held jobs
+        self._stopped: set[EngineRun] = set()  # runs with held jobs
         self._clears = False  # the hold requires a clear of the KV cache
         self._clearing: asyncio.Future[None] | None = None  # the last engine task for that
         self._new_state = ChangeSignal()  # of the desired state
@@ -235,14 +235,15 @@ class StateAdopter:
         return not self._waited.isdisjoint({None, adapter_name(job.request)})
 
     def _note_run(self) -> None:
-        """Remember a run with held jobs; it may continue after they left it."""
-        run = self._running
-        if run is None or not run.jobs:
-            return
-        if any(self._hold(job) is not None for job in run.jobs):
-            self._stopped = run
-        elif self._stopped is run:
-            self._stopped = None  # it continues without held jobs
+        """Remember runs with held jobs; they may continue after these left them."""
+        self._stopped = {run for run in self._stopped if not run.over.done()}
+        for run in self._slot.live.runs:
+            if not run.jobs:
+                continue
+            if any(self._hold(job) is not None for job in run.jobs):
+                self._stopped.add(run)
+            else:
+                self._stopped.discard(run)  # it continues without held jobs
 
     def _follow_line(self, job: Job, done: AdoptionEffects) -> None:
         """Bind the job to another version where its line has changed and applies to it."""
@@ -339,9 +340,8 @@ class StateAdopter:
                 self._runner.pauses.watch(job)
             elif job.state in (*_AT_WORK, *_LEAVING) or self._is_awaited(job, hold):
                 yield job.changed()
-        run, holds = self._stopped, self._books.obligations.holds
-        if holds and run is not None and not run.muted and not run.over.done():
-            yield run.over
+        if self._books.obligations.holds:
+            yield from (run.over for run in self._stopped if not run.muted and not run.over.done())
 
     def _is_awaited(self, job: Job, hold: EffectivePause) -> bool:
         return hold.mode is PauseMode.WAIT and not job.frozen and job.state is not _S.ENDED
@@ -388,10 +388,6 @@ class StateAdopter:
 
     # -- helpers ----------------------------------------------------------------------------------
 
-    @property
-    def _running(self) -> EngineRun | None:
-        return self._slot.live.running
-
     def _hold(self, job: Job) -> EffectivePause | None:
         own = self._books.obligations.hold(adapter_name(job.request))
         if own is not None and own.mode is not PauseMode.WAIT:
@@ -402,7 +398,7 @@ class StateAdopter:
         if job.state is not _S.PAUSED:
             return False
         holds = self._runner.pauses.holds(job)
-        return kv_outlook(self._slot.live, job, holds=holds)[0] is Kv.KEPT
+        return kv_outlook(self._slot.of(job), job, holds=holds)[0] is Kv.KEPT
 
 
 def _held_parts(target: BoardTarget, mode: PauseMode | None = None) -> set[str | None]:

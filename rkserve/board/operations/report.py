@@ -79,6 +79,10 @@ class ModelFileDigest:
             await asyncio.gather(self._computing, return_exceptions=True)
 
 
+def _worth(live: LoadedEngine) -> tuple[bool, float]:
+    return bool(live.context.ids), live.used_s
+
+
 class PrefixReport:
     """The cached prefixes of one board. Computed hashes are kept."""
 
@@ -97,8 +101,9 @@ class PrefixReport:
         return self._packed[1]
 
     def _of(self, live: LoadedEngine) -> CachedPrefixes:
-        if live.facts.n_batch > 1:
+        if live.facts.width > 1:
             return CachedPrefixes()  # a batch keeps no context
+        live = max(live.per_entry, key=_worth)  # Routers know one context of a board
         park_min = self._park_min = self._caching.worth_from(live)
         compatibility = self._exchange.compatibility(live)
         return CachedPrefixes(
@@ -178,7 +183,7 @@ class CacheCalls:
         Raises ``BoardFailed`` without an engine.
         """
         self._slot.supervisor.open()
-        entries = self._slot.live.entries
+        entries = self._slot.live.all_entries
         capacity = self._settings.context_len * len(entries)
         return KvReport(
             self._settings.board_id,

@@ -19,6 +19,7 @@ from rkserve.board.engine.protocol import EngineFacts
 from rkserve.board.operations.embedding import EmbeddingService
 from rkserve.board.rules.obligations import adapter_name
 from rkserve.board.run.job import ChangeSignal, Job
+from rkserve.board.run.loaded_engine import LoadedEngine
 from rkserve.board.run.parts import BoardBooks, EngineSlot, RunQueue
 from rkserve.board.run.paused import PausedRequests
 from rkserve.board.run.prompt_caching import PromptCaching
@@ -101,7 +102,10 @@ class BoardSleep:
             return None
         facts = await asyncio.to_thread(self._mark.read, read_facts)
         # The configuration may have changed since.
-        return None if facts is None else replace(facts, n_batch=self._settings.n_batch)
+        if facts is None:
+            return None
+        n_batch = self._settings.n_batch
+        return replace(facts, n_batch=n_batch, entries=n_batch if facts.entries > 1 else 1)
 
     # -- desired state ----------------------------------------------------------------------------
 
@@ -270,17 +274,13 @@ class BoardSleep:
             self._contexts = tuple(self._live_contexts(stopped))
 
     def _live_contexts(self, stopped: Iterable[Job]) -> Iterable[SleptContext]:
-        live = self._slot.live
-        inside = None
-        if live.paused is not None:
-            inside = SleptContext(live.paused.ids or (), live.paused.origin)
-        elif live.context.ids and live.running is None:
-            inside = SleptContext(live.context.ids, live.context.origin)
-        if inside is not None:
-            yield inside
+        found = [_context_in(live) for live in self._slot.live.per_entry]
+        inside = [context for context in found if context is not None]
+        yield from inside
         for job in stopped:
             context = SleptContext(job.generation.context, job.origin)
-            if job.generation.tokens and not (inside and _is_same(inside.ids, context.ids)):
+            same = any(_is_same(one.ids, context.ids) for one in inside)
+            if job.generation.tokens and not same:
                 yield context
 
     def slept(self) -> SleepResult:
@@ -294,14 +294,27 @@ class BoardSleep:
 
     def _kept(self, context: SleptContext, level: SleepLevel) -> int:
         """Return how many of its tokens need not be computed again."""
-        live = self._slot.live
-        held = live.context.ids if live.context.origin == context.origin else None
-        if live.paused is not None and live.paused.origin == context.origin:
-            held = live.paused.ids
-        kept = common_prefix(held or (), context.ids) if live.alive else 0
+        kept = max(_kept_in(live, context) for live in self._slot.live.per_entry)
         if level is SleepLevel.DROPPED:
             return kept
         return max(kept, self._caching.restorable(context.ids, context.origin))
+
+
+def _context_in(live: LoadedEngine) -> SleptContext | None:
+    """Return the context in an entry that has no run."""
+    if live.paused is not None:
+        return SleptContext(live.paused.ids or (), live.paused.origin)
+    if live.context.ids and live.running is None:
+        return SleptContext(live.context.ids, live.context.origin)
+    return None
+
+
+def _kept_in(live: LoadedEngine, context: SleptContext) -> int:
+    """Return how many of its tokens are in the memory of an entry."""
+    held = live.context.ids if live.context.origin == context.origin else None
+    if live.paused is not None and live.paused.origin == context.origin:
+        held = live.paused.ids
+    return common_prefix(held or (), context.ids) if live.alive else 0
 
 
 def _is_same(inside: Ids, context: Ids) -> bool:
@@ -327,4 +340,5 @@ def read_facts(found: Any) -> EngineFacts:
         quirks=quirks,
         load_s=float(found["load_s"]),
         n_batch=int(found["n_batch"]),
+        entries=int(found.get("entries", 1)),  # 1: written by a release without it
     )

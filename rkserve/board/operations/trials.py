@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -38,7 +39,7 @@ from rkserve.core.run_params import (
     Sampling,
 )
 from rkserve.models.adapters import Adapter
-from rkserve.native.runtime import RunEnd
+from rkserve.native.runtime import Perf, RunEnd
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -252,18 +253,35 @@ class SpeedTrials:
         tokens, longest_s = 0, 0.0
         while not decode or loop_time_s() + longest_s <= end_s:
             began_s = loop_time_s()
-            run, ended = await self._one(live, len(decode), end_s)
-            perf = run.perf(ended)
-            if perf.decode_tokens < FEWEST_SPEED_TOKENS or perf.decode_ms <= 0:
-                reason = f"a trial answer ended after {perf.decode_tokens} tokens"
+            perfs = await self._at_once(live, len(decode), end_s)
+            fewest = min(perf.decode_tokens for perf in perfs)
+            if fewest < FEWEST_SPEED_TOKENS or min(perf.decode_ms for perf in perfs) <= 0:
+                reason = f"a trial answer ended after {fewest} tokens"
                 raise RunFailed(settings.board_id, reason)
-            decode.append(settings.n_batch * 1e3 * perf.decode_tokens / perf.decode_ms)
-            if perf.prefill_ms > 0 and perf.prefill_tokens:
-                prefill.append(settings.n_batch * 1e3 * perf.prefill_tokens / perf.prefill_ms)
-            tokens += settings.n_batch * perf.decode_tokens
+            width = live.facts.width
+            decode.append(width * sum(1e3 * one.decode_tokens / one.decode_ms for one in perfs))
+            slowest_ms = max(perf.prefill_ms for perf in perfs)
+            if slowest_ms > 0 and (computed := sum(perf.prefill_tokens for perf in perfs)):
+                prefill.append(width * 1e3 * computed / slowest_ms)
+            tokens += width * sum(perf.decode_tokens for perf in perfs)
             longest_s = max(longest_s, loop_time_s() - began_s)
         speed = median(prefill) if prefill else 0.0
         return Probe(settings.board_id, "", 0.0, tokens, median(decode), speed)
+
+    async def _at_once(self, live: LoadedEngine, number: int, end_s: float) -> list[Perf]:
+        """Make a run in each entry that has runs of its own; return their figures."""
+        every = live.per_entry
+        numbers = itertools.count(number * len(every))
+        made = await asyncio.gather(
+            *(self._one(one, next(numbers), end_s) for one in every), return_exceptions=True
+        )
+        perfs: list[Perf] = []
+        for one in made:
+            if isinstance(one, BaseException):
+                raise one
+            run, ended = one
+            perfs.append(run.perf(ended))
+        return perfs
 
     async def _one(
         self, live: LoadedEngine, number: int, end_s: float
@@ -278,12 +296,12 @@ class SpeedTrials:
         settings = self._settings
         entry = speed_entry(settings, number)
         begin = RunSpec(
-            entries=(entry,) * settings.n_batch,
+            entries=(entry,) * live.facts.width,
             base=entry.ids,
             clear=live.context.ids != (),
             limit=min(SPEED_TOKENS, settings.context_len // 4),
         )
-        run, ended = await live.run([None] * settings.n_batch, begin, end_in_time, GREEDY)
+        run, ended = await live.run([None] * live.facts.width, begin, end_in_time, GREEDY)
         if ended.end is RunEnd.FAILED:
             raise RunFailed(settings.board_id, f"a trial run failed: {ended.reason}")
         return run, ended
@@ -329,7 +347,7 @@ async def try_out(
     if settings.encoder is not None:
         entry = replace(entry, encoder=EncoderStates.zeros(settings.encoder))
     begin = RunSpec(
-        entries=(entry,) * settings.n_batch,
+        entries=(entry,) * live.facts.width,
         base=prompt_ids,
         clear=live.context.ids != (),
         origin=adapter,
@@ -340,7 +358,7 @@ async def try_out(
         if not live.facts.per_run_sampling and len(run.given[0]) >= tokens:
             live.abort(run)  # this runtime takes no limit
 
-    run, ended = await live.run([None] * settings.n_batch, begin, end_in_time, GREEDY)
+    run, ended = await live.run([None] * live.facts.width, begin, end_in_time, GREEDY)
     if ended.end is RunEnd.FAILED:
         raise RunFailed(settings.board_id, f"a trial run failed: {ended.reason}")
     given = min(tokens, len(run.given[0]))

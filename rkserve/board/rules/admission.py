@@ -1,8 +1,9 @@
 """Admission of one board: order of service, expiry and rejection. Pure: the clock is passed in.
 
-A board makes one run at a time, of one request or of a batch. The queue in front of it is bounded
-and first come, first served; a request that waits longer than the limit expires. Requests are known
-by *ticket*, the board's own number: request ids come from outside and may repeat.
+A board makes one run at a time, of one request or of a batch, or several runs of one request each,
+which begin and end by themselves. The queue in front of it is bounded and first come, first served;
+a request that waits longer than the limit expires. Requests are known by *ticket*, the board's own
+number: request ids come from outside and may repeat.
 """
 
 from __future__ import annotations
@@ -55,6 +56,10 @@ class Admission:
     ``hold_s`` is how long one request may keep others waiting by holding the board (``hold``), over
     all of its pauses; None is unlimited. A barred request keeps its place, does not start, and its
     waiting time stands still; see ``bar``.
+
+    Where it ``joins``, each request has a run of its own, up to ``batch`` of the same key at the
+    same time, and none waits for more. One of another key waits until all have ended, and meanwhile
+    none joins.
     """
 
     def __init__(
@@ -67,6 +72,8 @@ class Admission:
     ) -> None:
         self.queue_limit = queue_limit
         self.running: tuple[int, ...] = ()
+        self.joins = False  # set once the engine is known
+        self._running_key: Hashable = None
         self._timeout_s = queue_timeout_s
         self._batch = batch
         self._window_s = window_s
@@ -88,12 +95,16 @@ class Admission:
     @property
     def ahead(self) -> int:
         """The number of requests ahead of a new one."""
-        return len(self._queue) + len(self.running)
+        ahead = len(self._queue) + len(self.running)
+        return max(0, ahead + 1 - self._batch) if self.joins else ahead
 
     def offer(self, ticket: int, now_s: float, key: Hashable = None) -> int:
         """Queue a request and return how many are ahead of it. Raises ``QueueFull``."""
         # A free board takes a whole run beside the queue.
-        room = self.queue_limit if self.running else self.queue_limit + self._batch
+        beside = 0 if self.running else self._batch
+        if self.joins:
+            beside = self._batch - len(self.running)
+        room = self.queue_limit + beside
         if len(self._queue) >= room:
             raise QueueFull(self.queued, self.retry_after_s())
         ahead = self.ahead
@@ -155,6 +166,8 @@ class Admission:
         if release_s is not None and release_s <= now_s:
             self._hold_left_s = None  # decided once; `finished` frees the board
             decisions.append(Release(self.running))
+        if self.joins:
+            return decisions + (self._join() if ready else [])
         if not ready or self.running:
             self._free_since_s = None
             return decisions
@@ -174,9 +187,10 @@ class Admission:
         events += [when_s for when_s in (self._release_s(), self._start_s()) if when_s is not None]
         return min(events, default=None)
 
-    def finished(self, took_s: float) -> None:
-        """Note that the run has ended after ``took_s``."""
-        self.running = ()
+    def finished(self, took_s: float, ticket: int | None = None) -> None:
+        """Note that the run has ended after ``took_s``; with ``joins`` that of ``ticket``."""
+        left = self.running if self.joins else ()
+        self.running = tuple(one for one in left if one != ticket)
         self._held_since_s = self._hold_left_s = None
         self._typical_s += 0.2 * (took_s - self._typical_s)
 
@@ -236,6 +250,21 @@ class Admission:
         """Return the first queued request and those behind it that can share its run."""
         waiting = self._free
         return [one for one in waiting if one.key == waiting[0].key][: self._batch]
+
+    def _join(self) -> list[Decision]:
+        """Start the requests that may run beside those that do; first come, first served."""
+        started: list[Decision] = []
+        mates = self._mates() if not self.running else self._free[: self._batch]
+        for one in mates:
+            if self.running and one.key != self._running_key:
+                break
+            # One that left its run, which has not returned, has its entry still.
+            if len(self.running) >= self._batch or one.ticket in self.running:
+                break
+            self._queue.remove(one)
+            self.running, self._running_key = (*self.running, one.ticket), one.key
+            started.append(Start((one.ticket,)))
+        return started
 
     def _start(self) -> Start:
         mates = self._mates()

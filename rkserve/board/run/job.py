@@ -75,9 +75,18 @@ class Job(ChangeSignal):
     """
 
     def __init__(
-        self, ticket: int, generation: Generation, arrived_s: float, mates: Hashable = None
+        self,
+        ticket: int,
+        generation: Generation,
+        arrived_s: float,
+        mates: Hashable = None,
+        *,
+        apart: bool = False,
     ) -> None:
+        """``apart``: it has runs of its own, beside those of others with the same adapter."""
         super().__init__()
+        self._apart = apart
+        self.entry = 0  # of the engine, where it has a run, or had the last one
         self.ticket = ticket
         self.generation = generation
         self.ref: AdapterRef | None = self.request.adapter
@@ -135,8 +144,8 @@ class Job(ChangeSignal):
 
     @property
     def key(self) -> Hashable:
-        """The key that jobs must share to share a run."""
-        return (self.origin, self._mates)
+        """The key that jobs must share to share a run, or to run at the same time."""
+        return (self.adapter if self._apart else self.origin, self._mates)
 
     def bind(self, ref: AdapterRef | None, line_epoch: int) -> None:
         """Use this adapter version from the next run on."""
@@ -408,6 +417,11 @@ class EngineRun:
     def jobs(self) -> list[Job]:
         """The jobs that are still in the run."""
         return [job for job in self.entry_jobs if job is not None]
+
+    @property
+    def alone(self) -> bool:
+        """True for a run of one entry: its end is the job's."""
+        return len(self.entry_jobs) == 1
 
     @property
     def left_in_prefill(self) -> bool:

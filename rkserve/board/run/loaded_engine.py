@@ -12,8 +12,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from enum import Enum
 from typing import Any
 
@@ -26,7 +26,7 @@ from rkserve.board.rules.hang_limits import (
     Watchdog,
 )
 from rkserve.board.run.job import EngineRun, Job, RunSpec, loop_time_s
-from rkserve.core.block_hashes import BLOCK, adapter_of
+from rkserve.core.block_hashes import BLOCK, adapter_of, common_prefix
 from rkserve.core.desired_state import Probe
 from rkserve.core.errors import AdapterBroken, EngineDied, EngineHung
 from rkserve.core.messages import AdapterRef
@@ -65,31 +65,72 @@ class PausedRun:
     origin: str | None = None
 
 
+@dataclass(slots=True)
+class _WholeEngine:
+    """The state that the entries of one engine share."""
+
+    numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))  # of runs
+    doomed: bool = False
+
+
 class LoadedEngine:
-    """One engine from its load to its end."""
+    """One engine from its load to its end, or one of its entries that has runs of its own.
+
+    ``per_entry`` are all of these, the first of which stands for the whole engine: it makes calls
+    between runs while no entry has one.
+    """
 
     def __init__(
-        self, board_id: str, engine: Engine, speeds: EngineSpeeds, adapters: AdapterTable
+        self,
+        board_id: str,
+        engine: Engine,
+        speeds: EngineSpeeds,
+        adapters: AdapterTable,
+        *,
+        whole: _WholeEngine | None = None,
+        entry: int = 0,
     ) -> None:
+        """``whole`` is given to the other entries of an engine."""
+        self.per_entry: tuple[LoadedEngine, ...] = (self,)
+        self._whole = _WholeEngine() if whole is None else whole
+        self._entry = entry
         self.engine = engine
         self.facts = engine.facts
         self.adapters = adapters
         self.context = CachedContext(
             append=self.quirk("append_tokens_with_history"),
-            prefix=self.quirk("prefix_reuse_in_ram") and engine.facts.n_batch == 1,
+            prefix=self.quirk("prefix_reuse_in_ram") and engine.facts.width == 1,
         )
         self.paused: PausedRun | None = None
-        self.positions: tuple[int, ...] = (0,) * engine.facts.n_batch  # the runtime's last count
-        self.doomed = False  # it is about to be ended, and its KV cache lost
+        self.positions: tuple[int, ...] = (0,) * engine.facts.width  # the runtime's last count
         self.aborted = False  # a run of this handle was aborted; see quirk prompt_cache_after_abort
         self.tried: dict[str, Probe] = {}  # results of its adapters' trial runs, by key
         self.running: EngineRun | None = None
         self.cache_loaded = False  # the last run began from a prompt cache
+        self.used_s = loop_time_s()  # the start of the last run
         self._board_id = board_id
         self._speeds = speeds
         self._cold = True  # the next run is the first one after a load
         self._recomputed = 0  # runs in a row that computed a long known prefix again
-        self._numbers = itertools.count(1)
+        if whole is None:
+            self.per_entry += tuple(
+                LoadedEngine(board_id, engine, speeds, adapters, whole=self._whole, entry=number)
+                for number in range(1, engine.facts.entries)
+            )
+
+    @property
+    def doomed(self) -> bool:
+        """True where the engine is about to be ended, and its KV cache lost."""
+        return self._whole.doomed
+
+    @doomed.setter
+    def doomed(self, doomed: bool) -> None:
+        self._whole.doomed = doomed
+
+    @property
+    def runs(self) -> list[EngineRun]:
+        """The runs of all entries that go on."""
+        return [one.running for one in self.per_entry if one.running is not None]
 
     def quirk(self, name: str) -> bool:
         """Return whether this release has the named ability; see ``native.quirks``."""
@@ -107,7 +148,7 @@ class LoadedEngine:
 
     @property
     def entries(self) -> tuple[int, ...]:
-        """Positions in each entry of the KV cache, as far as they are known now."""
+        """Positions in each entry of a run, or in this one, as far as they are known now."""
         run = self.running
         if run is None:
             return self.positions
@@ -115,6 +156,30 @@ class LoadedEngine:
             return (len(run.transcript),)
         sent = (len(entry.ids) for entry in run.spec.entries)
         return tuple(n + len(given) for n, given in zip(sent, run.given, strict=True))
+
+    def fitting(self, wanted: Ids, origin: str | None, taken: Collection[int]) -> int:
+        """Return the entry for a job's runs: with most of its context, else the least used one.
+
+        A short common beginning, as of a system prompt, is not worth the rest of another
+        conversation.
+        """
+        if len(self.per_entry) == 1:
+            return 0
+
+        def shared(one: LoadedEngine) -> int:
+            ids = one.context.ids
+            if not ids or one.context.origin != origin:
+                return 0
+            common = common_prefix(ids, wanted)
+            return common if 2 * common >= min(len(ids), len(wanted)) else 0
+
+        free = [number for number in range(len(self.per_entry)) if number not in taken]
+        return max(free, key=lambda at: (shared(self.per_entry[at]), -self.per_entry[at].used_s))
+
+    @property
+    def all_entries(self) -> tuple[int, ...]:
+        """Positions in each entry of the whole KV cache."""
+        return tuple(count for one in self.per_entry for count in one.entries)
 
     def may_pause(self, *, history: bool) -> bool:
         """Return whether the runtime can pause such a run and keep its KV cache."""
@@ -152,7 +217,7 @@ class LoadedEngine:
             EngineDied: the process ended before the run did.
         """
         run = self._seat(entry_jobs, spec)
-        self.running = run
+        self.running, self.used_s = run, run.started_s
         if not spec.resume:
             self.context.forget()  # known again once this run has ended in order
         # Where this fails the run may still be going on, and stays the running one.
@@ -176,11 +241,16 @@ class LoadedEngine:
         self.engine.abort(run.number)
 
     def last_abort(self) -> bool:
-        """Abort a hung run as a last try; False where there is none, or it was aborted before."""
-        if self.running is None or self.running.stopping:
-            return False
-        self.abort(self.running)
-        return True
+        """Abort all runs as a last try; False where there is none, or all were aborted before."""
+        going = [one for one in self.per_entry if one.running and not one.running.stopping]
+        for one in going:
+            one.abort_running()
+        return bool(going)
+
+    def abort_running(self) -> None:
+        """Abort the run of this entry, if there is one."""
+        if self.running is not None:
+            self.abort(self.running)
 
     def pause(self, run: EngineRun) -> None:
         """Have the runtime pause the run; an abort has priority."""
@@ -196,7 +266,7 @@ class LoadedEngine:
         # A paused run cannot be resumed in text mode, where its token ids are not known.
         in_text_mode = spec.entries[0].prompt_text is not None
         pausable = spec.steps is None and not in_text_mode and self.may_pause(history=spec.history)
-        return EngineRun(next(self._numbers), entry_jobs, spec, watchdog, pausable=pausable)
+        return EngineRun(next(self._whole.numbers), entry_jobs, spec, watchdog, pausable=pausable)
 
     def _command(self, run: EngineRun, sampling: Sampling | None) -> RunCommand:
         begin, per_run = run.spec, self.facts.per_run_sampling
@@ -217,6 +287,7 @@ class LoadedEngine:
             save_cache=str(begin.save) if begin.save is not None else None,
             steps=begin.steps,
             pooling=begin.pooling,
+            entry=self._entry,
         )
 
     async def _supervise(
@@ -373,6 +444,8 @@ class LoadedEngine:
         """
         limits = self._speeds.limits(RunShape(usual=False))
         limit_s = limits.abort_s + limits.token_s + extra_s
+        if self._entry:
+            args["entry"] = self._entry
         result = self.engine.call(method, **args)
         self._cold |= method == LOAD_ADAPTER
         try:
@@ -399,11 +472,16 @@ class LoadedEngine:
         self.paused = None
         # The context of a single turn is dropped at its end; a conversation keeps the drained
         # token.
-        kept = await self.call("kv_sizes") if history else (0,) * self.facts.n_batch
+        kept = await self.call("kv_sizes") if history else (0,) * self.facts.width
         self.positions = tuple(kept)
 
     async def clear(self, *, keep_system_prompt: bool) -> None:
-        """Empty the KV cache. Raises as ``call``."""
+        """Empty the KV cache of all entries. Raises as ``call``."""
+        for one in self.per_entry:
+            await one.clear_entry(keep_system_prompt=keep_system_prompt)
+
+    async def clear_entry(self, *, keep_system_prompt: bool) -> None:
+        """Empty the KV cache of this entry. Raises as ``call``."""
         try:
             await self.call("clear_kv", keep_system_prompt=keep_system_prompt)
             self.positions = tuple(await self.call("kv_sizes"))

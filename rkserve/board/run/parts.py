@@ -78,6 +78,7 @@ class EngineSlot:
         staged: AdapterFolder | None,
     ) -> None:
         self.supervisor, self._caching = supervisor, caching
+        self._loading = asyncio.Lock()  # of adapters
         self._load_s = settings.adapter_load_s
         folder = settings.model_dir
         folders = (staged, None if folder is None else AdapterFolder.of_model(folder))
@@ -90,6 +91,11 @@ class EngineSlot:
         if live is None:
             raise self.supervisor.failed()
         return live
+
+    def of(self, job: Job) -> LoadedEngine:
+        """The engine's entry in which the job has a run, or had the last one."""
+        every = self.live.per_entry
+        return every[job.entry if job.entry < len(every) else 0]
 
     async def renew(self, reason: str) -> None:
         """Replace the engine by a fresh one, in order, after its conversation was parked.
@@ -119,6 +125,10 @@ class EngineSlot:
         """
         if ref is None:
             return self.live
+        async with self._loading:  # another entry may be about to begin a run with it
+            return await self._with_adapter(ref)
+
+    async def _with_adapter(self, ref: AdapterRef) -> LoadedEngine:
         found = await self.find(ref)
         need = self.live.adapters.need(ref, found.size_bytes)
         if need is AdapterNeed.NOTHING:
@@ -204,7 +214,7 @@ class RunQueue:
             hold_s=settings.pause_hold_s,
         )
         self.tickets = itertools.count(1)
-        self.at_work: Sequence[Job | EngineTask] = ()  # the work of the current run
+        self.at_work: list[Job | EngineTask] = []  # the work of the current runs
         self._books, self._supervisor = books, supervisor
         self._conduct, self._release_board = conduct, release_board
         self._tasks: dict[int, EngineTask] = {}  # by ticket
@@ -218,10 +228,13 @@ class RunQueue:
 
     def pump(self) -> None:
         """Carry out what admission decides now, and set a timer for its next decision."""
+        if (live := self._supervisor.live) is not None:
+            self.admission.joins = live.facts.entries > 1
         for decision in self.admission.decide(ready=self._supervisor.ready, now_s=loop_time_s()):
             if isinstance(decision, Start):
-                self.at_work = [self._work(ticket) for ticket in decision.tickets]
-                self._supervisor.spawn(self._conduct(self.at_work))
+                work = [self._work(ticket) for ticket in decision.tickets]
+                self.at_work += work
+                self._supervisor.spawn(self._conduct(work))
             elif isinstance(decision, Expire):
                 retry_after_s = self.admission.retry_after_s()
                 self._work(decision.ticket).end(QueueTimeout(decision.waited_s, retry_after_s))
@@ -241,11 +254,11 @@ class RunQueue:
     def _work(self, ticket: int) -> Job | EngineTask:
         return self._tasks.get(ticket) or self._books.jobs[ticket]
 
-    def finished(self, work: Job | EngineTask, took_s: float) -> None:
-        """Note that the run which began with ``work`` has ended, and start the next one."""
-        self.at_work = ()
-        self._tasks.pop(work.ticket, None)
-        self.admission.finished(took_s)
+    def finished(self, work: Sequence[Job | EngineTask], took_s: float) -> None:
+        """Note that the run of ``work`` has ended, and start the next one."""
+        self.at_work = [one for one in self.at_work if one not in work]
+        self._tasks.pop(work[0].ticket, None)
+        self.admission.finished(took_s, work[0].ticket)
         self.pump()
 
     def requeue(self, job: Job) -> None:

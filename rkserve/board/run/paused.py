@@ -88,7 +88,7 @@ class PausedRequests:
         job.advance(_E.PAUSED)
         job.goes_on = job.frozen and not job.pause_asked and job.generation.paused_by is None
         job.pause_asked = job.yields = False
-        loop, live = asyncio.get_running_loop(), self._slot.live
+        loop, live = asyncio.get_running_loop(), self._slot.of(job)
         job.paused_s = loop.time()
         # A run that continues without it, muted, is about to replace the context in the engine.
         kept = live.paused is not None and live.running is None and self.holdable(job)

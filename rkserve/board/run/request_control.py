@@ -137,7 +137,7 @@ class RequestControl:
 
     def _edit(self, job: Job, edit: Edit) -> None:
         context = job.generation.context
-        held = kept_ids(self._slot.live, job, holds=self._runner.pauses.holds(job))
+        held = kept_ids(self._slot.of(job), job, holds=self._runner.pauses.holds(job))
         # A context that is recomputed can leave out any range.
         positions = common_prefix(held, context) if held is not None else len(context)
         job.generation.apply(edit, kv_positions=positions, context_len=self._settings.context_len)
@@ -171,7 +171,7 @@ class RequestControl:
 
     def _kv(self, job: Job) -> tuple[Kv | None, int]:
         """Return the fate of the job's KV cache, and how many of its positions are in there."""
-        live = self._slot.live
+        live = self._slot.of(job)
         run = live.running
         if run is not None and job in run.entry_jobs:
             return None, live.entries[run.entry_jobs.index(job)]

@@ -52,6 +52,7 @@ class RequestRunner:
         self._caching = caching
         self._planner = RunPlanner(books.settings, slot, caching)
         self.pauses = PausedRequests(books, slot, queue, self.fail)
+        self._taken: set[int] = set()  # entries in which jobs have runs of their own
 
     async def perform(self, jobs: Sequence[Job]) -> None:
         """Make the runs of jobs that admission started, until the board is free again.
@@ -60,17 +61,26 @@ class RequestRunner:
         """
         log_for(",".join(job.request.request_id for job in jobs))
         now_s = loop_time_s()
+        gathered = self._slot.live.facts.width > 1
         for job in jobs:
-            if self._settings.n_batch > 1 and job.queued_s is not None:
+            if gathered and job.queued_s is not None:
                 wait_s = now_s - max(self._books.free_since_s, job.queued_s)
                 job.tally.batch_wait_s += min(wait_s, self._settings.batch_window_s)
             job.waited(now_s)
             job.announce_queue(waits=False)
             job.has_board, job.yields = True, False
-        if self._settings.n_batch == 1:
-            await self._solo(jobs[0])
-        else:
+        if gathered:
             await self._batch(list(jobs))
+            return
+        (job,) = jobs
+        job.entry = self._slot.live.fitting(job.generation.context, job.origin, self._taken)
+        self._taken.add(job.entry)
+        if len(self._slot.live.per_entry) > 1:
+            job.tally.batch = max(job.tally.batch, len(self._taken))
+        try:
+            await self._solo(job)
+        finally:
+            self._taken.discard(job.entry)
 
     # -- actions on a job -------------------------------------------------------------------------
 
@@ -110,7 +120,8 @@ class RequestRunner:
         consumer, and the board is busy until it returns, while the job is paused or queued. The
         tokens of that last step are computed again.
         """
-        run, now_s = self._slot.live.running, loop_time_s()
+        live, now_s = self._slot.of(job), loop_time_s()
+        run = live.running
         if run is None or job not in run.entry_jobs or self._is_to_be_kept(run, job):
             return False
         entry = run.entry_jobs.index(job)
@@ -123,11 +134,11 @@ class RequestRunner:
             self._queue.requeue(job)
         if not run.jobs:
             run.muted = True
-            self._slot.live.abort(run)
+            live.abort(run)
         return True
 
     def _leave_run(self, job: Job) -> None:
-        run = self._slot.live.running
+        run = self._slot.of(job).running
         if run is not None and job in run.entry_jobs:
             self._interrupt(run, job)
 
@@ -137,8 +148,7 @@ class RequestRunner:
         Those that ran continue by themselves, recomputed, once they have the board again.
         """
         self.pauses.release_board()
-        run = self._slot.live.running
-        for job in run.jobs if run is not None else ():
+        for job in [job for run in self._slot.live.runs for job in run.jobs]:
             if job.state in (_S.PREFILLING, _S.GENERATING):
                 job.yields = True
                 self.stop(job)
@@ -177,10 +187,11 @@ class RequestRunner:
 
     def leave(self, job: Job) -> None:
         """Take an aborted, abandoned or handed over job off the board."""
-        run = self._slot.live.running
+        live = self._slot.of(job)
+        run = live.running
         if run is not None and job in run.entry_jobs:
-            if self._settings.n_batch == 1:
-                self._slot.live.abort(run)
+            if run.alone:
+                live.abort(run)
             else:
                 self._depart(run, job)
         elif not job.has_board and not self.pauses.holds(job):
@@ -204,7 +215,11 @@ class RequestRunner:
         if going and job.request.in_one_go and job.generation.tokens:
             self.fail(job, RunFailed(self._settings.board_id, CANNOT_CONTINUE))
             going = False
+        admitted = job.key
         while going:
+            if job.key != admitted and len(self._slot.live.per_entry) > 1:
+                await self._stand_by(job)  # with another adapter it cannot run beside the others
+                break
             live, begin = await self._planner.of_one(job)
             if self._closed(job):  # the client left or aborted it during the preparation
                 await self._caching.abandon(begin.save)
@@ -397,7 +412,7 @@ class RequestRunner:
         job = run.entry_jobs[entry]
         if job is None or (run.stopping and job.state is not _S.GENERATING):
             return
-        batched = self._settings.n_batch > 1
+        batched = not run.alone
         # The callback of a batch has one state for all entries, so empty text may be text held
         # back, and must not count as a complete character.
         job.token(token_id, data, waiting or (batched and not data))
@@ -410,15 +425,15 @@ class RequestRunner:
         if want is None:
             return
         if want is RunSignal.STOP:
-            self._stop(run)
+            self._stop(run, job)
             return
         if want is RunSignal.PAUSE and job.state is _S.GENERATING:
             job.advance(_E.PAUSE_ASKED)
         self._interrupt(run, job)
 
-    def _stop(self, run: EngineRun) -> None:
+    def _stop(self, run: EngineRun, job: Job) -> None:
         """Stop the run of a complete answer."""
-        live = self._slot.live
+        live = self._slot.of(job)
         if run.pausable and live.quirk("stop_by_pause"):
             live.pause(run)
         else:
@@ -426,8 +441,8 @@ class RequestRunner:
 
     def _interrupt(self, run: EngineRun, job: Job) -> None:
         """Interrupt the run, with its KV cache kept where requested."""
-        live = self._slot.live
-        if self._settings.n_batch > 1:
+        live = self._slot.of(job)
+        if not run.alone:
             self._depart(run, job)
         elif self._is_pausable(run, job):
             live.pause(run)
@@ -435,8 +450,23 @@ class RequestRunner:
             live.abort(run)
 
     def _is_to_be_kept(self, run: EngineRun, job: Job) -> bool:
-        """Return whether the runtime is to pause the run: not before the first token."""
-        return run.first_s is not None and self._is_pausable(run, job)
+        """Return whether the run is to leave its KV cache: not before the first token."""
+        if run.first_s is None:
+            return False
+        return self._is_pausable(run, job) or self._is_kept_by_abort(run, job)
+
+    def _is_kept_by_abort(self, run: EngineRun, job: Job) -> bool:
+        """Return whether an abort leaves the KV cache for the job's next run.
+
+        An entry beside others is left for them by a pause, and chosen again by its content.
+        """
+        live = self._slot.of(job)
+        return (
+            live.facts.entries > 1
+            and live.quirk("kv_valid_after_abort")
+            and not job.yields
+            and run.spec.origin == job.origin
+        )
 
     def _is_pausable(self, run: EngineRun, job: Job) -> bool:
         return (

@@ -107,11 +107,14 @@ class BoardSettings:
             if getattr(request.sampling, name) != getattr(self.sampling, name)
         )
 
-    def check_steps(self, request: GenerateRequest) -> None:
-        """Raise ``RequestError`` where an answer cannot be made of single steps here."""
+    def check_steps(self, request: GenerateRequest, *, apart: bool = False) -> None:
+        """Raise ``RequestError`` where an answer cannot be made of single steps here.
+
+        ``apart``: of several requests at once, each has a run of its own.
+        """
         if request.stepwise is None:
             return
-        if self.n_batch > 1:
+        if self.n_batch > 1 and not apart:
             why = "its boards serve batches, of which RKLLM computes no logits"
         elif self.text_mode or self.tokenizer_file is None:
             why = "it is served without a tokenizer"

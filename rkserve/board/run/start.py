@@ -39,7 +39,7 @@ class RunPlanner:
 
         Raises ``RkserveError``: the adapter, the named cache or the engine failed.
         """
-        live = self._slot.live
+        live = self._slot.of(job)
         steps = job.request.stepwise
         if live.paused is not None and (steps is not None or job.request.prompt_text is not None):
             await self.drain()  # a paused context of ids is no use for steps or text
@@ -207,8 +207,10 @@ class RunPlanner:
         while True:
             ref = job.ref
             live = await self._slot.with_adapter(ref)
-            if job.ref == ref:  # else it was bound to another version meanwhile
-                return live
+            # Else it was bound to another version meanwhile. Where other entries may run, that one
+            # waits for its turn.
+            if job.ref == ref or live.facts.entries > 1:
+                return self._slot.of(job)
 
 
 @contextmanager

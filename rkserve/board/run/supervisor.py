@@ -225,8 +225,8 @@ class EngineSupervisor:
         hung, live = self.state is BoardState.HUNG, self.live
         self._advance(BoardEvent.STOP, "the replica shuts down")
         self._tenants.fail_all()
-        if live is not None and live.running is not None:
-            live.abort(live.running)  # an engine in a run cannot be stopped in order
+        for one in () if live is None else live.per_entry:
+            one.abort_running()  # an engine in a run cannot be stopped in order
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -85,6 +85,11 @@ class Binding:
         return self._quirks
 
     @property
+    def entries(self) -> tuple[Binding, ...]:
+        """The handle itself: all entries of a batch have one run."""
+        return (self,)
+
+    @property
     def state(self) -> HandleState:
         """The state of the handle."""
         return self._callback.state

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -238,7 +239,8 @@ async def test_a_run_that_does_not_resume_is_refused_while_the_handle_is_paused(
             "'run' is not allowed while the handle is paused",
         )
         for method in ("clear_kv", "load_adapter", "release_cache"):
-            args = {"path": "/a", "name": "n"} if method == "load_adapter" else {}
+            adapter: dict[str, Any] = {"path": "/a", "name": "n"}
+            args = adapter if method == "load_adapter" else {}
             with pytest.raises(Misuse, match="paused"):
                 await engine.call(method, **args)
 

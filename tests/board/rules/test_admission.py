@@ -400,3 +400,71 @@ def test_those_of_one_key_start_in_the_order_they_came_and_none_is_starved(
         assert list(start.tickets) == mates[:batch]
         waiting = [ticket for ticket in waiting if ticket not in start.tickets]
         admission.finished(1.0)
+
+
+# -- runs of their own ----------------------------------------------------------------------------
+
+
+def joining(batch: int = 3, queue_limit: int = 2) -> Admission:
+    admission = Admission(queue_limit, 60, batch=batch, window_s=1.0)
+    admission.joins = True
+    return admission
+
+
+def started(admission: Admission) -> list[int]:
+    decisions = admission.decide(ready=True, now_s=0.0)
+    assert all(isinstance(one, Start) and len(one.tickets) == 1 for one in decisions)
+    return [one.tickets[0] for one in decisions if isinstance(one, Start)]
+
+
+def test_each_starts_at_once_beside_those_that_run_and_leaves_by_itself() -> None:
+    admission = joining()
+    assert [admission.offer(ticket, 0.0) for ticket in (1, 2)] == [0, 0]
+    assert started(admission) == [1, 2]
+    assert [admission.offer(ticket, 0.0) for ticket in (3, 4)] == [0, 1]
+    assert started(admission) == [3]
+    assert (admission.running, admission.queued, admission.next_event_s()) == ((1, 2, 3), 1, 60.0)
+    admission.finished(1.0, 2)
+    assert started(admission) == [4]
+    assert admission.running == (1, 3, 4)
+
+
+def test_a_full_board_with_a_full_queue_refuses_what_has_no_place() -> None:
+    admission = joining()
+    for ticket in range(5):
+        admission.offer(ticket, 0.0)
+    with pytest.raises(QueueFull):
+        admission.offer(5, 0.0)
+    assert started(admission) == [0, 1, 2]
+    with pytest.raises(QueueFull):
+        admission.offer(5, 0.0)
+    admission.finished(1.0, 0)
+    assert started(admission) == [3]
+    admission.offer(5, 0.0)
+
+
+def test_one_of_another_key_waits_for_all_and_none_overtakes_it() -> None:
+    admission = joining(queue_limit=9)
+    for ticket, key in enumerate("aabab"):
+        admission.offer(ticket, 0.0, key)
+    assert started(admission) == [0, 1, 3]  # together, as they would share a run
+    admission.offer(5, 0.0, "a")
+    admission.finished(1.0, 0)
+    assert started(admission) == []
+    admission.finished(1.0, 1)
+    admission.finished(1.0, 3)
+    assert started(admission) == [2, 4]
+    admission.finished(1.0, 2)
+    assert started(admission) == []
+    admission.finished(1.0, 4)
+    assert started(admission) == [5]
+
+
+def test_one_that_left_a_run_that_goes_on_waits_for_its_end() -> None:
+    admission = joining()
+    admission.offer(1, 0.0)
+    assert started(admission) == [1]
+    admission.readmit(1, 0.0)
+    assert started(admission) == []
+    admission.finished(1.0, 1)
+    assert started(admission) == [1]

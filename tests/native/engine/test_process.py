@@ -70,6 +70,7 @@ def test_a_load_passes_everything_on_and_says_what_is_loaded(tmp_path: Path) -> 
         "per_run_sampling": True,
         "quirks": {"q": True},
         "n_batch": 4,
+        "entries": 1,
         "confined": "off",
     }
 

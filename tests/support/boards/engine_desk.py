@@ -40,6 +40,10 @@ class Scripted:
         self.heard_abort = threading.Event()
         self.deaf_until = 0  # no abort is noticed before this step
 
+    @property
+    def entries(self) -> tuple[Scripted, ...]:
+        return (self,)
+
     def __getattr__(self, name: str) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             self.calls.append((name, (*args, kwargs) if kwargs else args))
@@ -139,7 +143,14 @@ class Desk:
 
     def run(self, run_id: int = 1, *entries: tuple[int, ...], **changes: Any) -> dict[str, Any]:
         """Make a run and return how it ended."""
-        entries = entries or ((5, 6),)
+        frame = self.run_frame(run_id, *(entries or ((5, 6),)), **changes)
+        [(kind, payload)] = FrameReader().feed(frame)
+        self.engine.carry_out(kind, payload)
+        kind, ended = self.last
+        assert (kind, ended["run_id"]) == (FrameKind.ENDED, run_id)
+        return ended
+
+    def run_frame(self, run_id: int, *entries: tuple[int, ...], **changes: Any) -> bytes:
         plain: dict[str, Any] = {
             "texts": [None] * len(entries),
             "keep_history": False,
@@ -155,10 +166,4 @@ class Desk:
             "steps": None,
             "pooling": None,
         }
-        [(kind, payload)] = FrameReader().feed(
-            engine_frames.pack_run(run_id, plain | changes, entries)
-        )
-        self.engine.carry_out(kind, payload)
-        kind, ended = self.last
-        assert (kind, ended["run_id"]) == (FrameKind.ENDED, run_id)
-        return ended
+        return engine_frames.pack_run(run_id, plain | changes, entries)

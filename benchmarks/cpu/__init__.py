@@ -1,0 +1,1 @@
+"""The CPU benchmark: a board beside the bare library, alone and with several answers at once."""
