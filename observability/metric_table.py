@@ -22,6 +22,7 @@ from rkserve.core.metrics import (
     RouterUpCollector,
     StreamCollector,
 )
+from rkserve.router.upstreams.metrics import UpstreamMetrics
 from rkserve.router.vllm_metrics import LoraCalls, VllmClusterCollector, VllmRouterCollector
 
 MODEL = "sim-chat"
@@ -77,6 +78,7 @@ def all_metrics() -> tuple[MetricRow, ...]:
 def _router_metrics() -> RouterMetrics:
     metrics = RouterMetrics(CollectorRegistry())
     metrics.expect(MODEL, embeds=False)
+    UpstreamMetrics(metrics.registry)
     metrics.registry.register(QueueCollector(lambda: {MODEL: {0: 0}}))
     metrics.registry.register(StreamCollector(lambda: ({"channel": 0, "ray": 0}, 0)))
     metrics.registry.register(ControlCollector(lambda: (True, 0.0, True)))

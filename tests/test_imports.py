@@ -55,7 +55,10 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "control": BASE,
     "router.policies": BASE | {"fleet"},
     "router.queue": BASE | {"fleet", "router.policies"},
-    "router.dispatch": BASE | {"fleet", "router.policies", "router.queue"},
+    "router.dispatch": BASE
+    | {"fleet", "router.policies", "router.queue", "router.upstreams.overflow"},
+    "router.upstreams.overflow": BASE | {"fleet", "router.policies"},
+    "router.upstreams": BASE | {"fleet", "api", "router.upstreams.overflow"},
     "router.auth": BASE | {"api.json", "router.queue"},
     "router.idempotency": BASE,
     "router.images": BASE | {"api.prompting"},
@@ -64,7 +67,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "router": BASE
     | {"fleet", "control", "api", "sampling.trial"}
     | {"router.auth", "router.dispatch", "router.idempotency", "router.images", "router.queue"}
-    | {"router.stored_responses"},
+    | {"router.stored_responses", "router.upstreams"},
     # Published speeds are the doctor's.
     "router.features": BASE | {"fleet", "control", "api", "router", "verdicts", "doctor.known"},
     "coordinator.state": BASE | {"control"},
@@ -144,8 +147,9 @@ OWNERS: dict[str, frozenset[str]] = {
     "opentelemetry": frozenset({"deployments.tracing"}),
     "prometheus_client": frozenset(
         {"core", "http", "coordinator", "deployments", "router.vllm_metrics"}
+        | {"router.upstreams.metrics"}
     ),
-    "httpx": frozenset({"catalog.hub", "client", "coordinator.artifacts"}),
+    "httpx": frozenset({"catalog.hub", "client", "coordinator.artifacts", "router.upstreams"}),
     "typer": frozenset({"cli"}),
     "zeroconf": frozenset({"bringup.discovery"}),
     "rich": frozenset({"cli"}),

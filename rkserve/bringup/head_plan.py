@@ -103,7 +103,12 @@ class HeadPlan:
         found = preflight.applications(content)
         if not found:
             raise ConfigError(f"{config} has no application with {preflight.APPLICATION}.")
-        groups = [group for one in found for group in one.boards if group.simulated is None]
+        groups = [
+            group
+            for one in found
+            for group in one.boards
+            if group.simulated is None and group.upstream is None
+        ]
         own = [one for one in groups if one.cpu is not None and one.cpu.on_head]
         measures = [
             (str(one.library), str(resolve_folder(one.model)))

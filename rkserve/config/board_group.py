@@ -19,6 +19,9 @@ VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
 CATALOG = "catalog:"  # before the name of a model of the head's catalogue
 MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 NPU, CPU = "rknpu", "rkcpu"  # custom resources of Ray
+# What a group of an upstream may set.
+OF_UPSTREAM = frozenset(("name", "model", "upstream", "queue_limit"))
+_UPSTREAM_URL = re.compile(r"https?://[^\s/?#@]+(/[^\s?#]*)?", re.IGNORECASE)
 # Settings that llama.cpp has no use for.
 OF_RKLLM = frozenset(
     (
@@ -105,6 +108,120 @@ class CpuConfig(Settings):
     on_head: bool = Field(
         True, description="Whether the head started by `rkserve up` offers its CPU, too."
     )
+
+
+class UpstreamConfig(Settings):
+    """A server with OpenAI's API in the place of boards: a GPU machine with vLLM, SGLang or
+    llama.cpp's server, another rkserve, or a hosted service.
+    """
+
+    url: str = Field(
+        ...,
+        description="Its base URL with http or https, up to the part before "
+        "`/chat/completions`: `http://gpu.local:8000/v1`.",
+    )
+    model: str | None = Field(
+        None,
+        min_length=1,
+        max_length=256,
+        description="The model's name there; empty: the same as here. Answers have the name that "
+        "the client sent.",
+    )
+    key_env: str | None = Field(
+        None,
+        description="Name of the environment variable that has the key for this server, where "
+        "Routers run (`rkserve up` passes its own environment on). Keys of clients are never sent "
+        "there.",
+    )
+    key_file: Path | None = Field(
+        None,
+        description="File whose first line that is neither empty nor a comment (`#`) is that key, "
+        "instead of `key_env`, on the nodes of the Routers. It is read when a Router starts.",
+    )
+    concurrency: int = Field(
+        8,
+        ge=1,
+        le=10_000,
+        description="Requests at once, of all Routers together: each has an equal share, but one "
+        "at least. Others wait in the Router's queue.",
+    )
+    overflow_wait_s: float = Field(
+        0.0,
+        ge=0,
+        le=3600,
+        description="Where the model has boards, too, these go first: a request goes to the "
+        "upstream if all places at boards are taken and it would wait there longer than this, or "
+        "if no board serves.",
+    )
+    context_length: int = Field(
+        32_768,
+        ge=32,
+        le=16_777_216,
+        description="Tokens of prompt and answer together, as `GET /v1/models` tells them where "
+        "the model has no boards. The upstream itself refuses longer ones.",
+    )
+    extensions: bool = Field(
+        False,
+        description="Whether it understands the keys of vLLM, SGLang and llama.cpp beyond OpenAI's "
+        "(`top_k`, `min_p`, `repetition_penalty`, `min_tokens`, `ignore_eos`, "
+        "`chat_template_kwargs`, `guided_regex`, `continue_final_message` and so on). Without, "
+        "requests with them are for boards, and refused where the model has none.",
+    )
+    images: bool = Field(
+        False,
+        description="Whether its model takes images, which are passed on as they came, URLs too.",
+    )
+    retries: int = Field(
+        1,
+        ge=0,
+        le=10,
+        description="How often a request is sent again, before its first token, if the upstream "
+        "cannot be reached or answers 500, 502, 503 or 504. Then another board or upstream of the "
+        "model gets it, if there is one.",
+    )
+    connect_timeout_s: float = Field(
+        5.0, gt=0, le=120, description="Longest time for a connection to be made."
+    )
+    first_token_timeout_s: float = Field(
+        120.0,
+        gt=0,
+        le=3600,
+        description="Longest silence before the first token; comments in the stream end it, too.",
+    )
+    token_timeout_s: float = Field(
+        30.0, gt=0, le=3600, description="Longest silence between two tokens."
+    )
+    health_path: str = Field(
+        "/models",
+        pattern=r"^/[^\s?#]*$",
+        description="Path behind `url` that is asked for the upstream's health, where anything "
+        "from 200 to 299 is well.",
+    )
+    health_period_s: float = Field(
+        5.0, gt=0, le=3600, description="How often each Router asks for it."
+    )
+
+    @field_validator("url")
+    @classmethod
+    def _is_http(cls, url: str) -> str:
+        if not _UPSTREAM_URL.fullmatch(url):
+            raise ValueError(
+                "write a URL with http or https, without a name, a key or parameters in it"
+            )
+        return url.rstrip("/")
+
+    @field_validator("key_env")
+    @classmethod
+    def _is_a_variable(cls, name: str | None) -> str | None:
+        if name is not None and not VARIABLE.fullmatch(name):
+            raise ValueError("write the name of a variable, not the key itself")
+        return name
+
+    @model_validator(mode="after")
+    def _has_one_key(self) -> UpstreamConfig:
+        if self.key_env is not None and self.key_file is not None:
+            raise ValueError("set one of 'key_env' and 'key_file', not both")
+        return self
 
 
 class PatienceConfig(Settings):
@@ -203,13 +320,20 @@ class BoardGroupConfig(Settings):
     )
     simulated: SimulatedConfig | None = Field(
         None,
-        description="Simulate the boards. Exactly one of library, simulated and cpu is set.",
+        description="Simulate the boards. Exactly one of library, simulated, cpu and upstream is "
+        "set.",
     )
     cpu: CpuConfig | None = Field(
         None,
         description="Compute on the CPU: the model folder's `*.gguf` file, or the file that "
         "`model` is, with llama.cpp (`pip install 'rkserve[cpu]'` on the boards). `cpu: {}` takes "
         "all defaults.",
+    )
+    upstream: UpstreamConfig | None = Field(
+        None,
+        description="Send requests to a server with OpenAI's API, without boards. `model` is then "
+        "the model's name for clients; that of board groups, or their folder, makes the upstream "
+        "take their overflow.",
     )
     encoder_library: Path = Field(
         Path("/usr/lib/librknnrt.so"),
@@ -342,7 +466,10 @@ class BoardGroupConfig(Settings):
         "`logits_with_history`). Requests with a seed, logprobs or the like take steps anyway.",
     )
     queue_limit: int = Field(
-        16, ge=0, le=10_000, description="Requests that may wait for one board; then 429."
+        16,
+        ge=0,
+        le=10_000,
+        description="Requests that may wait for one board, or for the upstream; then 429.",
     )
     queue_timeout_s: float = Field(
         300.0, gt=0, description="Longest wait for a board; then the request is given up."
@@ -438,12 +565,34 @@ class BoardGroupConfig(Settings):
 
     @model_validator(mode="after")
     def _one_kind_of_board(self) -> BoardGroupConfig:
-        kinds = (self.library, self.simulated, self.cpu)
+        kinds = (self.library, self.simulated, self.cpu, self.upstream)
         if sum(one is not None for one in kinds) != 1:
             raise ValueError(
-                "set exactly one of 'library' (NPUs), 'cpu' (llama.cpp) and 'simulated'"
+                "set exactly one of 'library' (NPUs), 'cpu' (llama.cpp), 'simulated' and "
+                "'upstream' (a server with OpenAI's API)"
             )
         return self
+
+    @model_validator(mode="after")
+    def _upstream_has_no_boards(self) -> BoardGroupConfig:
+        if self.upstream is None:
+            return self
+        given = sorted(self.model_fields_set - OF_UPSTREAM)
+        if given:
+            raise ValueError(
+                f"'{given[0]}' is a setting of boards, and the group is an upstream; leave it out"
+            )
+        if not MODEL_NAME.fullmatch(self.model_id):
+            raise ValueError(
+                "'model' is the name of the upstream's model for clients: letters, digits, '.', "
+                "'_' and '-'"
+            )
+        return self
+
+    @property
+    def model_id(self) -> str:
+        """The name of the model for clients: that of its folder, or in the catalogue."""
+        return self.catalog_model or self.model.name
 
     @model_validator(mode="after")
     def _cpu_has_no_npu(self) -> BoardGroupConfig:

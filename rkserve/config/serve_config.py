@@ -269,8 +269,15 @@ class RkserveConfig(Settings):
 
     @property
     def deployed(self) -> tuple[BoardGroupConfig, ...]:
-        """The deployed groups, one per instance."""
-        return tuple(one for group in self.boards for one in group.deployed())
+        """The deployed groups, one per instance; upstreams are none."""
+        return tuple(
+            one for group in self.boards if group.upstream is None for one in group.deployed()
+        )
+
+    @property
+    def upstreams(self) -> tuple[BoardGroupConfig, ...]:
+        """The groups that are upstreams."""
+        return tuple(group for group in self.boards if group.upstream is not None)
 
     def folder_of(self, group: BoardGroupConfig) -> Path:
         """Return a group's model folder on the head. Raises ``ConfigError`` if there is none."""
@@ -311,7 +318,7 @@ class RkserveConfig(Settings):
 
     @model_validator(mode="after")
     def _names_differ(self) -> RkserveConfig:
-        names = [group.name for group in self.deployed]
+        names = [group.name for group in (*self.deployed, *self.upstreams)]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             raise ValueError(f"group names must differ; used twice: {', '.join(twice)}")

@@ -27,7 +27,26 @@ TOKEN_GAP_BUCKETS_S = (
 )  # fmt: skip
 # The ends of answers apart from those of ``FinishReason``.
 ERROR, HANG_UP = "error", "hang_up"
-REASONS = (*(reason.value for reason in FinishReason), ERROR, HANG_UP)
+# One that upstreams alone have gets its series when it comes.
+REASONS = (
+    *(reason.value for reason in FinishReason if reason is not FinishReason.FILTERED),
+    *(ERROR, HANG_UP),
+)
+
+
+class ReasonCounters(dict[str, Counter]):
+    """Counters of one model's answers by how they ended, made when they are looked up."""
+
+    def __init__(self, make: Callable[[str], Counter]) -> None:
+        super().__init__()
+        self._make = make
+        for reason in REASONS:
+            self[reason] = make(reason)
+
+    def __missing__(self, reason: str) -> Counter:
+        """Return the counter of an end that has not come before."""
+        made = self[reason] = self._make(reason)
+        return made
 
 
 class TokenGaps:

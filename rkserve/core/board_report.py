@@ -20,6 +20,9 @@ UNREADABLE = "unreadable"
 MIXED = "mixed"
 UNKNOWN = "unknown"
 OTHER_ROUTERS = "other Routers"  # in the place of a board's name, in an error
+UPSTREAM = (
+    "upstream"  # in place of a platform: a server with OpenAI's API, which one Router reports
+)
 
 
 class GenerationState(str, Enum):
@@ -87,6 +90,15 @@ class RouterGenerations:
     refused: tuple[GenerationInfo, ...] = ()
     ended: tuple[GenerationInfo, ...] = ()
     known: bool = False
+
+    def plus(self, other: RouterGenerations) -> RouterGenerations:
+        """Return both together."""
+        return RouterGenerations(
+            (*self.done, *other.done),
+            (*self.refused, *other.refused),
+            (*self.ended, *other.ended),
+            self.known or other.known,
+        )
 
 
 @crosses_versions
@@ -431,6 +443,11 @@ class BoardReport:
     drained: bool = False
     trying: str = ""
     joins: bool = False
+
+    @property
+    def is_upstream(self) -> bool:
+        """Return whether it is a server with OpenAI's API, as its Router sees it."""
+        return self.platform == UPSTREAM
 
 
 def own_digest(boards: Iterable[BoardReport]) -> str:

@@ -26,6 +26,7 @@ class FinishReason(str, Enum):
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
+    FILTERED = "content_filter"  # of upstreams only: they left out the rest of the answer
 
 
 FIRST_LABEL = "default"  # of a base model's weights, until they are given a name
@@ -440,8 +441,36 @@ class Delta:
         return (len(self.text), *[0] * (len(self.token_ids) - 1))
 
 
+@dataclass(frozen=True, slots=True)
+class CallPiece:
+    """More of a tool call that an upstream has parsed: its name first, then its arguments.
+
+    ``index`` counts the calls of the answer; ``arguments`` are JSON text.
+    """
+
+    index: int
+    call_id: str = ""
+    name: str = ""
+    arguments: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class UpstreamDelta(Delta):
+    """A delta of an upstream, which parses its answers itself and names no token ID.
+
+    ``reasoning`` precedes ``text``, and ``calls`` follow it. ``counted`` is the number of tokens:
+    one for each event of the upstream, and with the last delta the rest of the number in its usage.
+    """
+
+    reasoning: str = ""
+    calls: tuple[CallPiece, ...] = ()
+    counted: int = 0
+
+
 def merged(first: Delta, second: Delta) -> Delta | None:
     """Return two consecutive deltas as one; None if that would lose information."""
+    if isinstance(first, UpstreamDelta) and isinstance(second, UpstreamDelta):
+        return _merged_parts(first, second)
     if not (first.plain and second.plain):
         return None
     if any(delta.text and not delta.token_ids for delta in (first, second)):
@@ -450,6 +479,19 @@ def merged(first: Delta, second: Delta) -> Delta | None:
     lengths = (*first.parts, *second.parts) if len(ids) > 1 else ()
     logprobs = (*first.logprobs, *second.logprobs)
     return Delta(first.text + second.text, ids, lengths=lengths, logprobs=logprobs)
+
+
+def _merged_parts(first: UpstreamDelta, second: UpstreamDelta) -> UpstreamDelta | None:
+    """Return two deltas of an upstream as one; None if their parts would change their order."""
+    if (first.text and second.reasoning) or (first.calls and (second.text or second.reasoning)):
+        return None
+    return UpstreamDelta(
+        first.text + second.text,
+        (),
+        reasoning=first.reasoning + second.reasoning,
+        calls=(*first.calls, *second.calls),
+        counted=first.counted + second.counted,
+    )
 
 
 @crosses_versions

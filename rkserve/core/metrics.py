@@ -19,10 +19,10 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from rkserve.core.answer_metrics import (
-    REASONS,
     AdapterCalls,
     AnswerFigures,
     KeyUsage,
+    ReasonCounters,
     TokenGapCollector,
     UsageByDay,
 )
@@ -274,7 +274,7 @@ class RouterMetrics:
                 self.gaps.of(model),
                 self.prompt_length.labels(model),
                 self.answer_length.labels(model),
-                {reason: self.finish_reasons.labels(model, reason) for reason in REASONS},
+                ReasonCounters(partial(self.finish_reasons.labels, model)),
             )
         return found
 

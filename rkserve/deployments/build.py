@@ -21,6 +21,7 @@ from rkserve.deployments.preflight import check_args, check_folders
 from rkserve.deployments.replica import HEAD, ROUTER
 from rkserve.deployments.router import RouterReplica
 from rkserve.deployments.tracing import check_tracing
+from rkserve.router.upstreams.upstreams import read_key
 
 # Requests beyond the board's own queue are rejected by the board, never by Serve.
 BOARD_HEADROOM = 64
@@ -55,6 +56,9 @@ def build(args: dict[str, Any]) -> serve.Application:
         check_environ(os.environ)
         if config.router.nodes == "head":
             check_tracing(config.router.tracing)
+            for group in config.upstreams:
+                assert group.upstream is not None
+                read_key(group.name, group.upstream, os.environ)
     except ConfigError as exc:
         raise ConfigurationRefused(str(exc)) from exc
     handles = {group.name: _boards(group, config) for group in config.deployed}

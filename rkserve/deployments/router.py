@@ -53,6 +53,7 @@ from rkserve.deployments.ray_metrics import RayRouterMetrics
 from rkserve.deployments.replica import Node, find_node, log_with_serve
 from rkserve.deployments.router_peers import SHORT_ID, RayCoordinatorLink, RayPeers
 from rkserve.deployments.tracing import OpenTelemetry, open_tracing
+from rkserve.fleet.fleet import BoardLink
 from rkserve.http.app import make_app
 from rkserve.http.auth import LISTENER, PEER, Listener, host_names, machine_names
 from rkserve.http.gradio_routes import GradioCalls, PendingCall
@@ -71,6 +72,8 @@ from rkserve.router.membership import Membership
 from rkserve.router.served_models import ServedModel
 from rkserve.router.service import Service
 from rkserve.router.stored_responses import Responses
+from rkserve.router.upstreams.metrics import UpstreamMetrics
+from rkserve.router.upstreams.upstreams import open_upstreams
 from rkserve.router.usage_records import UsageRecords
 from rkserve.transport.client import ChannelClient
 from rkserve.verdicts.facts import RouterView
@@ -233,15 +236,28 @@ class RouterReplica:
             for g in config.deployed
         }
         self._channels = channels = ChannelClient(config.channel)
-        links = {
+        metrics = RouterMetrics(CollectorRegistry())
+        groups = {name: folder.id for name, folder in folders.items()}
+        self._upstreams = upstreams = open_upstreams(
+            config.upstreams,
+            UpstreamMetrics(metrics.registry),
+            environ=os.environ,
+            models=set(groups.values()),
+            routers=config.router.replicas,
+            desired=lambda: fleet.desired,
+        )
+        links: dict[str, BoardLink] = {
             name: RayLink(handle, name, config.router.report_timeout_s, channels)
             for name, handle in handles.items()
         }
-        fleet = open_fleet(config.router, links, {name: f.id for name, f in folders.items()})
-        metrics = RouterMetrics(CollectorRegistry())
-        dispatch = open_dispatch(config.router, fleet, metrics, random.Random())
+        groups |= {name: link.model for name, link in upstreams.links.items()}
+        fleet = open_fleet(config.router, {**links, **upstreams.links}, groups)
+        dispatch = open_dispatch(config.router, fleet, metrics, random.Random(), upstreams.waits_s)
         opened = by_id(folders.values())
         models = {name: ServedModel.open(folder) for name, folder in opened.items()}
+        models |= {
+            name: ServedModel.at_upstreams(name, length) for name, length in upstreams.alone.items()
+        }
         keys, self.peers = await asyncio.to_thread(open_access, config)
         limit_s = config.coordinator.operation_timeout_s
         cluster = CoordinatorClient(RayCoordinatorLink(coordinator), fleet.obey, limit_s)
@@ -259,6 +275,7 @@ class RouterReplica:
             tracing=self._tracing,
             keyed=self._keyed,
             keys=keys,
+            upstreams=upstreams,
         )
         self._service.registry.register(StreamCollector(channels.counts))
         several = config.router.replicas > 1
@@ -371,14 +388,15 @@ class RouterReplica:
             self._service.callers.spent_elsewhere(router, report)
 
     async def unassigned(self) -> list[GenerationInfo]:
-        """Return this Router's generations without a board."""
-        return self._service.unassigned.infos()
+        """Return this Router's generations without a board, and those at upstreams."""
+        return [*self._service.unassigned.infos(), *self._upstreams.infos()]
 
     async def control_unassigned(
         self, generation: str, action: ControlAction, choice: int | None
     ) -> RouterGenerations:
-        """Control this Router's part of a generation without a board."""
-        return self._service.unassigned.control(generation, action, choice)
+        """Control this Router's part of a generation without a board, or at upstreams."""
+        own = self._service.unassigned.control(generation, action, choice)
+        return own.plus(self._upstreams.control(generation, action, choice))
 
     async def abort_waiting(self, scope: ClusterScope, request_ids: list[str] | None) -> int:
         """Abort this Router's requests without a board; return their number."""
@@ -424,6 +442,8 @@ class RouterReplica:
             self._responses.close()
         if hasattr(self, "_channels"):
             await self._channels.close()
+        if hasattr(self, "_upstreams"):
+            await self._upstreams.aclose()
         tracing: OpenTelemetry | None = getattr(self, "_tracing", None)
         if tracing is not None:
             await asyncio.to_thread(tracing.close)

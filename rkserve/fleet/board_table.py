@@ -43,6 +43,7 @@ class BoardAddress:
     board_id: str
     model: str
     silent: bool = False
+    upstream: bool = False
 
 
 class BoardTable:
@@ -91,6 +92,7 @@ class BoardTable:
                 report.board_id,
                 report.model,
                 report.state is BoardState.LOST,
+                report.is_upstream,
             )
             for (group, _), report in sorted(self._reports.items())
             if report.replica
@@ -131,7 +133,7 @@ class BoardTable:
                 continue
             had = before.target(report.board_id, report.model)
             target = desired.target(report.board_id, report.model)
-            boards.hold(candidate, _held(target))
+            boards.hold(candidate, _held(target, report))
             if had.base != target.base:  # a KV cache file is only valid for its weights
                 boards.forget(candidate, now_s)
             elif _unloads(target) or _clears(target) - _clears(had):
@@ -173,7 +175,7 @@ class BoardTable:
             self._store((group, report.board_id), report)
             if report.fetch is not None:
                 continue
-            held = _held(self._duty(report))
+            held = _held(self._duty(report), report)
             boards.update(group, report, ready=report.replica in usable, held=held)
         reported = {report.replica for report in reports}
         for candidate in self._of(group):
@@ -219,9 +221,11 @@ class BoardTable:
                 del self._reports[key], self._missed[key]
 
 
-def _held(target: BoardTarget) -> PauseEffect:
+def _held(target: BoardTarget, report: BoardReport) -> PauseEffect:
     if target.drained:
         return PauseEffect.DRAINED
+    if report.is_upstream:  # it has no queue for a pause
+        return PauseEffect.OVERFLOW if target.hold is None else PauseEffect.REFUSES
     return PauseEffect.NOT if target.hold is None else _HELD[target.hold.mode]
 
 

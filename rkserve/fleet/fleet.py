@@ -17,7 +17,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from rkserve.core.board_report import BoardReport, BoardState, next_round
 from rkserve.core.desired_state import Desired
-from rkserve.core.errors import BoardFailed, BoardStartFailed, RkserveError
+from rkserve.core.errors import BoardFailed, BoardStartFailed, RkserveError, UpstreamFailed
 from rkserve.core.messages import CacheSource, Delta, Event, GenerateRequest
 from rkserve.fleet.board_table import SILENT, BoardAddress, BoardTable
 
@@ -207,12 +207,15 @@ class Fleet(BoardTable):
 
     def why_not_ready(self, model: str, met: Iterable[RkserveError] = ()) -> str:
         """Return why no board of the model serves; ``met`` are errors of the current call."""
-        reasons = {exc.reason for exc in met if isinstance(exc, BoardFailed)}
-        reasons |= {
-            report.reason or report.state.value
-            for report in self.reports(model)
-            if report.state is not BoardState.READY
+        reasons = {
+            _named(exc.board_id, exc.reason) if isinstance(exc, UpstreamFailed) else exc.reason
+            for exc in met
+            if isinstance(exc, BoardFailed)
         }
+        for report in self.reports(model):
+            if report.state is not BoardState.READY:
+                reason = report.reason or report.state.value
+                reasons.add(_named(report.board_id, reason) if report.is_upstream else reason)
         return "; ".join(sorted(reasons)) or "no board has joined yet"
 
     async def refresh(self) -> None:
@@ -291,6 +294,10 @@ class Fleet(BoardTable):
                 return False
             await self.refresh()
         return True
+
+
+def _named(upstream: str, reason: str) -> str:
+    return f"upstream {upstream}: {reason}"
 
 
 def _by_name(exc: RkserveError, address: BoardAddress) -> RkserveError:

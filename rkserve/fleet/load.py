@@ -32,13 +32,15 @@ MIN_REST = 0.25  # of a typical answer: the assumed rest of one that is longer t
 class PauseEffect(IntEnum):
     """The treatment of new requests by a paused or drained board; lower values are preferred.
 
-    A drained board is not even asked for the reason of its refusal.
+    An upstream that is not paused has the OVERFLOW of boards that are not: see ``spare``. A drained
+    board is not even asked for the reason of its refusal.
     """
 
     NOT = 0
-    QUEUES = 1
-    REFUSES = 2
-    DRAINED = 3
+    OVERFLOW = 1
+    QUEUES = 2
+    REFUSES = 3
+    DRAINED = 4
 
 
 class BoardWork(Protocol):
@@ -66,6 +68,7 @@ class Candidate:
     board_id: str
     slot: int
     speed: Speed
+    upstream: bool = False
     n_batch: int = 0
     joins: bool = False
     capacity: int = 0
@@ -346,9 +349,10 @@ class ModelBoards:
 
     @property
     def any_open(self) -> bool:
-        """Return whether a board with the best pause effect is free."""
+        """Return whether a board with the best pause effect is free, or an upstream for it."""
         held = self.held
-        return any(place[0] == held for place in self._open)
+        usable = (held, PauseEffect.OVERFLOW) if held is PauseEffect.NOT else (held,)
+        return any(place[0] in usable for place in self._open)
 
     def typical_ms(self, board: Candidate | None = None) -> float:
         """Return the expected time on the board of a request with unknown length."""
@@ -367,9 +371,12 @@ class ModelBoards:
         if board is None:
             # An NPU and the CPU beside it have one platform, and are two kinds of board.
             speed = Speed(self.speeds, f"{group} {report.platform}")
-            board = Candidate(self, key, group, board_id, next(self._slots), speed)
+            board = Candidate(
+                self, key, group, board_id, next(self._slots), speed, report.is_upstream
+            )
             self._by_key[key] = self._by_slot[board.slot] = board
-            self._kinds.setdefault(speed.kind, []).append(board)
+            if not board.upstream:
+                self._kinds.setdefault(speed.kind, []).append(board)
         if ready or board_id not in self._by_name:
             self._by_name[board_id] = board
             self.ring.add(board_id)
@@ -402,13 +409,17 @@ class ModelBoards:
         if board.unused:
             self._count(board, gone=True)
             del self._by_key[board.key], self._by_slot[board.slot]
+            self._forget_kind(board)
+            if self._by_name.get(board.board_id) is board:
+                del self._by_name[board.board_id]
+                self.ring.remove(board.board_id)
+
+    def _forget_kind(self, board: Candidate) -> None:
+        if not board.upstream:
             alike = self._kinds[board.speed.kind]
             alike.remove(board)
             if not alike:
                 del self._kinds[board.speed.kind]
-            if self._by_name.get(board.board_id) is board:
-                del self._by_name[board.board_id]
-                self.ring.remove(board.board_id)
 
     def hold(self, board: Candidate, held: PauseEffect) -> None:
         """Set the effect of a pause on new requests at the board."""
@@ -486,7 +497,7 @@ class ModelBoards:
             self._ready[before[0]] -= 1
             self.places -= before[1]
         if board.ready and not gone:
-            now = (board.held, board.n_batch if board.held is PauseEffect.NOT else 0)
+            now = (board.held, board.n_batch if board.held <= PauseEffect.OVERFLOW else 0)
             self._counted[board.key] = now
             self._ready[now[0]] += 1
             self.places += now[1]
@@ -501,8 +512,16 @@ class ModelBoards:
         board gives the reason for a rejection itself.
         """
         held = self.tier(tried)
-        if held is None or held > most:
-            return []
+        return [] if held is None or held > most else self._free(held, tried)
+
+    def spare(self, tried: Collection[str] = ()) -> list[Candidate]:
+        """Return free upstreams for a request that boards have no place for.
+
+        While a board of the model is ready, ``free`` returns none of them.
+        """
+        return self._free(PauseEffect.OVERFLOW, tried)
+
+    def _free(self, held: PauseEffect, tried: Collection[str]) -> list[Candidate]:
         found: list[Candidate] = []
         loads: dict[int, int] = {}
         for (at, level, load), bag in sorted(self._open.items()):

@@ -395,9 +395,12 @@ def open_board(model: str | Path, *, state_dir: Path | None = None, **settings: 
 def _group(model: str | Path, settings: dict[str, Any]) -> BoardGroupConfig:
     given = {"name": GROUP, "model": model, **settings}
     try:
-        return BoardGroupConfig.model_validate(given)
+        group = BoardGroupConfig.model_validate(given)
     except ValidationError as exc:
         raise ConfigError(explain(exc, BoardGroupConfig)) from exc
+    if group.upstream is not None:
+        raise ConfigError("An upstream is no board: ask it by its own URL.")
+    return group
 
 
 def _prompt(messages: Messages | None, prompt: str | Sequence[int] | None) -> JsonObject:

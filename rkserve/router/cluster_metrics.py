@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from rkserve.core.board_metrics import BoardCollector
+from rkserve.core.board_report import BoardReport
 from rkserve.core.errors import RkserveError
 from rkserve.core.exposition import FamilyText, RouterFigures, label_text, merged, rendered
 from rkserve.core.metrics import RouterUpCollector
@@ -106,10 +107,14 @@ class ClusterMetrics:
         parts: list[Sequence[FamilyText]] = [await rendered(RouterUpCollector(up))]
         # Always in the same order, so that a person finds what was there before.
         parts += [one.families for _, one in sorted({**ended, **live}.items())]
-        parts.append(await rendered(BoardCollector(self._service.fleet.reports)))
+        # Routers count what upstreams do, each its own part.
+        parts.append(await rendered(BoardCollector(self._boards)))
         if self._vllm is not None:
             parts.append(await rendered(self._vllm_cluster(live.values())))
         return merged(parts) + head
+
+    def _boards(self) -> list[BoardReport]:
+        return [one for one in self._service.fleet.reports() if not one.is_upstream]
 
     async def _others(self) -> tuple[Sequence[RouterFigures], Sequence[str]]:
         if self._peers is None:
@@ -134,7 +139,7 @@ class ClusterMetrics:
             _names(one.running for one in routers),
             _names(one.waiting for one in routers),
         )
-        return VllmClusterCollector(fleet.models, fleet.reports(), queued, lora, time.time())
+        return VllmClusterCollector(fleet.models, self._boards(), queued, lora, time.time())
 
 
 def _names(of_routers: Iterable[Iterable[str]]) -> tuple[str, ...]:

@@ -29,7 +29,7 @@ from rkserve.core.errors import (
     RkserveError,
 )
 from rkserve.core.logs import ACCESS
-from rkserve.core.messages import Delta, Finished, GenerateRequest, Timings
+from rkserve.core.messages import Delta, Finished, GenerateRequest, Timings, UpstreamDelta
 from rkserve.core.metrics import RouterMetrics
 from rkserve.core.request_record import (
     RequestRecord,
@@ -194,6 +194,8 @@ class AnswerMeter:
     def delta(self, index: int, delta: Delta) -> None:
         """Measure a choice's delta. Called for every token."""
         now_s, tokens = time.monotonic(), len(delta.token_ids)
+        if isinstance(delta, UpstreamDelta):
+            tokens = delta.counted
         if self._waits_for_first and (delta.text or tokens):
             self._waits_for_first = False
             self._record.first_s = now_s

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -38,6 +39,7 @@ from rkserve.core.run_params import Sampling
 from rkserve.fleet.fleet import Fleet
 from rkserve.models.adapters import Adapter, AdapterChoice, adapters, resolve
 from rkserve.models.folder import ModelFolder
+from rkserve.models.settings import FolderSettings
 from rkserve.router.coordinator_client import CoordinatorClient
 
 log = logging.getLogger(__name__)
@@ -55,9 +57,11 @@ class ModelNames:
     """
 
     def __init__(
-        self, folders: Mapping[str, Path], desired: Callable[[], Desired] = Desired
+        self, folders: Mapping[str, Path | None], desired: Callable[[], Desired] = Desired
     ) -> None:
-        """``folders`` are the model folders by model; ``desired`` returns the desired state."""
+        """``folders`` are the model folders by model, None of one at upstreams; ``desired`` returns
+        the desired state.
+        """
         self._folders = dict(folders)
         self._desired = desired
         self._known: dict[str, tuple[Adapter, ...]] = {}
@@ -110,7 +114,9 @@ class ModelNames:
     def _scan(self) -> dict[str, tuple[Adapter, ...]]:
         return {model: self._found(model, folder) for model, folder in self._folders.items()}
 
-    def _found(self, model: str, folder: Path) -> tuple[Adapter, ...]:
+    def _found(self, model: str, folder: Path | None) -> tuple[Adapter, ...]:
+        if folder is None:
+            return ()
         try:
             return adapters(folder)
         except ConfigError as exc:
@@ -140,18 +146,31 @@ VENDOR_MODEL = "rkllm"
 
 @dataclass(frozen=True)
 class ServedModel:
-    """A model's folder and renderer, as the Router uses them."""
+    """A model's folder and renderer, as the Router uses them.
+
+    One that is ``remote`` is with upstreams only, which render and parse: its folder is empty.
+    """
 
     folder: ModelFolder
     renderer: Renderer
     sampling: Sampling  # the model's defaults
     created: int
+    remote: bool = False
 
     @classmethod
     def open(cls, folder: ModelFolder) -> ServedModel:
         """Load tokenizer and template. Raises ``ConfigError``."""
         sampling = folder.settings.sampling.values()
         return cls(folder, Renderer(folder), sampling, int(folder.path.stat().st_mtime))
+
+    @classmethod
+    def at_upstreams(cls, model: str, context_len: int) -> ServedModel:
+        """Return a model that only upstreams have."""
+        # Not checked: an upstream's context may have any length.
+        settings = FolderSettings.model_construct(context_length=context_len)
+        nowhere = Path(os.devnull) / model
+        folder = ModelFolder(id=model, path=nowhere, weights=None, settings=settings)
+        return cls(folder, Renderer(folder), Sampling(), int(time.time()), remote=True)
 
 
 class ServedModels:
@@ -161,7 +180,9 @@ class ServedModels:
         self, models: Mapping[str, ServedModel], cluster: CoordinatorClient, fleet: Fleet
     ) -> None:
         self.by_name, self._cluster, self._fleet = dict(models), cluster, fleet
-        paths = {name: served.folder.path for name, served in models.items()}
+        paths = {
+            name: None if served.remote else served.folder.path for name, served in models.items()
+        }
         self.names = ModelNames(paths, lambda: cluster.desired)
 
     @property

@@ -21,7 +21,10 @@ from rkserve.api.common.plan import held, plan, prompt_texts, reading
 from rkserve.api.common.version_policy import ANY, ResolvedModel, VersionPolicy
 from rkserve.api.json.fields import MAX_SESSION_CHARS, JsonObject, quoted
 from rkserve.api.openai.models import board_entry, boards_list
+from rkserve.api.parsing.answer_parser import ParserOptions
+from rkserve.api.parsing.tool_choice import NO_TOOLS
 from rkserve.api.prompting.conversation import Message, images_of
+from rkserve.api.upstream.requests import generations
 from rkserve.config.router import RouterConfig
 from rkserve.core.board_report import BoardReport
 from rkserve.core.errors import (
@@ -59,6 +62,7 @@ from rkserve.router.request_log import AnswerMeter, RequestLog, is_fault, noted
 from rkserve.router.served_models import ServedModel, ServedModels
 from rkserve.router.stored_responses import CallMemory
 from rkserve.router.streams import Choices, ChunkWriter, OpenStreams
+from rkserve.router.upstreams.upstreams import Upstreams
 
 log = logging.getLogger(__name__)
 
@@ -122,9 +126,10 @@ class Service:
         tracing: Tracing | None = None,
         keyed: KeyedAnswers | None = None,
         keys: KeyRing | None = None,
+        upstreams: Upstreams | None = None,
     ) -> None:
         """``keyed`` are the answers to requests with an ``Idempotency-Key``, ``keys`` the keys in
-        force, without them those of the configuration.
+        force, without them those of the configuration. ``upstreams`` serve beside the boards.
 
         Raises ``ConfigError``: a key file cannot be used.
         """
@@ -147,6 +152,8 @@ class Service:
         self.models = ServedModels(models, cluster, fleet)
         self.keys.changed.append(self._keys_changed)
         self.unassigned = dispatch.unassigned
+        self.upstreams = upstreams or Upstreams()
+        self.unassigned.cut = self.upstreams.cut
         self._named: set[str] = set()  # ids of answers to requests that clients have named
         self.metrics = metrics
         self.registry = metrics.registry
@@ -205,6 +212,7 @@ class Service:
             call = await read_call(body, dialect.parse)
             if memory is not None:
                 call = await memory.recall(call)
+            asked = call
             call = replace(call, model=call.model or self.models.only, salt=caller.salt(call.salt))
             terms = queue_terms(
                 caller,
@@ -215,25 +223,15 @@ class Service:
             )
             meant = await self.models.resolve(call.model, policy)
             served = self.models.by_name[model := meant.model]
-            settings, renderer = served.folder.settings, served.renderer
-            call = held(call, renderer)
-            await self._check_grammar(call, caller, record)
+            unsuited = self.upstreams.unsuited(model, asked, policy)
+            terms = replace(terms, unsuited=unsuited)
+            if not served.remote:
+                call = held(call, served.renderer)
+                await self._check_grammar(call, caller, record)
             completion = noted(record, call, meant, self._name(dialect, call))
-            pictures: tuple[Picture, ...] = ()
-            if isinstance(call, ChatCall) and call.images:
-                pictures = await self._sight.pictures(call.images, settings.vision)
-            work = partial(
-                plan,
-                call,
-                meant,
-                renderer,
-                defaults=served.sampling,
-                context_len=settings.context_length,
-                completion=completion,
-                session=(session or call.session or completion)[:MAX_SESSION_CHARS],
-                dice=secrets.randbits(63),
-                pictures=pictures,
-            )
+            self.upstreams.enter(completion, model, replace(asked, salt=call.salt))
+            session = (session or call.session or completion)[:MAX_SESSION_CHARS]
+            work = await self._work(call, meant, served, completion, session)
             if len(body) <= INLINE_BODY_BYTES and (memory is None or not memory.recalled):
                 requests = work()
             else:
@@ -253,7 +251,7 @@ class Service:
             tuple(one.version or FIRST_LABEL for one in accepted),
             self._key_of(meant),
             len(requests[0].prompt_ids) or requests[0].counted,
-            reading(call, renderer, requests[0]),
+            self._reading(call, served, requests[0]),
             lexicon=lexicon,
             ends=_ends(call, served),
             sampling=replace(requests[0].sampling, **ignored),
@@ -263,9 +261,51 @@ class Service:
         meter = AnswerMeter(self.metrics, requests, started_s, target_s, record)
         return Opened(call, dialect, answer, choices, accepted, requests, caller, meter, memory)
 
+    async def _work(
+        self,
+        call: AnyCall,
+        meant: ResolvedModel,
+        served: ServedModel,
+        completion: str,
+        session: str,
+    ) -> Callable[[], list[GenerateRequest]]:
+        """Return the function that makes the generations of a call, and may take a while."""
+        settings = served.folder.settings
+        length = settings.context_length
+        if served.remote:
+            return partial(
+                generations, call, meant.model, completion, context_len=length, session=session
+            )
+        pictures: tuple[Picture, ...] = ()
+        if isinstance(call, ChatCall) and call.images:
+            pictures = await self._sight.pictures(call.images, settings.vision)
+        return partial(
+            plan,
+            call,
+            meant,
+            served.renderer,
+            defaults=served.sampling,
+            context_len=length,
+            completion=completion,
+            session=session,
+            dice=secrets.randbits(63),
+            pictures=pictures,
+        )
+
+    def _reading(
+        self, call: AnyCall, served: ServedModel, request: GenerateRequest
+    ) -> ParserOptions:
+        """Return the options of the parser of a call's answers."""
+        if served.remote:
+            tools = call.tools if isinstance(call, ChatCall) else NO_TOOLS
+            return ParserOptions(upstream=True, most_calls=tools.most_calls)
+        found = reading(call, served.renderer, request)
+        return replace(found, upstream=True) if self.upstreams.serve(request.model) else found
+
     def _rejected(self, completion: str, caller: Caller, model: str, exc: BaseException) -> None:
         """End a call that no board has accepted; ``model`` is empty if it was not found."""
         self._named.discard(completion)
+        self.upstreams.leave(completion)
         caller.leave()
         if model and is_fault(exc):
             self.metrics.judged.labels(model, "failed").inc()
@@ -365,6 +405,7 @@ class Service:
             return
         opened.closed = True
         self._named.discard(opened.answer.id)
+        self.upstreams.leave(opened.answer.id)
         opened.meter.close()
         opened.caller.spend(completion=opened.meter.tokens)
         opened.caller.leave()

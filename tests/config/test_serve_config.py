@@ -174,12 +174,14 @@ def wrong(given: Any) -> str:
         ),
         pytest.param(
             args(**REAL),
-            "boards[0]: set exactly one of 'library' (NPUs), 'cpu' (llama.cpp) and 'simulated'.",
+            "boards[0]: set exactly one of 'library' (NPUs), 'cpu' (llama.cpp), 'simulated' and "
+            "'upstream' (a server with OpenAI's API).",
             id="both kinds of board",
         ),
         pytest.param(
             args(simulated=None),
-            "boards[0]: set exactly one of 'library' (NPUs), 'cpu' (llama.cpp) and 'simulated'.",
+            "boards[0]: set exactly one of 'library' (NPUs), 'cpu' (llama.cpp), 'simulated' and "
+            "'upstream' (a server with OpenAI's API).",
             id="neither kind of board",
         ),
         pytest.param(

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal, cast
 
 from pydantic import ConfigDict, with_config
-from typing_extensions import TypedDict
+from typing_extensions import NotRequired, TypedDict
 
 from rkserve.api.json.fields import JsonObject
 from rkserve.api.json.schemas import Count, Seconds, one_of
@@ -64,6 +64,7 @@ class Envelope(ResultsEntry):
     state: State
     epoch: int
     applied: bool
+    upstreams: NotRequired[dict[str, str]]
 
 
 class OperationErrorEntry(TypedDict):
@@ -113,7 +114,7 @@ def envelope(record: ControlOperation, *, applied: bool) -> Envelope:
         "state": record.state.value,
         "epoch": record.epoch,
         "applied": applied,
-        **_boards(record),
+        **_boards(record),  # type: ignore[typeddict-item] # none of its keys is ``upstreams``
     }
 
 

@@ -47,7 +47,12 @@ _OPENED: dict[str, tuple[JsonObject, str, str]] = {
     _THINKING: ({"type": _THINKING, "thinking": "", "signature": ""}, "thinking_delta", "thinking"),
     _CALL: ({"type": _CALL, "input": {}}, "input_json_delta", "partial_json"),
 }
-_REASONS = {"stop": "end_turn", TOOL_CALLS: "tool_use", "abort": "abort"}
+_REASONS = {
+    "stop": "end_turn",
+    TOOL_CALLS: "tool_use",
+    "abort": "abort",
+    "content_filter": "refusal",
+}
 
 
 class MessageUsage(TypedDict):
@@ -97,6 +102,7 @@ class MessageObject(WeightSpans):
         "stop_sequence",
         "tool_use",
         "model_context_window_exceeded",
+        "refusal",
         "abort",
     ]
     stop_sequence: str | None

@@ -26,7 +26,7 @@ from rkserve.core.messages import FIRST_LABEL, Delta, Finished, FinishReason, Pa
 from rkserve.core.run_params import Sampling
 
 AnyCall = ChatCall | CompletionCall
-FinishedBy = Literal["stop", "length", "tool_calls", "function_call", "abort"]
+FinishedBy = Literal["stop", "length", "tool_calls", "function_call", "abort", "content_filter"]
 
 
 class PromptDetails(TypedDict):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 import string
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 
@@ -24,7 +24,14 @@ from rkserve.api.parsing.tools.base import (
     overlap,
 )
 from rkserve.core.errors import RequestError
-from rkserve.core.messages import Delta, Finished, FinishReason, Thinking, TokenOrigin
+from rkserve.core.messages import (
+    Delta,
+    Finished,
+    FinishReason,
+    Thinking,
+    TokenOrigin,
+    UpstreamDelta,
+)
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 _OFF = ("none", "minimal")  # the least effort of a model that can also answer without reasoning
@@ -186,7 +193,8 @@ class ParserOptions:
     """Options of the parser for the answers to one call.
 
     ``form`` is None if no tool was offered: then nothing is a tool call. ``opening`` is the start
-    of a call that was put into the prompt. Only the first ``most_calls`` calls count.
+    of a call that was put into the prompt. Only the first ``most_calls`` calls count. With
+    ``upstream`` answers may come from an upstream, which has parsed them.
     """
 
     thinking: Thinking | None = None
@@ -194,11 +202,12 @@ class ParserOptions:
     names: frozenset[str] = frozenset()
     opening: str = ""
     most_calls: int | None = None
+    upstream: bool = False
 
     @property
     def plain(self) -> bool:
         """Return whether an answer is text only."""
-        return self.thinking is None and self.form is None
+        return self.thinking is None and self.form is None and not self.upstream
 
 
 PLAIN = ParserOptions()
@@ -313,6 +322,7 @@ class AnswerParser:
         self._result = _Result()
         self._begun = 0  # calls, also void ones
         self._answered = 0  # calls whose results were put into this very answer
+        self._parsed = False  # by an upstream: the reader has nothing of it
 
     @property
     def words(self) -> str:
@@ -331,6 +341,9 @@ class AnswerParser:
 
     def feed(self, delta: Delta) -> list[Part]:
         """Add a delta, and return its parts."""
+        if not delta.token_ids and isinstance(delta, UpstreamDelta):
+            self._parsed = True
+            return self._taken(list(self._parts(delta)))
         if self._settled and not delta.retract and delta.splice is None:
             if not delta.text:
                 return []
@@ -349,7 +362,22 @@ class AnswerParser:
 
     def end(self) -> list[Part]:
         """End the answer, and return the parts that were held back."""
-        return self._taken(self._reader.end())
+        return [] if self._parsed else self._taken(self._reader.end())
+
+    def _parts(self, delta: UpstreamDelta) -> Iterator[Part]:
+        """Yield the parts of an upstream's delta, of its calls those within the limit."""
+        most = self._reading.most_calls
+        if delta.reasoning:
+            yield ReasoningPart(delta.reasoning)
+        if delta.text:
+            yield TextPart(delta.text)
+        for piece in delta.calls:
+            if most is not None and piece.index >= most:
+                continue
+            if piece.name:
+                yield ToolCallStart(piece.name, call_id=piece.call_id)
+            if piece.arguments:
+                yield ToolCallDelta(piece.arguments)
 
     def reason(self, finished: Finished) -> str:
         """Return OpenAI's finish reason."""
@@ -369,7 +397,7 @@ class AnswerParser:
         """Number the call of a part. No index is used twice, since clients merge calls by it."""
         if isinstance(part, ToolCallStart):
             self._begun += 1
-            return ToolCallStart(part.name, self._begun - 1, new_call_id())
+            return ToolCallStart(part.name, self._begun - 1, part.call_id or new_call_id())
         if isinstance(part, ToolCallDelta):
             return ToolCallDelta(part.arguments, self._result.calls[-1].index)
         return part

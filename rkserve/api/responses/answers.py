@@ -56,7 +56,9 @@ _STATUS = {
     FinishReason.STOP: "completed",
     FinishReason.LENGTH: "incomplete",
     FinishReason.ABORT: "cancelled",
+    FinishReason.FILTERED: "incomplete",
 }
+_CUT = {FinishReason.LENGTH: "max_output_tokens", FinishReason.FILTERED: "content_filter"}
 
 
 @dataclass
@@ -383,11 +385,11 @@ class ResponseAnswer(DialectAnswer):
             "output_tokens_details": {"reasoning_tokens": details.get("reasoning_tokens", 0)},
             "total_tokens": counts["total_tokens"],
         }
-        cut = {"reason": "max_output_tokens"} if finished.reason is FinishReason.LENGTH else None
+        cut = _CUT.get(finished.reason)
         return {
             **self._response(_STATUS[finished.reason]),
             "completed_at": self._completed_at,
-            "incomplete_details": cut,
+            "incomplete_details": None if cut is None else {"reason": cut},
             "output": self._output(self._last_status()),
             "usage": usage,
             **self._seal(self.versions),

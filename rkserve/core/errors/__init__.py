@@ -21,6 +21,8 @@
     |   +-- AdapterBroken            400  adapter_broken
     |   +-- CacheNotFound            404  cache_not_found
     |   +-- CacheUnsupported         400  cache_unsupported
+    |   +-- UpstreamRefused          400  upstream_refused
+    |   +-- UpstreamUnable           400  upstream_unable
     |   +-- EmbeddingUnsupported     400  embedding_unsupported
     |   +-- GenerationNotFound       404  generation_not_found
     |   +-- ResponseNotFound         404  response_not_found
@@ -84,6 +86,7 @@
     +-- AnswerGivenUp                503  answer_given_up
     +-- BoardFailed                  503  board_failed
     |   +-- BoardOutOfOrder          503  board_failed
+    |   +-- UpstreamFailed           503  upstream_failed
     |   +-- BoardSilent              503  board_failed
     |   +-- BoardGone                503  board_failed
     |   +-- BoardBehind              503  board_behind

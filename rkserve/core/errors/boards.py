@@ -231,6 +231,48 @@ class BoardOutOfOrder(BoardFailed):
     sentence = "Board {board_id} is out of order: {reason}."
 
 
+class UpstreamFailed(BoardFailed):
+    """An upstream could not be reached, did not take this cluster's key, or broke an answer off.
+
+    ``again``: the same request may succeed there.
+    """
+
+    code = "upstream_failed"
+    sentence = "The upstream {board_id} failed: {reason}."
+
+    def __init__(self, board_id: str, reason: str, again: bool = False) -> None:
+        RkserveError.__init__(self, board_id, reason, again)
+        self.board_id, self.reason, self.again = board_id, reason, again
+
+
+class UpstreamRefused(RequestError):
+    """An upstream takes the request for invalid; a board of the model, or another one, may not.
+
+    ``reason`` is its own message.
+    """
+
+    code = "upstream_refused"
+    sentence = "The upstream {upstream} refused the request: {reason}"
+
+    def __init__(self, upstream: str, reason: str, param: str | None = None) -> None:
+        RkserveError.__init__(self, upstream, reason, param)
+        self.upstream, self.reason, self.param = upstream, reason, param
+
+
+class UpstreamUnable(RequestError):
+    """A control call for an upstream, over whose generations it has no control."""
+
+    code = "upstream_unable"
+    sentence = (
+        "{upstream} is an upstream, a server with OpenAI's API, which cannot do this: {action}. "
+        "Its generations can be aborted."
+    )
+
+    def __init__(self, upstream: str, action: str) -> None:
+        RkserveError.__init__(self, upstream, action)
+        self.upstream, self.action = upstream, action
+
+
 class BoardSilent(BoardFailed):
     """The board did not answer in time; ``reason`` is the call's fate, if known."""
 

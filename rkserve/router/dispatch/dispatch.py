@@ -29,6 +29,8 @@ from rkserve.core.errors import (
     QueueFull,
     QueueTimeout,
     RkserveError,
+    UpstreamFailed,
+    UpstreamRefused,
 )
 from rkserve.core.messages import (
     Delta,
@@ -60,12 +62,13 @@ from rkserve.router.policies import POLICIES, PolicySettings
 from rkserve.router.queue.admission import QueueTerms
 from rkserve.router.queue.queues import ModelQueues, QueueRules, TriedBoards
 from rkserve.router.queue.reservation import Recalled
+from rkserve.router.upstreams.overflow import OverflowPolicy
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 # Another board may have what this one lacks; nothing of the request was run.
-_LACKING = (CacheNotFound, AdapterBroken)
+_LACKING = (CacheNotFound, AdapterBroken, UpstreamRefused)
 # The board is healthy; retry later.
 _WAITING = (BoardBehind, BoardAsleep, BoardDrained)
 # Another board may succeed.
@@ -74,7 +77,7 @@ _ELSEWHERE = (BoardFailed, QueueFull, QueueTimeout, EnginePaused, *_LACKING)
 _LATER = (NoBoard, QueueFull, QueueTimeout, EnginePaused, *_WAITING)
 # Failures counted by the circuit breaker: those with an unknown time of recovery. A board that is
 # out of order reports that itself, and a replica that has ended gets no more requests.
-_FAULTS = (EngineDied, EngineHung, BoardSilent)
+_FAULTS = (EngineDied, EngineHung, BoardSilent, UpstreamFailed)
 FORGIVE_S = 5.0
 
 
@@ -566,12 +569,21 @@ def open_fleet(
 
 
 def open_dispatch(
-    config: RouterConfig, fleet: Fleet, metrics: RouterMetrics, rng: random.Random
+    config: RouterConfig,
+    fleet: Fleet,
+    metrics: RouterMetrics,
+    rng: random.Random,
+    overflow_s: Mapping[str, float] | None = None,
 ) -> Dispatch:
-    """Return the dispatch of a fleet, with its queues."""
+    """Return the dispatch of a fleet, with its queues.
+
+    ``overflow_s`` has the waits for boards before upstreams get requests, by their addresses.
+    """
     breaker = CircuitBreaker()
     rules = QueueRules(config.queue_limit, config.queue_timeout_s, config.replicas)
     policy = POLICIES[config.policy](rng, PolicySettings(max_wait_s=config.board_wait_s))
+    if overflow_s:
+        policy = OverflowPolicy(policy, overflow_s)
     queues = ModelQueues(fleet, policy, rules, breaker, metrics)
     metrics.registry.register(QueueCollector(queues.depths))
     limits = FailoverLimits(

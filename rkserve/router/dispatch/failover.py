@@ -46,6 +46,7 @@ from rkserve.core.messages import (
     Timings,
     TokenOrigin,
     TranscriptToken,
+    UpstreamDelta,
     Usage,
     VersionSpan,
 )
@@ -113,13 +114,14 @@ class GenerationProgress:
             None  # of the last loss of a board, apart from time limits
         )
         self.strikes: list[LostBoard] = []
+        self._upstream = False  # the client has a part of an upstream's answer
 
     # -- events of boards ---------------------------------------------------------------------
 
     @property
     def begun(self) -> bool:
         """Return whether any part of the answer has arrived."""
-        return bool(self._slots or self._news)
+        return bool(self._slots or self._news or self._upstream)
 
     def observe(self, event: Event) -> Event | None:
         """Process an event; return it as the client gets it, None if it gets nothing."""
@@ -222,6 +224,10 @@ class GenerationProgress:
     def _grow(self, delta: Delta) -> None:
         self._arrived = False
         self.tokens += len(delta.token_ids)
+        if isinstance(delta, UpstreamDelta):
+            self._upstream = True
+            self.tokens += delta.counted
+            return
         if delta.plain:
             self.rests, self._over = None, not delta.token_ids
             if delta.token_ids:
@@ -279,6 +285,8 @@ class GenerationProgress:
         self._arrived = False
         if self._lost_s is None:
             self._lost_s = now_s
+        if self._upstream:
+            return exc  # its tokens are unknown, without which no board continues the answer
         if isinstance(exc, _OWN_RUN) and self.rests is None:
             if self.strikes and self.strikes[-1].tokens != self.tokens:
                 self.strikes = []  # it has new tokens since then, so that failure was another one

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import replace
 
 from rkserve.core.board_report import GenerationInfo, GenerationState, RouterGenerations
@@ -29,6 +29,8 @@ class UnassignedRequests:
         self._ended: dict[str, GenerationInfo] = {}  # requests aborted here, the oldest first
         # The times of aborts of all requests, by model or of everything.
         self.aborts: dict[str | None, float] = {}
+        # Aborts a request at the upstream of an address; False if it is no upstream.
+        self.cut: Callable[[str, str], bool] = lambda _replica, _request_id: False
 
     def infos(self) -> list[GenerationInfo]:
         """Return the states of the requests that no board has."""
@@ -57,7 +59,8 @@ class UnassignedRequests:
     def abort(self, scope: Scope, request_ids: Collection[str] | None) -> int:
         """Abort requests that no board has, all or by ID; return their number.
 
-        Requests on boards are aborted by the boards, and here if they lose their board first. With
+        Requests on boards are aborted by the boards, and here if they lose their board first; those
+        at upstreams are aborted here, without being counted. With
         ``scope.boards`` only requests on these boards are meant.
         """
         boards = {address.replica: address.board_id for address in self._fleet.addresses()}
@@ -73,6 +76,8 @@ class UnassignedRequests:
             if request_ids is None or any(_is_named(location.id, one) for one in request_ids):
                 ended += location.controllable and not location.ended
                 location.abort()
+                if replica is not None:
+                    self.cut(replica, location.id)
         return ended
 
     def end(self, location: RequestLocation) -> list[Event]:

@@ -74,7 +74,7 @@ class Catalog:
         again = asked.read(PrefetchBody).again
         platform, limit = await self._cluster.catalog_target(name)
         addresses = self._fleet.addresses(fetching=True)
-        known = ((one, self._fleet.report_of(one)) for one in addresses)
+        known = ((one, self._fleet.report_of(one)) for one in addresses if not one.upstream)
         chosen = one_per_node((one, report) for one, report in known if report is not None)
         rows, nodes, fitting = list[NodeCopy](), dict[str, str](), list[BoardAddress]()
         for node, (address, report) in chosen.items():

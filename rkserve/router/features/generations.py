@@ -108,8 +108,10 @@ class Generations:
         )
         own = self._service.unassigned.infos()
         unassigned = {one.request_id: one for one in [*others, *own]}
+        # Other Routers' generations at upstreams are with Routers, and so are this one's own.
+        held = {one.request_id: one for one in merged(answers.found.values())}
         return {
-            **generations_list([*merged(answers.found.values()), *unassigned.values()]),
+            **generations_list(list({**unassigned, **held}.values())),
             "failed": failures({**answers.failed, **failed}),
         }
 

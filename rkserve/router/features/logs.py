@@ -158,7 +158,7 @@ class Logs:
                 await queue.put(lines)
 
     def _sources(self, query: LogsQuery) -> dict[str, _Unread]:
-        names = [address.board_id for address in self._fleet.addresses()]
+        names = [one.board_id for one in self._fleet.addresses() if not one.upstream]
         names += [COORDINATOR, *([ROUTER] if self._routers is not None else [])]
         return {name: _Unread(name, _tail(query)) for name in names}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from http import HTTPStatus
 
@@ -20,15 +20,26 @@ from rkserve.api.admin.operations import OK, changed, operation_entry, operation
 from rkserve.api.admin.pause import CallOptions, OperationBody
 from rkserve.api.admin.query import ControlRequest, ListQuery, ModelQuery
 from rkserve.control.calls import (
+    AbortAction,
     AnyAction,
     CacheResetAction,
+    ModelAction,
     OperationRequest,
     PauseAction,
+    ResumeAction,
+    ScopedAction,
     SleepAction,
+    WakeAction,
 )
 from rkserve.control.operations import OperationOutcome
-from rkserve.core.desired_state import Scope
-from rkserve.core.errors import AdapterNotFound, BoardNotFound, ModelNotFound, RequestError
+from rkserve.core.desired_state import PauseMode, Scope
+from rkserve.core.errors import (
+    AdapterNotFound,
+    BoardNotFound,
+    ModelNotFound,
+    RequestError,
+    UpstreamUnable,
+)
 from rkserve.router.service import Service
 
 AT_REST_S = 2.0  # for what boards sent before they stopped to reach this Router's clients
@@ -68,7 +79,31 @@ class Operations:
         action = call.action(scope)
         outcome = await self.perform(action, call.terms, asked)
         await self._after(action, scope, outcome)
-        return made(call.reply(outcome, self._cluster.desired), outcome)
+        answer = made(call.reply(outcome, self._cluster.desired), outcome)
+        if isinstance(answer.body, str) or "error" in answer.body:
+            return answer
+        effects = {name: effect(action) for name in self._upstreams_in(scope)}
+        return replace(answer, body={**answer.body, "upstreams": effects}) if effects else answer
+
+    def _upstreams_in(self, scope: Scope) -> list[str]:
+        if scope.adapter is not None:
+            return []
+        reports = (one for one in self._fleet.reports() if one.is_upstream)
+        return [one.board_id for one in reports if scope.covers(one.board_id, one.model)]
+
+    def _check_upstreams(self, action: AnyAction) -> None:
+        """Raise ``UpstreamUnable`` for an action that is for upstreams by name, or by their model.
+
+        The Coordinator knows boards only.
+        """
+        models = action.models if isinstance(action, ScopedAction) else ()
+        if isinstance(action, ModelAction):
+            models = (action.model,)
+        boards = action.boards if isinstance(action, ScopedAction) else ()
+        alone = self._service.upstreams.alone
+        for one in (one for one in self._fleet.reports() if one.is_upstream):
+            if one.board_id in boards or (one.model in models and one.model in alone):
+                raise UpstreamUnable(one.board_id, action.kind.value)
 
     async def _after(self, action: AnyAction, scope: Scope, outcome: OperationOutcome) -> None:
         """Wait for what stopped boards have sent; forget cached prefixes that they have dropped."""
@@ -160,6 +195,7 @@ class Operations:
         background: bool | None = None,
     ) -> OperationOutcome:
         """Perform an operation. ``key`` and ``background`` override those of the call."""
+        self._check_upstreams(action)
         return await self._cluster.perform(
             OperationRequest(
                 action,
@@ -226,6 +262,17 @@ class Operations:
                 raise BoardNotFound(pattern[:80], "selector")
             chosen |= dict.fromkeys(found)
         return tuple(chosen)
+
+
+def effect(action: AnyAction) -> str:
+    """Return the effect on an upstream of an action on the cluster, for its answer."""
+    if isinstance(action, PauseAction | SleepAction):
+        ends = action.mode is PauseMode.ABORT
+        rest = "those that ran are aborted" if ends else "those that run go on"
+        return f"takes no new requests; {rest}"
+    if isinstance(action, ResumeAction | WakeAction):
+        return "takes requests, unless another pause holds it"
+    return "aborted" if isinstance(action, AbortAction) else "unchanged: this is for boards"
 
 
 def made(body: Mapping[str, object], outcome: OperationOutcome) -> AdminAnswer:

@@ -44,7 +44,8 @@ class QueueTerms:
     ``flow`` is the owner (calls without a key share one), which gets service by its ``weight``. A
     lower ``priority`` goes first. After ``deadline_s``, which is ``timeout_s`` after arrival, the
     answer is useless; ``came_s`` is the time of arrival. All times are on the queue's clock.
-    ``use`` is called with the board time of each request.
+    ``use`` is called with the board time of each request. The upstreams with the keys ``unsuited``
+    cannot serve the call.
     """
 
     flow: str = ANONYMOUS
@@ -54,6 +55,7 @@ class QueueTerms:
     timeout_s: float = 0.0
     came_s: float | None = None
     use: Use = field(default=_unmetered, compare=False)
+    unsuited: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -473,7 +473,8 @@ class ModelQueue:
             self._at_boards.pop(reservation, None)
             if running.entry is not None:
                 self._admission.ended(running.entry, sum(reservation.used_s(now_s)) * 1e3)
-        if finished is not None:
+        # Times and caches of an upstream say nothing of the boards that requests wait for.
+        if finished is not None and not (reservation.board.upstream and self._has_boards):
             tokens = self._metrics.prefix_tokens.labels
             tokens(self._model, "expected").inc(reservation.expected.tokens)
             tokens(self._model, "found").inc(finished.usage.cached_tokens)
@@ -482,6 +483,10 @@ class ModelQueue:
         if _is_shared(reservation.board):
             self._shared.append(reservation.board)
         self.pump()
+
+    @property
+    def _has_boards(self) -> bool:
+        return any(not board.upstream for board in self.boards)
 
     def _supply(self) -> Capacity:
         typical_ms = self._expectation.typical_ms or self.boards.typical_ms()

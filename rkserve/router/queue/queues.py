@@ -29,8 +29,9 @@ from rkserve.core.errors import (
     NoBoard,
     QueueFull,
     RkserveError,
+    UpstreamRefused,
 )
-from rkserve.core.messages import GenerateRequest
+from rkserve.core.messages import EmbedRequest, GenerateRequest
 from rkserve.core.metrics import RouterMetrics
 from rkserve.fleet.board_table import USABLE
 from rkserve.fleet.fleet import Fleet
@@ -42,7 +43,7 @@ from rkserve.router.queue.model_queue import ModelQueue, Waiter
 from rkserve.router.queue.reservation import Reservation
 
 # Errors of a board that lacks something that another board may have.
-LACKING = (CacheNotFound, AdapterBroken)
+LACKING = (CacheNotFound, AdapterBroken, UpstreamRefused)
 
 
 class TriedBoards(dict[str, RkserveError]):
@@ -87,7 +88,7 @@ def prospect(
     # better pause effect is full, boards with a worse one are not tried.
     full = [boards.get(key) for key, exc in tried.items() if isinstance(exc, QueueFull)]
     most = min((board.held for board in full if board is not None), default=PauseEffect.REFUSES)
-    most = min(most, PauseEffect.REFUSES)
+    most = min(max(most, PauseEffect.OVERFLOW), PauseEffect.REFUSES)
     barred = {*tried, *blocked}
     name = request.line if request.adapter is None else request.adapter.name
     if name is not None and any(pause.scope.adapter == name for pause in desired.pauses):
@@ -112,9 +113,22 @@ def prospect(
         return Availability(barred, most, no_board=True)
     if tier is not PauseEffect.REFUSES:
         return Availability(barred, most)
-    return Availability(
-        barred, most, asks=next(one for one in last if one.held is PauseEffect.REFUSES)
-    )
+    asked = next(one for one in last if one.held is PauseEffect.REFUSES)
+    hold = desired.target(asked.board_id, request.model).hold if asked.upstream else None
+    # An upstream has no queue for a pause.
+    keeps = hold is not None and hold.mode is PauseMode.KEEP
+    return Availability(barred, most, asks=None if keeps else asked, waits=keeps)
+
+
+def _unsuited(waiter: Waiter, boards: ModelBoards) -> Collection[str]:
+    """Return the upstreams that cannot serve a request: a begun answer has token IDs of boards, and
+    adapters and embeddings are with boards only.
+    """
+    request, before = waiter.request, waiter.request.continued
+    begun = before is not None and bool(before.slots or before.text)
+    if begun or request.adapter_name is not None or isinstance(request, EmbedRequest):
+        return [board.key for board in boards if board.upstream]
+    return waiter.terms.unsuited
 
 
 def refusal(
@@ -313,11 +327,13 @@ class ModelQueues:
         Raises the error for which no board takes the request.
         """
         desired, blocked = self._fleet.desired, self._blocked()
-        found = prospect(waiter.request, queue.boards, desired, tried, blocked)
+        unsuited = _unsuited(waiter, queue.boards)
+        shut = {*blocked, *unsuited}
+        found = prospect(waiter.request, queue.boards, desired, tried, shut)
         waiter.barred = waiter.routing.tried = found.barred
         waiter.routing.most = found.most
         if found.no_board:
-            soon = prospect(waiter.request, queue.boards, desired, tried, ())
+            soon = prospect(waiter.request, queue.boards, desired, tried, unsuited)
             if blocked and not soon.no_board and soon.asks is None:
                 # The boards exist, and only their circuits are open: the request can wait.
                 return await queue.aside(waiter, self._breaker.soonest_s(time.monotonic()))

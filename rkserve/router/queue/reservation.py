@@ -23,6 +23,7 @@ from rkserve.core.messages import (
     Kv,
     Paused,
     QueueChange,
+    UpstreamDelta,
 )
 from rkserve.fleet.load import MIN_REST, Candidate, ModelBoards
 from rkserve.fleet.prefix_index import NOTHING, Reuse
@@ -154,8 +155,10 @@ class InFlightRequest:
         self._finished = False
         boards.unbook(routing.request_id)
         boards.visited(routing.session, candidate)
-        if boards.index is not None:
-            self.expected = boards.index.began(candidate.slot, routing.chain, now_s)
+        # Caches of upstreams are their own affair.
+        self._index = None if candidate.upstream else boards.index
+        if self._index is not None:
+            self.expected = self._index.began(candidate.slot, routing.chain, now_s)
         self.source = self._find_source(boards, candidate, routing)
         prefill_ms = (
             max(0, routing.prompt_tokens - self.expected.tokens) * candidate.speed.prefill_ms
@@ -167,7 +170,7 @@ class InFlightRequest:
         self, boards: ModelBoards, candidate: Candidate, routing: RoutingRequest
     ) -> Candidate | None:
         """Return the board from which this one is to fetch a file for the prompt, if that pays."""
-        index, chain = boards.index, routing.chain
+        index, chain = self._index, routing.chain
         if index is None or chain is None:
             return None
         prefill_ms = candidate.speed.prefill_ms
@@ -192,6 +195,8 @@ class InFlightRequest:
         if isinstance(event, Delta):
             self._tokens += len(event.token_ids)
             self._answer += event.token_ids
+            if isinstance(event, UpstreamDelta):
+                self._tokens += event.counted
             if event.retract or event.splice or event.bound:
                 self._unknown = True  # only the board knows the context after an edit
             if not self._resting:
@@ -243,9 +248,9 @@ class InFlightRequest:
             self.candidate.ended(self, left=left)
         if self._finished and self._routing.max_tokens:  # an embedding request has no answer length
             self._boards.answered(self._tokens)
-        if self._boards.index is not None:
+        if self._index is not None:
             file = self.expected.tokens > 0 and not self.expected.live
-            self._boards.index.ended(self.candidate.slot, self._left(), now_s, from_file=file)
+            self._index.ended(self.candidate.slot, self._left(), now_s, from_file=file)
 
     def _left(self) -> BlockHashes | None:
         """Return the reusable context left at the board, unless the run was aborted."""

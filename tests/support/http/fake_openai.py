@@ -123,6 +123,15 @@ ANSWERS: dict[str, Answer] = {
     ],
     "whole": lambda _: whole("200 OK", json.dumps({**MESSAGE, "usage": USAGE}).encode()),
     "busy": refusal("429 Too Many Requests", "queue_full", "retry-after: 7"),
+    "refused": lambda _: whole(
+        "400 Bad Request",
+        b'{"error": {"message": "max_tokens is too large", "param": "max_tokens"}}',
+    ),
+    "forbidden": lambda _: whole(
+        "401 Unauthorized", b'{"error": {"message": "Incorrect API key provided: sk-secret"}}'
+    ),
+    "page": lambda _: whole("200 OK", b"<html>welcome</html>", kind="text/html; charset=utf-8"),
+    "long-line": lambda _: chunks(*said("one"), *[b"data: " + b"a" * 600_000] * 2, DONE),
     "down": lambda _: whole("502 Bad Gateway", b"<html>nothing</html>", kind="text/html"),
     "fails": lambda _: chunks(*said("one"), data({"error": {"message": "x", "code": "lost"}})),
     "fails-oddly": lambda _: chunks(*said("one"), data({"error": "a word"})),
@@ -178,6 +187,7 @@ class FakeOpenAi:
     most: int = 0
     models: list[Json] = field(default_factory=lambda: [{"id": "ok"}])
     boards: list[Json] | None = None  # a server without boards answers 404
+    failures: int = 0  # of the next requests to "twice-down"
 
     @property
     def url(self) -> str:
@@ -212,7 +222,10 @@ class FakeOpenAi:
         self.running += 1
         self.most = max(self.most, self.running)
         try:
-            return await _write(writer, reader, ANSWERS[body["model"]](asked))
+            model = body["model"]
+            if model == "twice-down":
+                model, self.failures = "down" if self.failures > 0 else "ok", self.failures - 1
+            return await _write(writer, reader, ANSWERS[model](asked))
         finally:
             self.running -= 1
 

@@ -1,0 +1,1 @@
+"""Calls as requests to servers with OpenAI's API, and their answers."""
