@@ -112,6 +112,7 @@ def test_groups_use_a_folder_by_its_path_or_by_its_name_on_boards(
         "sim-chat": ["sim"],
         "sim-embed": ["embed"],
         "sim-vision": [],
+        "tiny-docs": [],
     }
 
 

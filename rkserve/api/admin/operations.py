@@ -108,14 +108,15 @@ class AuditAnswer(TypedDict):
 
 def envelope(record: ControlOperation, *, applied: bool) -> Envelope:
     """Return the facts about an operation in an answer."""
-    return {
+    entry = {
         "operation_id": record.id,
         "kind": record.kind.value,
         "state": record.state.value,
         "epoch": record.epoch,
         "applied": applied,
-        **_boards(record),  # type: ignore[typeddict-item] # none of its keys is ``upstreams``
+        **_boards(record),
     }
+    return cast("Envelope", entry)  # what becomes of upstreams is added where it is known
 
 
 def changed(body: Mapping[str, object], record: ControlOperation, *, applied: bool) -> JsonObject:

@@ -21,7 +21,6 @@ GROUP = group(URL, "far", "far-chat", model="sim-chat", extensions=True)
 async def far(*texts: str) -> tuple[House, httpx.ASGITransport]:
     """A Router with one board that says these tokens, and the way to it."""
     boards = FakeBoards([report("b")], {"replica of b": [answer("b", *texts)]})
-    boards.says = {("", "forgive"): lambda: None}
     return await reached(House(boards))
 
 
@@ -80,6 +79,7 @@ async def test_its_refusals_and_failures_are_told_by_its_own_words() -> None:
         error = (await asked(near, messages=[{"role": "user", "content": "long " * 9000}])).json()
         assert error["error"]["code"] == "upstream_refused"
         assert "context" in error["error"]["message"]
+        there.boards.says["", "forgive"] = lambda: None
         there.boards.scripts["replica of b"] = [[accepted("b"), EngineDied("b", "it crashed")]]
         failed = await asked(near)
         assert failed.status_code == 503
@@ -110,8 +110,8 @@ async def test_many_at_once_all_get_their_own_answer() -> None:
     _, way = await far("Hel", "lo")
     few = group(URL, "far", "far-chat", model="sim-chat", concurrency=2)
     async with house(few, transport=way) as near:
-        answers = await asyncio.gather(*(asked(near, n=2) for _ in range(5)))
-        assert {one.status_code for one in answers} == {200}, [one.text[-400:] for one in answers]
+        answers = await asyncio.gather(*(asked(near, n=2) for _ in range(4)))
         for one in answers:
+            assert one.status_code == 200, one.text
             texts = [choice["message"]["content"] for choice in one.json()["choices"]]
             assert texts == ["Hello", "Hello"]
