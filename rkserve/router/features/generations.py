@@ -39,6 +39,7 @@ from rkserve.core.errors import (
     RequestError,
     RkserveError,
     StateConflict,
+    UpstreamUnable,
 )
 from rkserve.core.messages import ControlAction, Edit
 from rkserve.fleet.board_table import BoardAddress
@@ -288,7 +289,9 @@ def _summary(info: GenerationInfo) -> str:
     )
 
 
-def _refusal(action: ControlAction, info: GenerationInfo) -> StateConflict:
+def _refusal(action: ControlAction, info: GenerationInfo) -> RkserveError:
+    if info.board_id:  # only an upstream's generation is with a Router and at a board
+        return UpstreamUnable(info.board_id, f"{action.value} a generation")
     reason = _NO_BOARD_YET if info.state is GenerationState.QUEUED else ""
     return StateConflict(action.value, info.state.value, reason)
 

@@ -10,9 +10,13 @@ from typing import Any
 
 import pytest
 
+from rkserve.api.admin.query import ControlRequest
 from rkserve.config.board_group import BoardGroupConfig
+from rkserve.core.board_report import GenerationInfo, RouterGenerations
 from rkserve.core.desired_state import ActivePause, Desired, PauseMode, Scope
+from rkserve.core.errors import UpstreamUnable
 from rkserve.core.messages import ControlAction
+from rkserve.router.features.generations import Generations
 from tests.support.boards.fake_boards import FakeBoards, eventually
 from tests.support.http.fake_openai import FakeOpenAi, serving
 from tests.support.http.router_house import events
@@ -337,6 +341,35 @@ async def test_other_routers_list_and_abort_its_generations(fake: FakeOpenAi) ->
         assert (len(refused.refused), refused.done, refused.known) == (1, (), True)
         assert not upstreams.control("chatcmpl-other", ControlAction.ABORT, None).known
         assert upstreams.control(name, ControlAction.ABORT, 0).done
+        assert (await task).json()["choices"][0]["finish_reason"] == "abort"
+
+
+class Peers:
+    """The Router that has the generation, for another one."""
+
+    def __init__(self, other: UpstreamHouse) -> None:
+        self._of = other.upstreams
+
+    async def unassigned(self) -> list[GenerationInfo]:
+        return self._of.infos()
+
+    async def control_unassigned(
+        self, generation: str, action: ControlAction, choice: int | None
+    ) -> RouterGenerations:
+        return self._of.control(generation, action, choice)
+
+
+async def test_a_call_at_another_router_has_the_same_answer(fake: FakeOpenAi) -> None:
+    async with one(fake, "hangs-in-mid-answer") as found, one(fake) as other:
+        task = asyncio.create_task(found.chat())
+        name = await generation(found)
+        calls = Generations(other.service, Peers(found))
+        assert [entry["id"] for entry in (await calls.listed())["data"]] == [name]
+        asked = ControlRequest()
+        with pytest.raises(UpstreamUnable, match="gpu is an upstream"):
+            await calls.control(name, ControlAction.PAUSE, asked)
+        status, _ = await calls.control(name, ControlAction.ABORT, asked)
+        assert status == 200
         assert (await task).json()["choices"][0]["finish_reason"] == "abort"
 
 
