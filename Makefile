@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip -q --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-quick test-long unit cluster simulate page-test fuzz mutation compat compat-programs compat-lock aarch64 check check-observability check-cluster offline deb format bench bench-control bench-plain bench-scale bench-kills bench-kills-mixed bench-multi-turn bench-overload soak docs docs-serve lock release sim sanitize clean
+.PHONY: help demo test test-quick test-long unit cluster simulate page-test fuzz mutation compat compat-programs compat-lock aarch64 check check-observability check-cluster offline deb format bench bench-control bench-plain bench-scale bench-kills bench-kills-mixed bench-cpu bench-multi-turn bench-overload soak docs docs-serve lock release sim sanitize clean
 
 help:
 	@echo "make demo    a chat model on three simulated boards, an embedding model on a fourth, until Ctrl-C"
@@ -36,6 +36,7 @@ help:
 	@echo "make bench-control  measure pauses, adapter switches and faults, and write docs/benchmarks/control.md"
 	@echo "make bench-plain  rkserve beside a plain Ray Serve application, into docs/benchmarks/plain.md"
 	@echo "make bench-scale  simulate clusters of up to 1,000 boards, and write docs/benchmarks/scale.md"
+	@echo "make bench-cpu    a CPU board beside the bare library: docs/benchmarks/cpu.md"
 	@echo "make bench-kills  kill a thousand boards under load, and write docs/benchmarks/kills.md"
 	@echo "make bench-kills-mixed  the same in a fleet of simulated NPUs and CPUs: docs/benchmarks/kills-mixed.md"
 	@echo "make bench-multi-turn  policies on one trace of conversations, into docs/benchmarks/multi-turn"
@@ -189,6 +190,9 @@ bench-plain: $(READY) sim
 
 bench-scale: $(READY)
 	$(BIN)/python -m benchmarks.scale
+
+bench-cpu: $(READY)
+	$(BIN)/python -m benchmarks.cpu --output docs/benchmarks/cpu.md
 
 bench-kills: $(READY) sim
 	$(BIN)/python -m benchmarks.kills

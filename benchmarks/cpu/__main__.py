@@ -24,6 +24,7 @@ from benchmarks.cpu.model import Shape, write_model
 from benchmarks.harness import command
 from benchmarks.harness.command import REPORTS, ProgressLine, add_outputs
 from benchmarks.harness.figures import machine_line
+from rkserve.bench.processes import BenchFailed
 from rkserve.bench.results import figure, machine, table
 from rkserve.board.board import Board
 from rkserve.board.engine.process import EngineProcess
@@ -40,6 +41,8 @@ GREEDY = Sampling(temperature=0, repeat_penalty=1.0)
 NO_END = 1 << 24  # beyond the vocabulary
 FIRST_ID, STRIDE, IDS = 300, 7, 20000
 COUNTS = (1, 2, 4)
+COMPLETE = 2  # marks of a measurement: its begin and its end
+TICK_S = 1 / os.sysconf("SC_CLK_TCK")  # of the CPU time of other processes
 
 
 @dataclass(frozen=True)
@@ -154,38 +157,38 @@ class MeasuredBoard:
     async def measure(self, count: int, number: int) -> Speed:
         """Answer ``count`` requests at the same time."""
         firsts: list[float] = []
-        times = [asyncio.Event() for _ in range(count)]
-        marks: list[tuple[float, float]] = []
+        given = [0] * count
+        marks: list[tuple[float, float, int]] = []  # clock, CPU time, tokens: while all go on
 
-        async def answer(at: int) -> int:
-            ids, began_s, made = prompt_of(number + at, self._asked.prompt), time.monotonic(), 0
+        def note(*, due: bool) -> None:
+            if due:
+                marks.append((time.monotonic(), self._cpu_s(), sum(given)))
+
+        async def answer(at: int) -> None:
+            ids, began_s = prompt_of(number + at, self._asked.prompt), time.monotonic()
             asked = GenerateRequest(f"c{number + at}/0", "m", ids, self._asked.tokens, GREEDY)
             async with aclosing(self.board.generate(asked)) as events:
                 async for event in events:
                     if not isinstance(event, Delta) or not event.token_ids:
                         continue
-                    made += len(event.token_ids)
-                    if not times[at].is_set():
+                    if not given[at]:
                         firsts.append((time.monotonic() - began_s) * 1e3)
-                        times[at].set()
-                        if all(one.is_set() for one in times):
-                            marks.append((time.monotonic(), self._cpu_s()))
-                            left.append(sum(given.values()) + made)
-                    given[at] = made
-            return made
+                    given[at] += len(event.token_ids)
+                    note(due=not marks and all(given))
+            note(due=len(marks) == 1)
 
-        given: dict[int, int] = {}
-        left: list[int] = []
-        total = sum(await asyncio.gather(*(answer(at) for at in range(count))))
-        ((began_s, began_cpu_s),) = marks
-        took_s, cpu_s = time.monotonic() - began_s, self._cpu_s() - began_cpu_s
-        made = total - left[0]
-        return Speed(made / took_s, made / max(cpu_s, 0.01), firsts[0] if count == 1 else 0.0)
+        await asyncio.gather(*(answer(at) for at in range(count)))
+        if len(marks) < COMPLETE:
+            raise BenchFailed(f"{count} answers of {self._asked.tokens} tokens did not overlap")
+        (began_s, began_cpu_s, before), (ended_s, ended_cpu_s, after) = marks
+        made, cpu_s = after - before, max(ended_cpu_s - began_cpu_s, TICK_S)
+        first_ms = firsts[0] if count == 1 else 0.0
+        return Speed(made / (ended_s - began_s), made / cpu_s, first_ms)
 
     def _cpu_s(self) -> float:
         stat = Path(f"/proc/{self.board.report().engine_pid}/stat").read_text(encoding="ascii")
         user, system = stat.rpartition(")")[2].split()[11:13]
-        return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+        return (int(user) + int(system)) * TICK_S
 
 
 async def measure(path: Path, folder: Path, asked: Asked, progress: ProgressLine) -> list[Round]:
@@ -195,14 +198,18 @@ async def measure(path: Path, folder: Path, asked: Asked, progress: ProgressLine
     rounds: list[Round] = []
     number = 0
     try:
-        await measured.measure(1, 0)  # the first run of an engine is slower
+        bare.measure(1, 0)  # the first runs are slower
+        await measured.measure(1, 0)
         for at in range(asked.rounds):
             progress.begin(f"round {at + 1} of {asked.rounds}")
             made = Round({}, {})
             for count in COUNTS:
                 number += max(COUNTS)
-                made.bare[count] = bare.measure(count, number)
-                made.board[count] = await measured.measure(count, number)
+                for library in (True, False) if at % 2 else (False, True):
+                    if library:
+                        made.bare[count] = bare.measure(count, number)
+                    else:
+                        made.board[count] = await measured.measure(count, number)
             rounds.append(made)
             progress.end(f"{made.board[1].wall:.1f} tokens/s alone")
     finally:
@@ -244,7 +251,8 @@ def render(rounds: Sequence[Round], asked: Asked, shape: Shape) -> str:
         f"A llama of random weights in q8_0 ({shape.layers} layers, {shape.size} wide), "
         f"{asked.threads} thread{'s' * (asked.threads > 1)}, prompts of {asked.prompt} tokens, "
         f"answers of {asked.tokens}. The library decodes the sequences in one process without "
-        "rkserve; the board answers requests through its engine process. Medians of "
+        "rkserve; the board answers requests through its engine process. Tokens count while all "
+        "answers go on. Medians of "
         f"{asked.rounds} rounds, in which both are measured by turns; ratios are of one round. The "
         "gain is that over one answer, by the CPU time of the process that computes, which changes "
         "less than the clock where others use the machine.\n\n"

@@ -229,7 +229,9 @@ class PatienceConfig(Settings):
 
     Once a board's speed is known, `first_token_s`, `prefill_per_token_s` and `token_s` are upper
     limits: a run then counts as hung after 20 times the usual time between two tokens, or 10 times
-    the usual time of such a prompt and `least_s` more.
+    the usual time of such a prompt and `least_s` more. On a CPU with `n_batch` above 1, whose
+    prompts take turns, the first two are multiplied by `n_batch`, and the 10 times by three times
+    that.
     """
 
     first_token_s: float = Field(

@@ -21,9 +21,6 @@ from rkserve.native.shared_steps import Part, SharedSteps
 from rkserve.sampling.draw import Row
 
 MOST_PART = 512  # tokens of one sequence in a step
-# Of prompts in a step that also has tokens of answers, which wait for it: of 32, 64 and 128 the
-# smallest that computes prompts at nearly the speed of long parts.
-JOINING_PART = 64
 PIECE_BYTES = 64  # of most tokens; a longer one is asked for again
 _NO_POOLING = 0
 _FLOAT = 4
@@ -81,7 +78,7 @@ class LlamaContext:
         self.sequences = tuple(CachedSequence(number) for number in range(params.n_batch))
         self.adapters: dict[str, tuple[Any, float]] = {}
         self._adapter: str | None = None  # that the next step computes with
-        self.steps = SharedSteps(self.compute, JOINING_PART) if params.n_batch > 1 else None
+        self.steps = SharedSteps(self.compute) if params.n_batch > 1 else None
 
     def _load(self, path: Path) -> None:
         lib, params = self._lib, self.params
@@ -147,7 +144,10 @@ class LlamaContext:
             for part in parts:
                 if part.sequence.lost:
                     part.error = CallFailed("llama_decode", -1, "a step before it failed")
-            going = [part for part in parts if part.error is None]
+            # In the order of sequences: otherwise the library reads the weights several times.
+            going = sorted(
+                (part for part in parts if part.error is None), key=lambda one: one.sequence.number
+            )
             if not going:
                 return
             self._fill(going)

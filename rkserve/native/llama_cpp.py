@@ -36,7 +36,6 @@ from rkserve.native.binding.library import open_library
 from rkserve.native.decl.llama_cpp import ffi as _ffi
 from rkserve.native.library_file import CPU_EXTRA, LLAMA_CPP, LLAMA_CPP_RELEASE
 from rkserve.native.llama_context import (
-    JOINING_PART,
     MOST_PART,
     CachedSequence,
     LlamaContext,
@@ -379,8 +378,9 @@ class LlamaCppRuntime:
         """
         at = 0
         while at < len(ids) and not self._stop:
-            alone = context.steps is None or context.steps.alone
-            size = self._part if alone else JOINING_PART
+            steps = context.steps
+            alone = steps is None or steps.alone
+            size = self._part if steps is None or alone else steps.prompt
             part, began_s = ids[at : at + size], time.monotonic()
             at += len(part)
             first_output = 0 if every else len(part) - (at == len(ids))

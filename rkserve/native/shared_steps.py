@@ -19,6 +19,9 @@ R = TypeVar("R")
 # A step waits so long for a run that is choosing its token, or as long as the step before took if
 # that is longer: one without it would read all weights again for that run alone.
 PATIENCE_S = 0.02
+# A step with tokens of prompts takes about this time, as far as these numbers allow it: fewer would
+# cost as much, because all weights are read for them, and more gain little.
+STEP_S, LEAST_PROMPT, MOST_PROMPT = 0.25, 16, 128
 
 
 class Part(Generic[S, R]):
@@ -47,11 +50,11 @@ class SharedSteps(Generic[S, R]):
     def __init__(
         self,
         compute: Callable[[Sequence[Part[S, R]]], None],
-        prompt: int,
         clock_s: Callable[[], float] = time.monotonic,
     ) -> None:
         """``compute`` fills in the outputs or the error of each part."""
-        self._compute, self._prompt, self._clock_s = compute, prompt, clock_s
+        self._compute, self._clock_s = compute, clock_s
+        self.prompt = LEAST_PROMPT  # by the speed of the last step that had as many
         self._changed = threading.Condition()
         self.waiting: list[tuple[int, Part[S, R]]] = []  # by entry, in the order of arrival
         self._runs: set[int] = set()
@@ -107,11 +110,18 @@ class SharedSteps(Generic[S, R]):
                 for part in parts:
                     part.error = exc
             now_s = self._clock_s()
+            self._measure(sum(len(part.ids) for part in parts), now_s - began_s)
             with self._changed:
                 self._awaited = {entry for entry, _ in step if entry in self._runs}
                 self._patient_until_s = now_s + max(PATIENCE_S, now_s - began_s)
             for part in parts:
                 part.ready.set()
+
+    def _measure(self, tokens: int, took_s: float) -> None:
+        """Fit the parts of prompts to the speed of a step that was long enough to tell it."""
+        if tokens >= LEAST_PROMPT:
+            fitting = int(tokens * STEP_S / max(took_s, 1e-6))
+            self.prompt = max(LEAST_PROMPT, min(MOST_PROMPT, fitting))
 
     def _next(self) -> list[tuple[int, Part[S, R]]] | None:
         """Wait for the next step to be due; None at the end."""
@@ -128,10 +138,10 @@ class SharedSteps(Generic[S, R]):
 
     def _take(self) -> list[tuple[int, Part[S, R]]]:
         """Take the parts of the next step."""
-        step, later, room = [], [], self._prompt
+        step, later, room = [], [], self.prompt
         for entry, part in self.waiting:
             size = len(part.ids)
-            whole = room == self._prompt  # a single part may exceed it: it was made alone
+            whole = room == self.prompt  # the first may exceed it: it was made for another size
             if size == 1 or size <= room or whole:
                 step.append((entry, part))
                 room -= size if size > 1 else 0

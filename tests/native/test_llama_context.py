@@ -19,7 +19,7 @@ import pytest
 from rkserve.core.errors import CallFailed, Misuse
 from rkserve.core.run_params import Sampling
 from rkserve.native.library_file import llama_cpp_library
-from rkserve.native.llama_context import JOINING_PART, TokenPart
+from rkserve.native.llama_context import TokenPart
 from rkserve.native.llama_cpp import LlamaCppRuntime, open_llama_cpp
 from rkserve.native.runtime import (
     EvaluateMode,
@@ -31,6 +31,7 @@ from rkserve.native.runtime import (
     Step,
     TokenInput,
 )
+from rkserve.native.shared_steps import MOST_PROMPT
 from tests.support.values.tiny_gguf import write_lora, write_tiny
 
 pytestmark = pytest.mark.engine
@@ -218,7 +219,31 @@ def test_a_prompt_that_joins_is_computed_in_short_parts(
     first.made()
     joint = [step for step in sizes if len(step) > 1]
     assert joint
-    assert all(sum(one for one in step if one > 1) <= JOINING_PART for step in joint)
+    assert all(sum(one for one in step if one > 1) <= MOST_PROMPT for step in joint)
+
+
+def test_a_step_is_in_the_order_of_sequences(
+    runtime: LlamaCppRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The library computes sequences that follow each other in one pass, and others in several."""
+    context, orders = runtime._context, list[list[int]]()
+    assert context is not None
+    fill = context._fill
+
+    def noted(parts: Sequence[TokenPart]) -> None:
+        orders.append([part.sequence.number for part in parts])
+        fill(parts)
+
+    monkeypatch.setattr(context, "_fill", noted)
+    met = threading.Barrier(ENTRIES)
+    runs = [
+        Run(entry, ids, at=2, then=GO_ON, barrier=met)
+        for entry, ids in zip(reversed(runtime.entries), PROMPTS, strict=False)
+    ]
+    for run in runs:
+        run.made()
+    assert max(map(len, orders)) == ENTRIES
+    assert all(order == sorted(order) for order in orders)
 
 
 def test_entries_share_an_adapter_or_wait(runtime: LlamaCppRuntime, tmp_path: Path) -> None:

@@ -9,9 +9,9 @@ from contextlib import ExitStack
 import pytest
 
 from rkserve.native import shared_steps
-from rkserve.native.shared_steps import Part, SharedSteps
+from rkserve.native.shared_steps import LEAST_PROMPT as PROMPT
+from rkserve.native.shared_steps import MOST_PROMPT, STEP_S, Part, SharedSteps
 
-PROMPT = 8  # tokens of prompts in a step
 WAIT_S = 60.0
 Steps = SharedSteps[str, int]
 
@@ -43,7 +43,7 @@ def library() -> Library:
 
 @pytest.fixture
 def steps(library: Library) -> Iterator[Steps]:
-    made = Steps(library.compute, PROMPT)
+    made = Steps(library.compute)
     yield made
     library.gate.set()
     made.close()
@@ -173,3 +173,21 @@ def test_an_error_of_the_library_is_that_of_each_run(steps: Steps, library: Libr
     library.fails = False
     with steps.run(0):
         assert steps.compute(0, Part("a", (1,), 0)) == [10]
+
+
+def test_parts_of_prompts_fit_the_speed_of_steps() -> None:
+    now_s, token_s = 0.0, STEP_S / 50
+
+    def compute(parts: Sequence[Part[str, int]]) -> None:
+        nonlocal now_s
+        now_s += token_s * sum(len(part.ids) for part in parts)
+
+    steps = Steps(compute, lambda: now_s)
+    assert steps.prompt == PROMPT
+    for speed_s, fitting in ((STEP_S / 50, 50), (STEP_S, PROMPT), (STEP_S / 1000, MOST_PROMPT)):
+        for ids, each_s in ((range(PROMPT), speed_s), ((1,), 1.0)):  # a single token tells nothing
+            token_s = each_s
+            with steps.run(0):
+                steps.compute(0, Part("a", ids, 0))
+            assert abs(steps.prompt - fitting) <= 1
+    steps.close()

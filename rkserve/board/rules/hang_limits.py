@@ -17,6 +17,9 @@ from enum import Enum
 # The limit is this multiple of the usual time. A throttled board takes three times as long.
 TOKENS = 20.0  # of the time between two tokens
 PREFILLS = 10.0  # of the time of a prompt, besides ``least_s``
+# Prompts of several entries take turns. Their parts are shorter than those of a prompt alone, and
+# computed between tokens of others: a token of them takes up to so many times as long.
+SHARED_PREFILLS = 3.0
 ABORTED_TOKENS = 4.0  # an abort takes effect at the next token
 # A prompt's time is proportional to its length from here on; shorter ones take about as long.
 SHORT_PROMPT = 64
@@ -52,7 +55,8 @@ class RunShape:
 
     ``prompt`` tokens are sent, and each step sends ``again`` tokens once more. ``usual`` runs have
     a prompt like any other: not those with images, embeddings, an encoder's output or a prompt
-    cache, those whose prompt is a text of unknown length, and the first one after a load.
+    cache, those whose prompt is a text of unknown length, and the first one after a load. Runs of
+    so many ``entries`` may go on at the same time.
     """
 
     kind: RunKind = RunKind.GENERATION
@@ -63,6 +67,7 @@ class RunShape:
     saves_cache: bool = False
     optimistic: bool = False
     usual: bool = True
+    entries: int = 1
 
 
 class RecentTimes:
@@ -132,7 +137,7 @@ class EngineSpeeds:
 
         An abort gets the time of some tokens more than its setting: it takes effect at one.
         """
-        given, times = self._timeouts, self._kinds[shape.kind]
+        given, times = _in_turns(self._timeouts, shape.entries), self._kinds[shape.kind]
         measured = given
         token_s = times.token.usual_s
         if token_s is not None and shape.again == 0:
@@ -142,20 +147,21 @@ class EngineSpeeds:
                 abort_s=given.abort_s + min(given.token_s, ABORTED_TOKENS * token_s),
             )
         if shape.usual:
-            measured = self._with_prompt(measured, times, shape.prompt)
+            measured = self._with_prompt(measured, times, shape)
         return limits_of(shape, measured, given)
 
-    def _with_prompt(self, base: RunTimeouts, times: _KindTimes, prompt: int) -> RunTimeouts:
+    def _with_prompt(self, base: RunTimeouts, times: _KindTimes, shape: RunShape) -> RunTimeouts:
         rate_s, short_s = times.prompt_token.usual_s, times.short_prompt.usual_s
-        if prompt < SHORT_PROMPT:
+        prefills = PREFILLS if shape.entries == 1 else PREFILLS * SHARED_PREFILLS * shape.entries
+        if shape.prompt < SHORT_PROMPT:
             known = [one for one in (short_s, _times(rate_s, SHORT_PROMPT)) if one is not None]
             if not known:
                 return base
-            first_s, each_s = base.least_s + PREFILLS * max(known), 0.0
+            first_s, each_s = base.least_s + prefills * max(known), 0.0
         elif rate_s is None:
             return base
         else:
-            first_s, each_s = base.least_s, PREFILLS * rate_s
+            first_s, each_s = base.least_s, prefills * rate_s
         return replace(
             base,
             first_token_s=min(base.first_token_s, first_s),
@@ -165,6 +171,15 @@ class EngineSpeeds:
 
 def _times(value: float | None, count: int) -> float | None:
     return None if value is None else value * count
+
+
+def _in_turns(given: RunTimeouts, entries: int) -> RunTimeouts:
+    """Return the settings with the time for prompts of other entries before the run's own."""
+    return replace(
+        given,
+        first_token_s=given.first_token_s * entries,
+        prefill_per_token_s=given.prefill_per_token_s * entries,
+    )
 
 
 def limits_of(shape: RunShape, base: RunTimeouts, given: RunTimeouts) -> RunTimeouts:

@@ -13,7 +13,7 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
 from typing import Any
 
@@ -262,7 +262,8 @@ class LoadedEngine:
         self.engine.pause(run.number)
 
     def _seat(self, entry_jobs: Sequence[Job | None], spec: RunSpec) -> EngineRun:
-        watchdog = Watchdog(self._speeds, spec.shape(cold=self._cold), loop_time_s())
+        shape = replace(spec.shape(cold=self._cold), entries=self.facts.entries)
+        watchdog = Watchdog(self._speeds, shape, loop_time_s())
         # A paused run cannot be resumed in text mode, where its token ids are not known.
         in_text_mode = spec.entries[0].prompt_text is not None
         pausable = spec.steps is None and not in_text_mode and self.may_pause(history=spec.history)

@@ -141,6 +141,17 @@ def test_a_prompt_gets_ten_times_its_usual_time(prompt: int, limit_s: float) -> 
     assert dog.deadline_s == pytest.approx(limit_s)
 
 
+def test_a_prompt_has_time_for_those_of_other_entries() -> None:
+    def deadline_s(speeds: EngineSpeeds, prompt: int) -> float:
+        return Watchdog(speeds, RunShape(prompt=prompt, entries=4), 0.0).deadline_s
+
+    assert deadline_s(measured(0.1), 400) == pytest.approx(3 + 4 * 3 * 10 * 400 * 0.005)
+    settings = PATIENCE.first_token_s + 400 * PATIENCE.prefill_per_token_s
+    assert deadline_s(EngineSpeeds(PATIENCE), 400) == pytest.approx(4 * settings)
+    slow = measured(0.1, prompt_token_s=1.0)
+    assert deadline_s(slow, 400) == pytest.approx(3 + 4 * 400 * PATIENCE.prefill_per_token_s)
+
+
 def test_short_prompts_say_nothing_of_long_ones() -> None:
     speeds = EngineSpeeds(PATIENCE)
     for _ in range(RecentTimes.FEW):
