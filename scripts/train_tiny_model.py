@@ -480,10 +480,11 @@ def write_model(path: Path, weights: Weights, tokenizer: Tokenizer, template: st
     writer.add_token_list(tokens)
     writer.add_token_types(kinds)
     writer.add_token_merges(merges)
-    writer.add_bos_token_id(tokenizer.token_to_id(END_OF_TEXT))  # or llama.cpp takes 11
-    writer.add_eos_token_id(tokenizer.token_to_id(END))
-    writer.add_eot_token_id(tokenizer.token_to_id(END))
-    writer.add_pad_token_id(tokenizer.token_to_id(PAD))
+    ids = tokenizer.get_vocab()
+    writer.add_bos_token_id(ids[END_OF_TEXT])  # or llama.cpp takes 11
+    writer.add_eos_token_id(ids[END])
+    writer.add_eot_token_id(ids[END])
+    writer.add_pad_token_id(ids[PAD])
     writer.add_add_bos_token(False)
     writer.add_add_eos_token(False)
     writer.add_chat_template(template)

@@ -164,8 +164,8 @@ class UpstreamConfig(Settings):
         False,
         description="Whether it understands the keys of vLLM, SGLang and llama.cpp beyond OpenAI's "
         "(`top_k`, `min_p`, `repetition_penalty`, `min_tokens`, `ignore_eos`, "
-        "`chat_template_kwargs`, `guided_regex`, `continue_final_message` and so on). Without, "
-        "requests with them are for boards, and refused where the model has none.",
+        "`chat_template_kwargs`, `continue_final_message`, `cache_salt`). Without, requests with "
+        "them are for boards, and refused where the model has none.",
     )
     images: bool = Field(
         False,

@@ -20,9 +20,8 @@ UNREADABLE = "unreadable"
 MIXED = "mixed"
 UNKNOWN = "unknown"
 OTHER_ROUTERS = "other Routers"  # in the place of a board's name, in an error
-UPSTREAM = (
-    "upstream"  # in place of a platform: a server with OpenAI's API, which one Router reports
-)
+# In place of a platform: a server with OpenAI's API, which one Router reports.
+UPSTREAM = "upstream"
 
 
 class GenerationState(str, Enum):

@@ -106,7 +106,7 @@ class SharedSteps(Generic[S, R]):
             parts = [part for _, part in step]
             try:
                 self._compute(parts)
-            except Exception as exc:  # noqa: BLE001 - raised in the threads of the runs
+            except Exception as exc:  # noqa: BLE001 - ``compute`` raises it in each run
                 for part in parts:
                     part.error = exc
             now_s = self._clock_s()

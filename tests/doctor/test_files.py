@@ -182,7 +182,7 @@ def test_files_that_llama_cpp_cannot_load_are_found(tmp_path: Path, gguf: Path) 
     assert "architecture 'of-tomorrow' is not supported" in findings(gguf)["model-unfit"][0]
     gguf.write_bytes(gguf.read_bytes()[:5000])
     assert "is cut short" in findings(gguf)["model-folder"][0]
-    assert {*findings(gguf)} == {"model-folder"}, "nothing of NPUs"
+    assert {*findings(gguf)} == {"model-folder"}, "no finding about NPUs"
     folder = tiny_folder(tmp_path / "tiny")
     (folder / "model.gguf").write_bytes(b"GGUF")
     assert "is cut short" in findings(folder)["model-unfit"][0]

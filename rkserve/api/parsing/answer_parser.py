@@ -322,7 +322,7 @@ class AnswerParser:
         self._result = _Result()
         self._begun = 0  # calls, also void ones
         self._answered = 0  # calls whose results were put into this very answer
-        self._parsed = False  # by an upstream: the reader has nothing of it
+        self._parsed = False  # by an upstream, whose parts bypass the reader
 
     @property
     def words(self) -> str:

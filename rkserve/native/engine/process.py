@@ -208,11 +208,11 @@ def _open_library(command: Mapping[str, Any]) -> Runtime:
 
 
 def _execute(work: SimpleQueue[Work], carry_out: Callable[[FrameKind, bytes], None]) -> None:
-    """Execute queued commands for ever; without its thread none would be, so an error is fatal."""
+    """Execute queued commands for ever; an error ends the process."""
     try:
         while True:
             carry_out(*work.get())
-    except BaseException as exc:  # noqa: BLE001 - see above
+    except BaseException as exc:  # noqa: BLE001 - a thread that ends would stop its entry unnoticed
         _crash(exc)
 
 

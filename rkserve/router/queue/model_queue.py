@@ -473,7 +473,7 @@ class ModelQueue:
             self._at_boards.pop(reservation, None)
             if running.entry is not None:
                 self._admission.ended(running.entry, sum(reservation.used_s(now_s)) * 1e3)
-        # Times and caches of an upstream say nothing of the boards that requests wait for.
+        # Estimates and prefix counters are of boards: an upstream has other times and caches.
         if finished is not None and not (reservation.board.upstream and self._has_boards):
             tokens = self._metrics.prefix_tokens.labels
             tokens(self._model, "expected").inc(reservation.expected.tokens)

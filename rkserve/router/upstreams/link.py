@@ -169,10 +169,11 @@ class UpstreamLink:
     async def open(
         self,
         request: GenerateRequest,
-        replica: str,  # noqa: ARG002 - it is the only one
+        replica: str,
         take: TakeDelta | None = None,
     ) -> AsyncGenerator[Event, None]:
         """Generate; see ``BoardLink``."""
+        del replica  # there is one
         self._check()
         work = self._begin(request)
         self._figures.in_flight.inc()
@@ -408,21 +409,23 @@ class UpstreamLink:
 
     # -- control ------------------------------------------------------------------------------
 
-    def cache_source(self, replica: str, tokens: int) -> CacheSource | None:  # noqa: ARG002 - none
+    def cache_source(self, replica: str, tokens: int) -> CacheSource | None:
         """Return None: it has no cache files for boards."""
+        del replica, tokens
         return None
 
     async def ask(
         self,
-        replica: str,  # noqa: ARG002 - it is the only one
+        replica: str,
         method: str,
         *args: Any,
-        timeout_s: float,  # noqa: ARG002 - nothing is waited for
+        timeout_s: float,
     ) -> Any:
         """Answer a call on the board; see ``BoardLink``.
 
         Raises ``UpstreamUnable``: only a board could do that.
         """
+        del replica, timeout_s  # there is one replica, and nothing is waited for
         answer = self._answers.get(method)
         if answer is None:
             raise UpstreamUnable(self.name, _WORDS.get(method, method))

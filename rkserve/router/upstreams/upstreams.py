@@ -159,7 +159,7 @@ def open_upstreams(
 
 
 def read_key(name: str, config: UpstreamConfig, environ: Mapping[str, str]) -> str | None:
-    """Return the key of an upstream, None if it needs none. Raises ``ConfigError``; without it."""
+    """Return the key of an upstream, None if it needs none. Raises ``ConfigError``."""
     if config.key_env is not None:
         found = environ.get(config.key_env, "").strip()
         where = f"the environment variable {config.key_env}"
