@@ -65,7 +65,8 @@ def watch(folder: Path, *names: str, patience_s: float = 5.0) -> Iterator[subpro
         yield child
     finally:
         for one in psutil.Process(child.pid).children(recursive=True) if running(child) else []:
-            one.kill()
+            with contextlib.suppress(psutil.NoSuchProcess):  # ended since it was listed
+                one.kill()
         child.kill()
         child.communicate()
 
