@@ -38,6 +38,6 @@ def test_the_report_has_the_medians_of_ratios() -> None:
     text = render([made(0.5), made(0.9), made(0.8)], ASKED, SMALL)
     row = next(line for line in text.splitlines() if line.startswith("| 4 "))
     assert [cell.strip() for cell in row.strip("|").split("|")] == [
-        *("4", "10.0", "8.0", "0.80", "1.00", "1.60", "1.60")
+        *("4", "10.0", "8.0", "0.80", "1.00", "1.00 to 1.00", "1.60", "1.60")
     ]
-    assert "adds 3.0 ms" in text
+    assert "adds 3.0 ms (3.0 to 3.0 in half of the rounds)" in text
