@@ -82,6 +82,11 @@ def prompt_of(number: int, length: int) -> tuple[int, ...]:
     return tuple(FIRST_ID + (first + at * STRIDE) % IDS for at in range(length))
 
 
+def cores_of(asked: Asked) -> tuple[int, ...]:
+    """Return the cores that compute, of those that this process may use."""
+    return tuple(sorted(os.sched_getaffinity(0))[: asked.threads])
+
+
 class BareLibrary:
     """The library itself: one context for each number of sequences."""
 
@@ -105,7 +110,7 @@ class BareLibrary:
     def measure(self, count: int, number: int) -> Speed:
         """Decode ``count`` sequences, on the cores of the board."""
         free = os.sched_getaffinity(0)
-        os.sched_setaffinity(0, range(self._asked.threads))
+        os.sched_setaffinity(0, cores_of(self._asked))
         try:
             return self._measure(count, number)
         finally:
@@ -151,7 +156,7 @@ class MeasuredBoard:
     def __init__(self, path: Path, folder: Path, asked: Asked) -> None:
         self._asked = asked
         context = asked.prompt + asked.tokens + 8
-        cpus = tuple(range(asked.threads))
+        cpus = cores_of(asked)
         params = LoadParams(str(path), context, context, GREEDY, cpus=cpus, n_batch=max(COUNTS))
         library, fence = str(llama_cpp_library()), str(folder / "fence")
         spec = EngineSpec(library, params, fence, cpu=True, pin_cpus=cpus)

@@ -378,14 +378,13 @@ class LlamaCppRuntime:
         """
         at = 0
         while at < len(ids) and not self._stop:
-            steps = context.steps
-            alone = steps is None or steps.alone
-            size = self._part if steps is None or alone else steps.prompt
+            shared = None if context.steps is None or context.steps.alone else context.steps
+            size = self._part if shared is None else shared.prompt
             part, began_s = ids[at : at + size], time.monotonic()
             at += len(part)
             first_output = 0 if every else len(part) - (at == len(ids))
             rows = self._decode(context, part, first_output, hidden=hidden)
-            if alone and len(part) == size:
+            if shared is None and len(part) == size:
                 rate = len(part) / max(time.monotonic() - began_s, 1e-6)
                 self._part = max(LEAST_PART, min(MOST_PART, int(rate * PART_S)))
             yield len(part), rows

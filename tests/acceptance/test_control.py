@@ -35,8 +35,7 @@ from tests.support.http.talk import CHAT, act, ask, chat_body, streaming
 
 pytestmark = pytest.mark.ray
 BUILD = "rkserve_build_info"
-AT_ONCE = 6
-"""Control calls of a test that has to reach both Routers."""
+AT_ONCE = 6  # control calls of a test that has to reach both Routers
 pytest_plugins = ["tests.support.cluster.pausing_fixtures"]
 
 

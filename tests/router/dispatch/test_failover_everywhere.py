@@ -187,7 +187,7 @@ CASES = st.builds(
 
 
 def is_accepted(losses: list[Loss]) -> bool:
-    """Whether one of the three boards' acceptances arrives: a request without one is refused."""
+    """Return whether a board's acceptance arrives; a request that none accepts is refused."""
     return losses.count(Loss(0, How.SWALLOWED, 0)) < BOARDS
 
 

@@ -57,8 +57,9 @@ WORDS |= {1100: b"EN", 1101: b"D", 1102: b"x ", 1200: b""}
 # Characters of two and three tokens; none of these is a character by itself.
 WORDS |= {3001: b"\xc3", 3002: b"\xa9", 3011: b"\xe2", 3012: b"\x82", 3013: b"\xac"}
 GOES_ON = {3001: 3002, 3011: 3012, 3012: 3013}
-BOARDS = 3
 LIKELY = [*range(1000, 1014), 1100, 1100, 1101, 1101, 1102, 1200, 3001, 3001, 3011, EOS]
+
+BOARDS = 3  # of a site
 
 
 def next_token(_: int, context: tuple[int, ...]) -> tuple[int, bytes]:
