@@ -287,7 +287,7 @@ def run_board(options: JoinOptions, note: Note) -> int:
     state = StateFolder(options.state, BOARD)
     state.refuse_second(LEAVE)
     ports = NodePorts(options.ray_port)
-    check_ports(range(ports.first + 1, ports.last))
+    check_ports(range(ports.first + 1, ports.last + 1))
     check_localhost()
     if options.doctor:
         check_board(options)

@@ -433,7 +433,8 @@ def start_ray(
         ray = node.start(command, {**environ, **stored}, log, signal.SIGTERM)
         last = ""
         while ray.poll() is None and not last:
-            if RAY_STARTED in path.read_text(errors="replace"):
+            text = path.read_text(errors="replace")
+            if RAY_STARTED in text or ray_node.RAYLET_RUNS in text:
                 return ray
             time.sleep(serving.POLL_S)
             # `ray start` would wait three minutes for it.

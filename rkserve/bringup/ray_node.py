@@ -20,6 +20,8 @@ import time
 PR_SET_CHILD_SUBREAPER = 36
 RAYLET, GCS = "raylet", "gcs_server"
 NEEDED = (RAYLET, GCS)
+# Printed by the hook of ``ray start`` once the raylet has registered; applications may connect.
+RAYLET_RUNS = "rkserve: the raylet runs, and Ray's dashboard follows"
 # The time of each to end in order; Ray's own `--block` gives one second, which is too short for a
 # busy board.
 PATIENCE_S = 5.0

@@ -49,6 +49,14 @@ SETTINGS: tuple[RaySetting, ...] = (
         "Ray runs its workers at nice 15 by default, and with them the engine.",
     ),
     RaySetting(
+        "RAY_START_HOOK",
+        "rkserve.bringup.ray_start.tune",
+        "`ray start` waits for Ray's dashboard, which imports for seconds, before it starts the "
+        "raylet, and starts a server for Ray Client, which rkserve does not use: here the "
+        "dashboard follows the raylet, and there is no such server.",
+        (HEAD,),
+    ),
+    RaySetting(
         "RAY_SERVE_MAX_PER_REPLICA_RETRY_COUNT",
         "1000000",
         "Serve gives up on a deployment after three failed starts per replica by default, and a "
@@ -162,7 +170,7 @@ class NodePorts:
     @property
     def last(self) -> int:
         """The last port."""
-        return self.first + 7
+        return self.first + 6
 
 
 def head_options(
@@ -175,8 +183,6 @@ def head_options(
         *ports.options(),
         *offered,
         f"--dashboard-port={dashboard_port}",
-        # The server of Ray's remote client: unused, and Ray 2.60 cannot be started without it.
-        f"--ray-client-server-port={ports.last}",
         *NO_AUTOSCALER,
         *NO_LOG_MONITOR,
         "--disable-usage-stats",

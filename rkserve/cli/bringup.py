@@ -97,7 +97,7 @@ def up(
         typer.Option(
             min=1024,
             max=65000,
-            help=f"Ray's first port; it takes eight in a row. Without it {GCS_PORT}, and where no "
+            help=f"Ray's first port; it takes seven in a row. Without it {GCS_PORT}, and where no "
             "board joins the next that is free.",
         ),
     ] = None,

@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from functools import cached_property
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
@@ -126,7 +127,8 @@ class EndpointAnswer:
 @dataclass(frozen=True)
 class Endpoint:
     """One method of one path. ``errors`` are the statuses of its error objects; ``operators``
-    marks a call without a key that is for operators nevertheless.
+    marks a call without a key that is for operators nevertheless. ``named`` are parameters beside
+    those of the ``queries``: models whose keys may be in the query, each with the keys it needs.
     """
 
     method: str
@@ -136,11 +138,18 @@ class Endpoint:
     access: Access
     answers: tuple[EndpointAnswer, ...]
     errors: tuple[int, ...] = ()
-    parameters: tuple[EndpointParameter, ...] = ()
+    named: tuple[EndpointParameter, ...] = ()
+    queries: tuple[tuple[type[RequestModel], tuple[str, ...]], ...] = ()
     body: RequestBody | None = None
     example: Example = field(default_factory=Example)
     says: str = ""
     operators: bool = False
+
+    @cached_property  # the document knows a schema by its identity
+    def parameters(self) -> tuple[EndpointParameter, ...]:
+        """All parameters. Their schemas are made here: a Router's start needs none of them."""
+        queried = (one for model, needed in self.queries for one in in_query(model, needed))
+        return (*self.named, *queried)
 
     @property
     def is_control(self) -> bool:
@@ -244,8 +253,8 @@ class Routes:
             EndpointParameter(name, "path", _NAME, meaning, required=True)
             for name, meaning in (paths or {}).items()
         ]
-        queried = [*in_query(query, () if body else query.needed())] if query else []
-        either = in_query(asked) if asked else ()
+        queried = [(query, () if body else query.needed())] if query else []
+        either = [(asked, ())] if asked else []
         taken = body or asked
         of_keys = () if access is Access.OPEN else _OF_KEYS
         content = {JSON: taken, **({OCTETS: bytes} if file else {})}
@@ -257,7 +266,8 @@ class Routes:
             access,
             answers,
             tuple(sorted({*errors, *of_keys, *(_BODY if taken else ())})),
-            (*headers, *named, *queried, *either),
+            (*headers, *named),
+            (*queried, *either),
             RequestBody(content, not (may_be_empty or asked)) if taken else None,
             example or Example(),
             says,

@@ -33,6 +33,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from rkserve.bench.processes import PROC, ProcessIdentity, is_alive, snapshot
 from rkserve.board.storage.ledger_copies import named
 from rkserve.bringup.processes import ADMIN_KEY, NodeRecord, StateFolder, end_processes
+from rkserve.bringup.settings import NodePorts
 from rkserve.coordinator.boards.head_files import COPY_S
 from rkserve.core.child_process import free_port, free_ports
 from rkserve.deployments.haproxy import available
@@ -222,7 +223,10 @@ def chat(home: Home) -> str:
 
 
 def check_parts(home: Home) -> None:
-    """Check that a head has HAProxy where that is available, two Routers, and a backup."""
+    """Check that a head has HAProxy where that is available, two Routers, and a backup.
+
+    It has Ray's dashboard, too, which may be there later than its Routers.
+    """
     if available():
         answer = httpx.get(f"{home.url}/-/healthz", timeout=60)
         assert answer.status_code == 200
@@ -232,6 +236,14 @@ def check_parts(home: Home) -> None:
     assert figures["rkserve_router_up"] == 2
     (backup, *_) = (home.head.folder / ".local/share/rkserve/backups").glob("ledger-*.sqlite3")
     assert backup.stat().st_mode & 0o077 == 0
+    assert eventually("Ray's dashboard", lambda: dashboard_status(home.head)) < 500
+
+
+def dashboard_status(head: Node) -> int | None:
+    """Return the status with which Ray's dashboard answers; None while it does not."""
+    with suppress(httpx.TransportError):
+        return httpx.get(f"http://127.0.0.1:{head.first_port + 9}/", timeout=60).status_code
+    return None
 
 
 def check_ports_behind_haproxy(home: Home) -> None:
@@ -296,7 +308,7 @@ def check_listeners(home: Home, node: Node) -> None:
             "Routers behind HAProxy": replica and routers[0] <= one.port <= routers[1] > 0,
             "Serve's own proxy": str(one.port) == given.get("RAY_SERVE_FALLBACK_PROXY_HTTP_PORT"),
             "HAProxy's figures": str(one.port) == given.get("RAY_SERVE_HAPROXY_METRICS_PORT"),
-            "Ray, 6379": node.first_port <= one.port <= node.first_port + 7,
+            "Ray, 6379": node.first_port <= one.port <= NodePorts(node.first_port).last,
             "Ray's workers": 10002 <= one.port <= 19999,  # and programs such as `serve run`
             "Serve's calls": replica and one.address == "::",
             "boards' channels": "Board-" in one.process and one.address not in ("::", "0.0.0.0"),

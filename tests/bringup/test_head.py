@@ -60,7 +60,7 @@ if message := os.environ.get("FAILING"):
     port = int(next(a for a in sys.argv if a.startswith("--dashboard-port=")).partition("=")[2])
     dashboard = http.server.HTTPServer(("127.0.0.1", port), Dashboard)
     threading.Thread(target=dashboard.serve_forever, daemon=True).start()
-print("Ray runtime started.", flush=True)
+print("rkserve: the raylet runs, and Ray's dashboard follows", flush=True)
 time.sleep(600)
 """
 # Stands in for `serve run`.

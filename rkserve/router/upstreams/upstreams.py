@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Iterable, Mapping
-
-import httpx
+from typing import TYPE_CHECKING
 
 from rkserve.api.common.answer import AnyCall
 from rkserve.api.common.version_policy import ANY, POLICY, VersionPolicy
@@ -19,8 +18,13 @@ from rkserve.core.board_report import GenerationInfo, RouterGenerations
 from rkserve.core.desired_state import Desired
 from rkserve.core.errors import ConfigError, UnsupportedParameter
 from rkserve.core.messages import ControlAction
-from rkserve.router.upstreams.link import UpstreamLink
 from rkserve.router.upstreams.metrics import UpstreamMetrics
+
+if TYPE_CHECKING:
+    # With its HTTP client a tenth of a Router's imports, and most Routers have no upstream.
+    import httpx
+
+    from rkserve.router.upstreams.link import UpstreamLink
 
 
 class Upstreams:
@@ -138,22 +142,27 @@ def open_upstreams(
         ConfigError: a key is not there.
     """
     calls: dict[str, AnyCall] = {}
+    upstreams = [(group, group.upstream) for group in groups if group.upstream is not None]
+    if not upstreams:
+        return Upstreams({}, calls)
+
+    from rkserve.router.upstreams.link import UpstreamLink
+
     links = {
         group.name: UpstreamLink(
             group.name,
             group.model_id,
-            group.upstream,
+            upstream,
             calls,
             metrics,
-            secret=read_key(group.name, group.upstream, environ),
-            places=max(1, group.upstream.concurrency // routers),
+            secret=read_key(group.name, upstream, environ),
+            places=max(1, upstream.concurrency // routers),
             queue_limit=group.queue_limit,
             alone=group.model_id not in models,
             desired=desired,
             transport=transport,
         )
-        for group in groups
-        if group.upstream is not None
+        for group, upstream in upstreams
     }
     return Upstreams(links, calls)
 
