@@ -42,6 +42,7 @@ from rkserve.core.messages import (
     Finished,
     FinishReason,
     GenerateRequest,
+    PassDelta,
     Timings,
     Usage,
 )
@@ -93,7 +94,9 @@ class EmittingBoard:
     def __init__(self, name: str, token_s: float) -> None:
         self._name, self._token_s = name, token_s
 
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Event, None]:
+    async def generate(
+        self, request: GenerateRequest, _: PassDelta | None = None
+    ) -> AsyncGenerator[Event, None]:
         """Yield the events of one generation; the first token after a random share of a step."""
         loop = asyncio.get_running_loop()
         yield Accepted(self._name, "1.3.0", 0)

@@ -54,7 +54,14 @@ from rkserve.core.errors import (
     RunFailed,
     SamplingFixed,
 )
-from rkserve.core.messages import Accepted, EmbedRequest, Event, Finished, GenerateRequest
+from rkserve.core.messages import (
+    Accepted,
+    EmbedRequest,
+    Event,
+    Finished,
+    GenerateRequest,
+    PassDelta,
+)
 from rkserve.core.request_record import log_for
 
 __all__ = ["Board", "BoardSettings"]
@@ -211,11 +218,15 @@ class Board:
     # -- requests ---------------------------------------------------------------------------------
 
     async def generate(
-        self, request: GenerateRequest, hooks: Sequence[HookFactory] = ()
+        self,
+        request: GenerateRequest,
+        hooks: Sequence[HookFactory] = (),
+        pass_on: PassDelta | None = None,
     ) -> AsyncGenerator[Event, None]:
         """Yield ``Accepted``, deltas, changes of queue or pause, and ``Finished``.
 
-        Closing the generator aborts the run.
+        Closing the generator aborts the run. Deltas that ``pass_on`` gets, while all events before
+        them have been taken, are not yielded.
 
         Raises:
             QueueFull, QueueTimeout: the queue is full, or the wait was too long.
@@ -239,7 +250,7 @@ class Board:
         self.settings.check_images(request)
         self.settings.check_embeds(request)
         self.settings.check_encoder(request)
-        job = self._job(request, live.facts, hooks)
+        job = self._job(request, live.facts, hooks, pass_on)
         self.books.jobs[job.ticket] = job
         self.books.asked_s = loop_time_s()
         try:
@@ -345,7 +356,11 @@ class Board:
             renewing.cancel()
 
     def _job(
-        self, request: GenerateRequest, facts: EngineFacts, hooks: Sequence[HookFactory]
+        self,
+        request: GenerateRequest,
+        facts: EngineFacts,
+        hooks: Sequence[HookFactory],
+        pass_on: PassDelta | None,
     ) -> Job:
         generation = Generation(
             request,
@@ -357,7 +372,8 @@ class Board:
         )
         apart = facts.entries > 1
         mates = request.sampling if facts.per_run_sampling and not apart else None
-        job = Job(next(self.queue.tickets), generation, loop_time_s(), mates, apart=apart)
+        ticket = next(self.queue.tickets)
+        job = Job(ticket, generation, loop_time_s(), mates, apart=apart, pass_on=pass_on)
         bound = None if request.continued is None else request.continued.bound
         if bound is not None:
             job.take_over(bound)

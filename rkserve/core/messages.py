@@ -5,6 +5,7 @@ Transport (pickle between replicas, frames to the engine process) is elsewhere.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -492,6 +493,10 @@ def _merged_parts(first: UpstreamDelta, second: UpstreamDelta) -> UpstreamDelta 
         calls=(*first.calls, *second.calls),
         counted=first.counted + second.counted,
     )
+
+
+# Gets a delta in the turn of the loop in which it was made.
+PassDelta = Callable[[Delta], None]
 
 
 @crosses_versions

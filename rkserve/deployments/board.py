@@ -50,6 +50,7 @@ from rkserve.core.messages import (
     EmbedRequest,
     Event,
     GenerateRequest,
+    PassDelta,
 )
 from rkserve.deployments.board_factory import (
     BoardLocation,
@@ -239,9 +240,11 @@ class BoardReplica:
             raise BoardOutOfOrder(self._location.board_id, "it fetches its model")
         return self._opened
 
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Event, None]:
+    async def generate(
+        self, request: GenerateRequest, pass_on: PassDelta | None = None
+    ) -> AsyncGenerator[Event, None]:
         """Yield the events of one generation; see ``Board.generate``."""
-        events = self._board.generate(request)
+        events = self._board.generate(request, pass_on=pass_on)
         try:
             async for event in events:
                 yield event

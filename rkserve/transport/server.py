@@ -26,6 +26,7 @@ from rkserve.core.messages import (
     EmbedRequest,
     Event,
     GenerateRequest,
+    PassDelta,
     merged,
 )
 from rkserve.core.skew import crosses_versions
@@ -62,8 +63,10 @@ class ChannelAddress:
 class BoardMethods(Protocol):
     """The methods of a board that Routers and the Coordinator call; raise ``RkserveError``."""
 
-    def generate(self, request: GenerateRequest) -> AsyncGenerator[Event, None]:
-        """Yield the events of one generation."""
+    def generate(
+        self, request: GenerateRequest, pass_on: PassDelta | None = None
+    ) -> AsyncGenerator[Event, None]:
+        """Yield the events of one generation, but for deltas that ``pass_on`` got at once."""
 
     def embed(self, request: EmbedRequest) -> AsyncGenerator[Event, None]:
         """Yield the events of one embedding request."""
@@ -194,10 +197,15 @@ class RouterConnection:
         if isinstance(request, EmbedRequest):
             made = callee.embed(request)
         else:
-            made = callee.generate(request)
+            made = callee.generate(request, partial(self._pass_on, stream))
         async with aclosing(made) as events:
             async for event in events:
                 self.put(stream, event)
+
+    def _pass_on(self, stream: int, delta: Delta) -> None:
+        """Send a delta, unless the reader has left."""
+        if stream in self.tasks:
+            self.put(stream, delta)
 
     async def _ask(self, stream: int, method: str, args: Sequence[Any]) -> None:
         answer = await getattr(self._callee, method)(*args)

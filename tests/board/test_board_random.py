@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from rkserve.board.engine.protocol import RunCommand
 from rkserve.core.board_report import BoardState
 from rkserve.core.errors import BoardFailed, BoardOutOfOrder, RkserveError
-from rkserve.core.messages import Delta, Finished, FinishReason
+from rkserve.core.messages import Delta, Event, Finished, FinishReason
 from rkserve.native.runtime import RunEnd
 from tests.support.boards.board_bench import PATIENCE, SETTINGS, Bench, request, until
 from tests.support.boards.fakes import EOS, Script
@@ -24,13 +24,17 @@ LENGTH, STOP_AT = 6, 3
 
 @dataclass(frozen=True)
 class Client:
-    """Comes after ``wait`` turns of the loop; hangs up after ``patience`` events, or stays."""
+    """Comes after ``wait`` turns of the loop; hangs up after ``patience`` events, or stays.
+
+    Deltas are passed on to it where it is ``direct``.
+    """
 
     wait: int
     patience: int | None
     max_tokens: int
     stop: bool
     trouble: Script | None
+    direct: bool = False
 
 
 class EchoBench(Bench):
@@ -68,17 +72,23 @@ async def consume(bench: EchoBench, marker: int, client: Client) -> None:
     for _ in range(client.wait):
         await asyncio.sleep(0)
     stop = (f"{marker}.{STOP_AT}",) if client.stop else ()
-    events = bench.board.generate(request(5, marker, max_tokens=client.max_tokens, stop=stop))
     text, seen, reason = "", 0, None
+
+    def take(event: Event) -> None:
+        nonlocal text, seen, reason
+        seen += 1
+        if isinstance(event, Delta):
+            assert all(i == EOS or i // 1000 == marker for i in event.token_ids)
+            text += event.text
+        elif isinstance(event, Finished):
+            reason = event.reason
+
+    asked = request(5, marker, max_tokens=client.max_tokens, stop=stop)
+    events = bench.board.generate(asked, pass_on=take if client.direct else None)
     try:
         async for event in events:
-            seen += 1
-            if isinstance(event, Delta):
-                assert all(i == EOS or i // 1000 == marker for i in event.token_ids)
-                text += event.text
-            elif isinstance(event, Finished):
-                reason = event.reason
-            if seen == client.patience:
+            take(event)
+            if client.patience is not None and seen >= client.patience:
                 break
     except RkserveError as exc:
         # A board that is hung takes no request; whoever waits for it already is not concerned.
@@ -107,6 +117,7 @@ CLIENT = st.builds(
     patience=st.one_of(st.none(), st.integers(0, 6)),
     max_tokens=st.integers(1, 8),
     stop=st.booleans(),
+    direct=st.booleans(),
     trouble=st.one_of(st.none(), st.none(), st.none(), HARMLESS, TROUBLES),
 )
 

@@ -8,6 +8,7 @@ neither engines nor queues.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import deque
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -33,6 +34,7 @@ from rkserve.core.messages import (
     Delta,
     Finished,
     GenerateRequest,
+    PassDelta,
     Paused,
     QueueChange,
 )
@@ -42,6 +44,9 @@ from rkserve.native.runtime import Perf
 
 _S, _E = GenerationState, GenerationEvent
 PAUSE_END = Delta("", ())  # emitted at the end of a pause
+# A token this soon after the last one that was passed on is left to the consumer, which gets it in
+# one delta with those behind it: a runtime that is faster than its consumers has many at a time.
+MERGE_S = 0.002
 
 
 def loop_time_s() -> float:
@@ -67,6 +72,36 @@ class ChangeSignal:
             self._changed.set_result(None)
 
 
+class _DirectPath:
+    """The way of deltas to a consumer that waits, without a turn of the event loop for each."""
+
+    def __init__(self, pass_on: PassDelta | None) -> None:
+        self._pass_on = pass_on
+        self._passed_s = -math.inf
+        self.is_awaited = False  # the consumer has taken all events, and waits for the next one
+        self.fault: Exception | None = None
+
+    def is_open(self, now_s: float) -> bool:
+        """Return whether a delta may be passed on now."""
+        if self._pass_on is None or not self.is_awaited or now_s - self._passed_s < MERGE_S:
+            return False
+        self._passed_s = now_s
+        return True
+
+    def pass_on(self, delta: Delta) -> bool:
+        """Pass a delta on; return False after an error, which the consumer raises.
+
+        Tokens are taken in the loop that reads from the engine, which must not end for a consumer.
+        """
+        assert self._pass_on is not None
+        try:
+            self._pass_on(delta)
+        except Exception as exc:  # noqa: BLE001 - see above
+            self.fault = exc
+            return False
+        return True
+
+
 class Job(ChangeSignal):
     """A request between admission and its last event, over all of its runs and pauses.
 
@@ -82,8 +117,13 @@ class Job(ChangeSignal):
         mates: Hashable = None,
         *,
         apart: bool = False,
+        pass_on: PassDelta | None = None,
     ) -> None:
-        """``apart``: it has runs of its own, beside those of others with the same adapter."""
+        """``apart``: it has runs of its own, beside those of others with the same adapter.
+
+        ``pass_on`` gets a delta in the turn of the loop in which its token arrived, while the
+        consumer waits for it; the consumer does not get it again.
+        """
         super().__init__()
         self._apart = apart
         self.entry = 0  # of the engine, where it has a run, or had the last one
@@ -124,6 +164,7 @@ class Job(ChangeSignal):
         # Events not consumed yet, up to the last pause or end of one.
         self._events: deque[Paused | Delta | QueueChange] = deque()
         self._consumed = 0  # number of consumed events
+        self._direct = _DirectPath(pass_on)
         self._paused: Paused | None = None  # the last announced pause
         self._news = asyncio.Event()
 
@@ -170,8 +211,21 @@ class Job(ChangeSignal):
         """Take one token of the runtime."""
         if self.state is _S.PREFILLING:
             self.advance(_E.TOKEN)
-        if self.generation.accept(token_id, data, waiting):
+        if self.generation.accept(token_id, data, waiting) and not self._passed_on():
             self._news.set()
+
+    def _passed_on(self) -> bool:
+        """Pass the current delta on; return False where it is left to the consumer."""
+        if self._news.is_set() or self.muted or self._events or self.outcome is not None:
+            return False
+        if not self._direct.is_open(loop_time_s()):
+            return False
+        delta = self.generation.take()
+        if delta is None:
+            return True
+        self._consumed += 1
+        self.wake()
+        return self._direct.pass_on(self._with_changes(delta))
 
     def advance(self, event: GenerationEvent) -> None:
         """Go to the next state; see ``rules.generations``."""
@@ -252,6 +306,8 @@ class Job(ChangeSignal):
         """
         while True:
             self._news.clear()
+            if self._direct.fault is not None:
+                raise self._direct.fault
             if self.muted and isinstance(self.outcome, RkserveError):
                 raise self.outcome
             if self.muted:
@@ -267,7 +323,11 @@ class Job(ChangeSignal):
                 raise self.outcome
             if self.outcome is not None:
                 return self.outcome
-            await self._news.wait()
+            self._direct.is_awaited = True
+            try:
+                await self._news.wait()
+            finally:
+                self._direct.is_awaited = False
 
     async def consumed_all(self, limit_s: float) -> bool:
         """Wait until the consumer took all events so far; False where it left before that.

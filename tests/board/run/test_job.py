@@ -8,7 +8,7 @@ import pytest
 
 from rkserve.board.answer.generation import Generation
 from rkserve.board.rules.generations import GenerationEvent
-from rkserve.board.run.job import Job
+from rkserve.board.run.job import MERGE_S, Job
 from rkserve.core.errors import EngineDied
 from rkserve.core.messages import (
     Delta,
@@ -18,6 +18,7 @@ from rkserve.core.messages import (
     FinishReason,
     GenerateRequest,
     Kv,
+    PassDelta,
     Paused,
     Splice,
     Timings,
@@ -32,11 +33,10 @@ FAILED = EngineDied("b", "it was killed")
 ENDED = Finished(FinishReason.STOP, Usage(1, 1, 0), Timings(0.0, 0.0, 1, 0.0, 1, 0.0))
 
 
-def job() -> Job:
+def job(pass_on: PassDelta | None = None) -> Job:
     """A job that has said a word nobody has taken."""
-    made = Job(
-        1, Generation(GenerateRequest("r", "m", (1,), 4), frozenset(), runtime_counts=True), 0.0
-    )
+    generation = Generation(GenerateRequest("r", "m", (1,), 9), frozenset(), runtime_counts=True)
+    made = Job(1, generation, 0.0, pass_on=pass_on)
     made.start()
     made.token(7, b"word", waiting=False)
     return made
@@ -115,3 +115,56 @@ async def test_who_reads_late_hears_of_each_pause_where_it_was() -> None:
     assert made.pending  # who waits until all is given out waits for what nobody has read
     assert [await made.next_event() for _ in expected] == expected
     assert not made.pending
+
+
+async def test_a_delta_is_passed_on_while_the_consumer_waits_for_it() -> None:
+    passed: list[Delta] = []
+    made = job(passed.append)
+    assert passed == [], "the consumer had not asked for an event yet"
+    assert await made.next_event() == Delta("word", (7,))
+    waiting = asyncio.create_task(made.next_event())
+    await asyncio.sleep(0)
+    made.token(8, b" more", waiting=False)
+    assert passed == [Delta(" more", (8,))]
+    made.token(9, b" at", waiting=False)
+    made.token(10, b" once", waiting=False)
+    assert len(passed) == 1, "too soon after the last one: the consumer gets both in one delta"
+    assert await waiting == Delta(" at once", (9, 10), lengths=(3, 5))
+    waiting = asyncio.create_task(made.next_event())
+    await asyncio.sleep(MERGE_S)
+    made.token(11, b"\xe2", waiting=True)
+    made.token(12, b"\x82\xac", waiting=False)
+    made.end(ENDED)
+    assert [one.text for one in passed] == [" more", "\u20ac"]
+    assert await waiting == ENDED
+
+
+async def test_a_delta_that_cannot_be_passed_on_ends_the_stream_and_not_the_reader() -> None:
+    def refuse(_: Delta) -> None:
+        raise OSError("it has no connection")
+
+    made = job(refuse)
+    await made.next_event()
+    waiting = asyncio.create_task(made.next_event())
+    await asyncio.sleep(0)
+    made.token(8, b" more", waiting=False)
+    with pytest.raises(OSError, match="no connection"):
+        await waiting
+
+
+@pytest.mark.parametrize("muted", [True, False], ids=["muted", "gone"])
+async def test_a_consumer_that_does_not_read_gets_no_delta_passed_on(muted: bool) -> None:
+    passed: list[Delta] = []
+    made = job(passed.append)
+    await made.next_event()
+    waiting = asyncio.create_task(made.next_event())
+    await asyncio.sleep(0)
+    if muted:
+        made.mute(muted=True)
+    else:
+        waiting.cancel()
+    await asyncio.sleep(MERGE_S)
+    made.token(8, b" more", waiting=False)
+    await asyncio.sleep(0)
+    assert passed == []
+    waiting.cancel()

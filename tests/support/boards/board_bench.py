@@ -115,7 +115,7 @@ class Listener:
 
     async def _listen(self, board: Board, hooks: tuple[HookFactory, ...]) -> None:
         try:
-            async with aclosing(board.generate(self.asked, hooks)) as events:
+            async with aclosing(board.generate(self.asked, hooks, self._take)) as events:
                 async for event in events:
                     self._take(event)
         except RkserveError as exc:

@@ -15,10 +15,12 @@ from rkserve.core.logs import LogLine, LogPage, LogQuery
 from rkserve.core.messages import (
     CacheOffer,
     CacheQuery,
+    Delta,
     Embedded,
     EmbedRequest,
     Event,
     GenerateRequest,
+    PassDelta,
 )
 from rkserve.deployments.board_link import RayLink
 from rkserve.transport.client import ChannelClient
@@ -128,11 +130,19 @@ class Callee:
     def __init__(self, board: Board) -> None:
         self._board = board
 
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Event, None]:
+    async def generate(
+        self, request: GenerateRequest, pass_on: PassDelta | None = None
+    ) -> AsyncGenerator[Event, None]:
+        """Yield the events, but for every second delta, which is passed on."""
         self._board.requests.append(request)
+        deltas = 0
         async with aclosing(self._board.events()) as events:
             async for event in events:
-                yield event
+                deltas += isinstance(event, Delta)
+                if isinstance(event, Delta) and pass_on is not None and deltas % 2:
+                    pass_on(event)
+                else:
+                    yield event
 
     async def embed(self, request: EmbedRequest) -> AsyncGenerator[Event, None]:
         self._board.requests.append(request)
