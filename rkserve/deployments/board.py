@@ -67,6 +67,7 @@ from rkserve.deployments.replica import (
     find_node,
     forget_admin_key,
     log_with_serve,
+    settle,
 )
 from rkserve.models.index import ModelIndex, piece_of
 from rkserve.models.shelf import known_index
@@ -181,6 +182,7 @@ class BoardReplica:
             self._fetching = asyncio.get_running_loop().create_task(
                 self._open_fetched(self._fetch), name="fetch the model"
             )
+        settle()
 
     async def _find_copy(self, catalog: CatalogPlace, models: Path, *, is_head: bool) -> None:
         """Use the catalogue itself on the head, or a copy on this node, or begin to fetch one."""

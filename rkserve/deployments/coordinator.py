@@ -46,7 +46,7 @@ from rkserve.core.errors import ConfigError, LedgerFailed, RkserveError
 from rkserve.core.logs import LogPage, LogQuery
 from rkserve.deployments.board_link import RayLink
 from rkserve.deployments.model_origin import ModelHolder
-from rkserve.deployments.replica import ROUTER, log_with_serve
+from rkserve.deployments.replica import ROUTER, log_with_serve, settle
 from rkserve.deployments.router_peers import RayRouters
 from rkserve.fleet.fleet import Fleet
 from rkserve.models.folder import ModelFolder, open_model_folder
@@ -125,6 +125,7 @@ class CoordinatorReplica:
         self._backups = asyncio.get_running_loop().create_task(
             backups.follow(), name="back the ledger up"
         )
+        settle()
 
     async def _sweep(self) -> None:
         """Remove abandoned uploads."""

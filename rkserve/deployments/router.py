@@ -50,7 +50,7 @@ from rkserve.deployments.haproxy_listeners import (
     Listeners,
 )
 from rkserve.deployments.ray_metrics import RayRouterMetrics
-from rkserve.deployments.replica import Node, find_node, log_with_serve
+from rkserve.deployments.replica import Node, find_node, log_with_serve, settle
 from rkserve.deployments.router_peers import SHORT_ID, RayCoordinatorLink, RayPeers
 from rkserve.deployments.tracing import OpenTelemetry, open_tracing
 from rkserve.fleet.fleet import BoardLink
@@ -215,6 +215,11 @@ async def _acknowledge_lifespan(receive: Receive, send: Send) -> None:
             return
 
 
+def _peers(config: RkserveConfig) -> RayPeers | None:
+    """Return the way to the other Routers, where there are some."""
+    return RayPeers(config.router.report_timeout_s) if config.router.replicas > 1 else None
+
+
 @serve.ingress(_Handover())
 class RouterReplica:
     """One Router replica.
@@ -278,8 +283,7 @@ class RouterReplica:
             upstreams=upstreams,
         )
         self._service.registry.register(StreamCollector(channels.counts))
-        several = config.router.replicas > 1
-        peers = RayPeers(config.router.report_timeout_s) if several else None
+        peers = _peers(config)
         self._responses = Responses(config.router, state_dir / "responses", peers)
         self._gradio = GradioCalls(peers)
         self._metrics = await self._open_metrics(config, metrics, peers)
@@ -336,6 +340,7 @@ class RouterReplica:
             self._follows.append(
                 loop.create_task(self._keyed.follow(), name="forget old answers to keyed requests")
             )
+        settle()
 
     async def _open_metrics(
         self, config: RkserveConfig, metrics: RouterMetrics, peers: RayPeers | None

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import io
 import json
 import logging
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -227,3 +230,18 @@ def test_serve_still_has_the_filters_and_names_that_these_rely_on() -> None:
     vars(record)[ACCESS] = True
     assert not log_access_log_filter(record)
     assert {SERVE_LOGGER_NAME, SERVE_LOG_REQUEST_ID} == {"ray.serve", "request_id"}
+
+
+def test_a_start_collects_rarely_and_a_started_replica_as_python_does() -> None:
+    program = (
+        "import gc; first = gc.get_threshold(); import rkserve.deployments.replica as replica; "
+    )
+    program += "during = gc.get_threshold(); replica.settle(); "
+    program += "print([first, during, gc.get_threshold(), gc.get_freeze_count() > 10_000])"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    first, during, after, frozen = ast.literal_eval(done.stdout)
+    assert first == after
+    assert during[0] > 10 * first[0]
+    assert frozen
