@@ -45,7 +45,8 @@ class Running:
 class Figures:
     """The figures of one side at one load. CPU time in ms per token by part.
 
-    ``net`` is without idle use. ``ttft_ms`` is the median of the time beyond the prefill.
+    ``net`` is without idle use. ``ttft_ms`` is the median of the time beyond the prefill. ``busy``
+    is the share of all cores' time that anything on the machine took, clients included.
     """
 
     side: str
@@ -54,6 +55,7 @@ class Figures:
     ttft_ms: float
     gross: dict[str, float]
     net: dict[str, float]
+    busy: float
 
     def cost(self, parts: Collection[str], *, net: bool = False) -> float:
         """Return the CPU time of some parts, in ms per token."""
@@ -67,7 +69,7 @@ class Figures:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """What arrived in a measured window: tokens, TTFTs beyond the prefill in ms, and CPU use."""
+    """A measured window: tokens that arrived, TTFTs beyond the prefill in ms, and CPU use."""
 
     tokens: float
     waits_ms: Sequence[float]
@@ -109,6 +111,7 @@ def figures(side: str, streams: int, window: Window, idle: CpuUse, seconds: floa
         ttft_ms=statistics.median(window.waits_ms),
         gross={part: ms / tokens for part, ms in use.by_part_ms.items()},
         net=net,
+        busy=use.machine_ms / (use.cores * use.wall_ms),
     )
 
 

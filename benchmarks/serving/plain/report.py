@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from benchmarks.harness.figures import machine_line
 from benchmarks.serving.plain.measure import BOARD, HEAD, Figures
 from benchmarks.serving.plain.pace import PREFILL_S, TOKEN_S, TOKENS
+from benchmarks.serving.plain.ray_apps import AT_ONCE
 from benchmarks.serving.plain.sides import Side
 from rkserve.bench.results import Machine
 
@@ -19,10 +20,12 @@ INTRODUCTION = """\
 Written by `make bench-plain`: {boards} boards with a token every {token_ms:.0f} ms, a prefill of \
 {prefill_ms:.0f} ms, answers of {tokens} tokens, one stream and as many as boards. Each side runs \
 alone, one after the other. *Plain* is an application as Ray's documentation writes one. *Direct \
-streaming* is wired as in Ray's `serve.llm`, which itself needs vLLM or SGLang. Both sides behind \
-Ray's HAProxy have `RAY_SERVE_THROUGHPUT_OPTIMIZED=1`. LiteLLM and SMG have their default \
-settings, except that SMG takes its servers in turn (all streams have one prompt, and its default \
-would send them to one server) and that LiteLLM checks a key, without which it does not start.
+streaming* is wired as in Ray's `serve.llm`, which itself needs vLLM or SGLang. The ingress and \
+the router of these take up to {at_once} requests at once (Ray's default of 5 is below the number \
+of streams), and both sides behind Ray's HAProxy have `RAY_SERVE_THROUGHPUT_OPTIMIZED=1`. LiteLLM \
+and SMG have their default settings, except that SMG takes its servers in turn (all streams have \
+one prompt, and its default would send them to one server) and that LiteLLM checks a key, without \
+which it does not start.
 
 CPU times are ms per token that arrived. *Head* is what runs on the head: proxies, gateways and \
 routers. *With boards* adds what runs on boards. Boards differ between sides (the last table), so \
@@ -34,7 +37,8 @@ run.
 RATIOS = "As a share of plain Ray Serve at as many streams:"
 PARTS = """\
 The parts, in ms per token. Ray's own processes (raylet, GCS, Serve's controller) and rkserve's \
-Coordinator are *beside* the sums; gateways have no such processes."""
+Coordinator are *beside* the sums; gateways have no such processes. *Busy* is the share of all \
+cores' time that was taken, also by the clients and by anything else on the machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +57,11 @@ class Result:
 def page(results: Sequence[Result], boards: int, machine: Machine) -> str:
     """Return the report as Markdown."""
     introduction = INTRODUCTION.format(
-        boards=boards, token_ms=TOKEN_S * 1e3, prefill_ms=PREFILL_S * 1e3, tokens=TOKENS
+        boards=boards,
+        token_ms=TOKEN_S * 1e3,
+        prefill_ms=PREFILL_S * 1e3,
+        tokens=TOKENS,
+        at_once=AT_ONCE,
     )
     titles = {result.side.name: result.side.title for result in results}
     found = [one for result in results for one in result.figures]
@@ -121,11 +129,12 @@ def ratio_table(found: Sequence[Figures], titles: Mapping[str, str]) -> str:
 def parts_table(found: Sequence[Figures], titles: Mapping[str, str]) -> str:
     """Return the cost of each part, in ms per token."""
     names = [*(f"head: {part}" for part in HEAD), *(f"boards: {part}" for part in BOARD)]
-    lines = [f"| side | streams | {' | '.join(names)} | beside |", _rule(len(names) + 2)]
+    lines = [f"| side | streams | {' | '.join(names)} | beside | busy |", _rule(len(names) + 3)]
     for one in found:
         cells = [f"{one.gross[part]:.3f}" if part in one.gross else "-" for part in SUM]
         lines.append(
-            f"| {titles[one.side]} | {one.streams} | {' | '.join(cells)} | {one.beside():.3f} |"
+            f"| {titles[one.side]} | {one.streams} | {' | '.join(cells)} | {one.beside():.3f} "
+            f"| {one.busy:.0%} |"
         )
     return "\n".join(lines)
 

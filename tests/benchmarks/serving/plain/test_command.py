@@ -36,7 +36,7 @@ def sides(monkeypatch: pytest.MonkeyPatch) -> dict[str, Side]:
     def measured(
         name: str, _running: Running, _seconds: float, loads: tuple[int, ...]
     ) -> Iterator[Figures]:
-        yield Figures(name, loads[0], 48.0, 1.0, {"proxy": 1.0}, {"proxy": 1.0})
+        yield Figures(name, loads[0], 48.0, 1.0, {"proxy": 1.0}, {"proxy": 1.0}, 0.5)
         if name == "breaks":
             raise BenchFailed("HTTP 503")
 

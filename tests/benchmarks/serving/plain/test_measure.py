@@ -38,12 +38,12 @@ def text(content: str | None) -> bytes:
 
 
 def use(wall_ms: float, **parts: float) -> CpuUse:
-    return CpuUse(2, wall_ms=wall_ms, by_part_ms=parts)
+    return CpuUse(2, wall_ms=wall_ms, by_part_ms=parts, machine_ms=wall_ms)
 
 
 def test_the_cost_is_that_of_some_parts_and_what_is_neither_head_nor_board_is_beside() -> None:
     gross = {"proxy": 0.5, "router": 0.5, "board replica": 2.0, "gcs": 9.0}
-    one = Figures("a", 8, 400.0, 3.25, gross, {part: ms / 2 for part, ms in gross.items()})
+    one = Figures("a", 8, 400.0, 3.25, gross, {part: ms / 2 for part, ms in gross.items()}, 0.5)
     assert one.cost(HEAD) == pytest.approx(1.0)
     assert one.cost(HEAD, net=True) == pytest.approx(0.5)
     assert one.beside() == pytest.approx(9.0)
@@ -57,6 +57,7 @@ def test_the_idle_use_of_a_part_is_taken_off_for_as_long_as_the_window_was() -> 
     assert one.ttft_ms == pytest.approx(6.0)
     assert one.gross == pytest.approx({"gateway": 3.0, "upstream": 0.1})
     assert one.net == pytest.approx({"gateway": 2.0, "upstream": 0.0})
+    assert one.busy == pytest.approx(0.5)
 
 
 def test_events_with_text_count_and_the_prefill_is_that_of_the_board() -> None:

@@ -28,7 +28,7 @@ def side(name: str) -> Side:
 
 def figures(name: str, streams: int, **gross: float) -> Figures:
     net = {part: ms / 2 for part, ms in gross.items()}
-    return Figures(name, streams, 400.0, 3.25, gross, net)
+    return Figures(name, streams, 400.0, 3.25, gross, net, 0.875)
 
 
 PLAIN = figures("plain", 8, proxy=1.0, router=1.0, gcs=9.0, **{"board replica": 4.0})
@@ -54,8 +54,8 @@ def test_a_cost_of_the_plain_side_below_the_clock_gives_no_ratio() -> None:
 
 def test_parts_that_a_side_lacks_are_marked_and_others_are_beside() -> None:
     lines = parts_table([PLAIN, GATEWAY], TITLES).splitlines()
-    assert lines[2] == "| plain Ray Serve | 8 | 1.000 | 1.000 | - | 4.000 | - | - | 9.000 |"
-    assert lines[3] == "| SMG | 8 | - | - | 0.500 | - | - | 1.000 | 0.000 |"
+    assert lines[2] == "| plain Ray Serve | 8 | 1.000 | 1.000 | - | 4.000 | - | - | 9.000 | 88% |"
+    assert lines[3] == "| SMG | 8 | - | - | 0.500 | - | - | 1.000 | 0.000 | 88% |"
 
 
 def test_the_page_names_what_is_head_and_board_and_why_a_side_has_no_figures() -> None:
