@@ -111,8 +111,8 @@ def outlet_of(board: Board) -> channel_bench.Board:
     outlet = Outlet("a")
 
     class Methods(channel_bench.Callee):
-        def generate(self, request: Any) -> Any:
-            return board.generate(request)
+        def generate(self, request: Any, pass_on: Any = None) -> Any:
+            return board.generate(request, pass_on=pass_on)
 
         async def report(self) -> BoardReport:
             return await outlet.report_now()

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ray._common.utils import load_class
 from ray._private import services
 from ray._private.node import Node
-from ray._common.utils import load_class
 
 from rkserve.bringup import ray_start
 from rkserve.bringup.processes import BOARD, HEAD
@@ -22,7 +21,7 @@ ASKED = {"include_dashboard": None, "raise_on_failure": False}
 
 
 @pytest.fixture
-def steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+def steps(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The steps of a start, in their order; the raylet registers at the third look."""
     made: list[Any] = []
 
@@ -35,9 +34,9 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     monkeypatch.setattr(Node, "start_ray_processes", lambda _: made.append("raylet"))
     monkeypatch.setattr(Node, "start_api_server", lambda _, **options: made.append(options))
     monkeypatch.setattr(services, "get_node", get_node)
-    monkeypatch.setattr(os, "nice", lambda by: made.append(by))
+    monkeypatch.setattr(os, "nice", made.append)
     monkeypatch.setattr(ray_start, "POLL_S", 0.0)
-    yield made
+    return made
 
 
 def started() -> SimpleNamespace:
