@@ -7,6 +7,10 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip -q --disable-pip-version-check
 
+# Images of containers set it. Tests start thousands of processes, and each would compile anew what it
+# imports: 12 s of CPU time instead of 5 for a replica of Ray, 0.7 s instead of 0.2 for an engine.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-quick test-long unit cluster simulate page-test fuzz mutation compat compat-programs compat-lock aarch64 check check-observability check-cluster offline deb format bench bench-control bench-plain bench-scale bench-kills bench-kills-mixed bench-cpu bench-multi-turn bench-overload soak docs docs-serve lock release sim sanitize clean
 
