@@ -10,7 +10,6 @@ import mmap
 import re
 import struct
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -90,6 +89,10 @@ def llama_cpp_library() -> Path:
 
 def llama_cpp_release() -> str:
     """Return the release of the wheel with llama.cpp, empty if it is not installed."""
+    # Its imports, email and zipfile among them, would take a sixth of the time in which an engine
+    # process imports everything.
+    from importlib.metadata import PackageNotFoundError, version
+
     try:
         return version(LLAMA_CPP)
     except PackageNotFoundError:
