@@ -25,6 +25,7 @@ from tests.support.boards.board_bench import until
 from tests.support.boards.continued_house import Heard, How, Loss, Site, sent_to
 from tests.support.boards.fakes import run_loop
 from tests.support.boards.holding import Governed, governed
+from tests.support.sampler import Sampler
 from tests.support.sim.cpu_board import every_kind
 from tests.support.sim.sim_board import (
     CALM,
@@ -120,14 +121,15 @@ def same(broken: Heard, whole: Heard) -> None:
 @every_kind
 @answers
 def test_lost_after_any_token_it_goes_on_as_if_nothing_were(
-    tmp_path: Path, kind: type[Sim], release: str, question: str
+    tmp_path: Path, kind: type[Sim], release: str, question: str, sampled: Sampler
 ) -> None:
     async def main() -> None:
         async with two(made(tmp_path, release, kind)) as (site, _):
             whole = await again(site, ask(kind.asked(question)))
             assert len(whole.ids) == LENGTH
             known = set()
-            for tokens in range(1, LENGTH + 1):
+            tried = [*sampled(range(1, LENGTH)), LENGTH]
+            for tokens in tried:
                 broken = await cut_after(tokens, site, ask(kind.asked(question)))
                 same(broken, whole)
                 assert broken.finished is not None
@@ -137,7 +139,7 @@ def test_lost_after_any_token_it_goes_on_as_if_nothing_were(
                 if times == 1:
                     known.add(len(continued(site).slots))
             # Only the beginning of a character is not known to whoever goes on.
-            assert len(known) > LENGTH / 2
+            assert len(known) > len(tried) / 2
 
     run_loop(main(), LIMIT_S)
 
@@ -212,7 +214,7 @@ def test_an_adapter_is_pinned_wherever_it_goes_on(
 
 @every_kind
 def test_a_stop_string_that_is_half_said_ends_it_elsewhere(
-    tmp_path: Path, kind: type[Sim], release: str
+    tmp_path: Path, kind: type[Sim], release: str, sampled: Sampler
 ) -> None:
     async def main() -> None:
         async with two(made(tmp_path, release, kind)) as (site, _):
@@ -223,14 +225,16 @@ def test_a_stop_string_that_is_half_said_ends_it_elsewhere(
             assert whole.text == plain.text[: plain.text.index(stop)]
             assert whole.finished is not None
             assert whole.finished.reason is FinishReason.STOP
-            for tokens in range(1, len(whole.ids)):
+            for tokens in sampled(range(1, len(whole.ids))):
                 same(await cut_after(tokens, site, asked), whole)
 
     run_loop(main(), LIMIT_S)
 
 
 @both_releases
-def test_in_text_mode_it_goes_on_from_what_was_said(tmp_path: Path, release: str) -> None:
+def test_in_text_mode_it_goes_on_from_what_was_said(
+    tmp_path: Path, release: str, sampled: Sampler
+) -> None:
     async def main() -> None:
         sims = made(tmp_path, release, TextSim)
         async with two(sims, text_mode=True, vocab_size=None) as (site, _):
@@ -239,7 +243,7 @@ def test_in_text_mode_it_goes_on_from_what_was_said(tmp_path: Path, release: str
             whole = await again(site, asked)
             assert whole.finished is not None
             assert whole.finished.usage.prompt_tokens > 0
-            for tokens in range(1, 40):
+            for tokens in sampled(range(1, 40)):
                 broken = await cut_after(tokens, site, asked)
                 assert (broken.text, broken.retracted) == (whole.text, 0)
                 assert broken.finished is not None

@@ -1,4 +1,4 @@
-"""An answer that is interrupted at every token, in every way: byte for byte the one that is not.
+"""An answer that is interrupted at any token, in every way: byte for byte the one that is not.
 
 A real engine process over the simulated runtime in strict mode, where a misuse of the library ends
 the engine: so each test also holds that there was none. The same over llama.cpp with the trained
@@ -28,6 +28,7 @@ from rkserve.core.errors import StateConflict
 from rkserve.core.messages import AdapterRef, ControlAction, FinishReason, GenerateRequest, Kv
 from tests.support.boards.board_bench import Listener, until
 from tests.support.boards.fakes import run_loop
+from tests.support.sampler import Sampler
 from tests.support.sim.cpu_board import every_kind
 from tests.support.sim.releases import BOTH
 from tests.support.sim.sim_board import CALM, FOLDER, GREEDY, Sim, both_releases, chat
@@ -159,20 +160,28 @@ async def bench(
 
 def on_sim(
     native: bool,
-) -> Callable[[Callable[[Bench], Coroutine[Any, Any, None]]], Callable[..., None]]:
+) -> Callable[[Callable[[Bench, Sampler], Coroutine[Any, Any, None]]], Callable[..., None]]:
     """Run an async test on a board of the release, with the answer and the adapter or without."""
 
-    def decorate(body: Callable[[Bench], Coroutine[Any, Any, None]]) -> Callable[..., None]:
-        async def main(sim: Sim, question: str, adapted: bool) -> None:
+    def decorate(
+        body: Callable[[Bench, Sampler], Coroutine[Any, Any, None]],
+    ) -> Callable[..., None]:
+        async def main(sim: Sim, question: str, adapted: bool, sampled: Sampler) -> None:
             async with bench(sim, question, native=native, adapted=adapted) as made:
-                await body(made)
+                await body(made, sampled)
                 assert made.board.report().engine_starts == 1
 
         def test(
-            tmp_path: Path, kind: type[Sim], release: str, question: str, adapted: bool
+            tmp_path: Path,
+            kind: type[Sim],
+            release: str,
+            question: str,
+            adapted: bool,
+            *,
+            sampled: Sampler,
         ) -> None:
             sim = kind(tmp_path, release, sampling=GREEDY)
-            run_loop(main(sim, question, adapted), LIMIT_S)
+            run_loop(main(sim, question, adapted, sampled), LIMIT_S)
 
         test.__name__, test.__doc__ = body.__name__, body.__doc__
         return test
@@ -187,8 +196,10 @@ def on_sim(
 @adapters
 @answers
 @on_sim(native=False)
-async def test_stopped_by_a_call_after_any_token_it_goes_on_as_if_nothing_were(here: Bench) -> None:
-    for count in range(1, LENGTH + 1):
+async def test_stopped_by_a_call_after_any_token_it_goes_on_as_if_nothing_were(
+    here: Bench, sampled: Sampler
+) -> None:
+    for count in (*sampled(range(1, LENGTH)), LENGTH):
         held = here.sim.tap.hold(count)
         listener = here.listen()
         await held
@@ -219,8 +230,10 @@ def _is_recomputed(here: Bench, info: GenerationInfo, count: int) -> None:
 @adapters
 @answers
 @on_sim(native=False)
-async def test_stopped_by_a_hook_after_any_token_it_goes_on_as_if_nothing_were(here: Bench) -> None:
-    for count in range(1, LENGTH):
+async def test_stopped_by_a_hook_after_any_token_it_goes_on_as_if_nothing_were(
+    here: Bench, sampled: Sampler
+) -> None:
+    for count in sampled(range(1, LENGTH)):
         listener = here.listen(pause_at(count - 1))
         if count not in here.held_back:  # a hook sees whole characters
             info = await here.paused()
@@ -233,11 +246,11 @@ async def test_stopped_by_a_hook_after_any_token_it_goes_on_as_if_nothing_were(h
 @every_kind
 @answers
 def test_stopped_twice_it_goes_on_as_if_nothing_were(
-    tmp_path: Path, kind: type[Sim], release: str, question: str
+    tmp_path: Path, kind: type[Sim], release: str, question: str, sampled: Sampler
 ) -> None:
     async def main() -> None:
         async with bench(sim, question, native=False) as here:
-            for first in range(1, LENGTH - 1):
+            for first in sampled(range(1, LENGTH - 1)):
                 second = rolls.randint(1, LENGTH - 1)  # tokens of the second run
                 await twice(here, first, second)
 
@@ -266,9 +279,9 @@ def test_stopped_twice_it_goes_on_as_if_nothing_were(
 @answers
 @on_sim(native=True)
 async def test_paused_in_the_runtime_after_any_token_it_goes_on_from_its_kv_cache(
-    here: Bench,
+    here: Bench, sampled: Sampler
 ) -> None:
-    for count in set(range(1, LENGTH)) - here.held_back:
+    for count in sampled(sorted(set(range(1, LENGTH)) - here.held_back)):
         await _until_kept(here, count, partial(_kept, here, count))
 
 
@@ -315,12 +328,12 @@ async def _kept(here: Bench, count: int, pace: float) -> bool:
 @both_releases
 @adapters
 def test_a_pause_of_the_runtime_that_is_asked_for_within_a_character_waits_for_its_end(
-    tmp_path: Path, release: str, adapted: bool
+    tmp_path: Path, release: str, adapted: bool, sampled: Sampler
 ) -> None:
     async def main() -> None:
         async with bench(sim, "multi-byte", native=True, adapted=adapted) as here:
             assert len(here.held_back) > LENGTH / 4
-            for count in sorted(here.held_back):
+            for count in sampled(sorted(here.held_back)):
                 await _until_kept(here, count, partial(within, here, count))
             assert here.board.report().engine_starts == 1
 
