@@ -346,6 +346,7 @@ def test_a_machine_without_localhost_is_refused_before_ray_starts(
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
     options = HeadOptions(config(tmp_path), tmp_path / "state")
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))  # a cluster of this user may run
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
     with pytest.raises(ConfigError, match=r"localhost has no loopback.*Run: echo '127\.0\.0\.1"):
         run_head(options, print)
