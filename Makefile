@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip -q --disable-pip-version-check
 
 # Images of containers set it. Tests start thousands of processes, and each would compile anew what it
-# imports: 12 s of CPU time instead of 5 for a replica of Ray, 0.7 s instead of 0.2 for an engine.
+# imports: 9.6 s of CPU time instead of 4.1 for a Router, 0.7 s instead of 0.2 for an engine.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help

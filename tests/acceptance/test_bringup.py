@@ -250,10 +250,15 @@ def check_ports_behind_haproxy(home: Home) -> None:
     """Check that Routers and Serve's own proxy take no request that has no proof of HAProxy's."""
     given = environ_of(home.head, "raylet")
     first, last = (int(given[f"RAY_SERVE_DIRECT_INGRESS_{end}_HTTP_PORT"]) for end in ENDS)
-    # Any free port may be another program's of this head, HAProxy's figures for example.
-    replicas = [one for one in listeners_of(home.head) if "ray::ServeReplica" in one.process]
-    ports = {one.port for one in replicas if first <= one.port <= last}
-    assert len(ports) == 2, "Routers"
+
+    def ports_of_routers() -> set[int] | None:
+        # Any free port may be another program's of this head, HAProxy's figures for example.
+        replicas = [one for one in listeners_of(home.head) if "ray::ServeReplica" in one.process]
+        ports = {one.port for one in replicas if first <= one.port <= last}
+        return ports if len(ports) == 2 else None
+
+    # A head is ready with its first Router.
+    ports = eventually("two Routers listen", ports_of_routers)
     for port in (*ports, int(given["RAY_SERVE_FALLBACK_PROXY_HTTP_PORT"])):
         forged = {**home.admin, MARK_HEADER: "control", CLIENT_HEADER: "127.0.0.1"}
         answer = httpx.get(f"http://127.0.0.1:{port}/v1/models", headers=forged, timeout=60)
