@@ -252,28 +252,29 @@ def test_the_model_calls_a_tool_in_every_dialect(boards: App) -> None:
 
 def test_openai_s_client_goes_on_from_a_stored_response(old_board: App) -> None:
     """With one board: of several, another may be chosen that was faster on a busy machine."""
-    client = openai.OpenAI(base_url=f"{old_board.url}/v1", api_key="x", max_retries=0, timeout=60)
-    rules: ResponseInputParam = [
-        {"role": "developer", "content": "Follow every rule to the letter. " * 15},
-        {"role": "user", "content": f"{SAYS} once"},
-    ]
-    first = client.responses.create(model=MODEL, input=rules)
-    with client.responses.stream(
-        model=MODEL, input=f"{SAYS} twice", previous_response_id=first.id
-    ) as events:
-        second = events.until_done().get_final_response()
-    assert first.usage is not None
-    assert second.usage is not None
-    assert second.output_text == "crème 你好 👋🏽 and the end twice"
-    assert second.usage.input_tokens_details.cached_tokens >= first.usage.total_tokens - 1
-    assert client.responses.retrieve(second.id).output_text == second.output_text
-    listed = [item.id for item in client.responses.input_items.list(second.id, limit=1)]
-    assert len(listed) == 4
-    assert first.output[0].id in listed
-    client.responses.delete(first.id)
-    with pytest.raises(openai.NotFoundError) as caught:
-        client.responses.create(model=MODEL, input="x", previous_response_id=second.id)
-    assert caught.value.code == "previous_response_not_found"
+    url = f"{old_board.url}/v1"
+    with openai.OpenAI(base_url=url, api_key="x", max_retries=0, timeout=60) as client:
+        rules: ResponseInputParam = [
+            {"role": "developer", "content": "Follow every rule to the letter. " * 15},
+            {"role": "user", "content": f"{SAYS} once"},
+        ]
+        first = client.responses.create(model=MODEL, input=rules)
+        with client.responses.stream(
+            model=MODEL, input=f"{SAYS} twice", previous_response_id=first.id
+        ) as events:
+            second = events.until_done().get_final_response()
+        assert first.usage is not None
+        assert second.usage is not None
+        assert second.output_text == "crème 你好 👋🏽 and the end twice"
+        assert second.usage.input_tokens_details.cached_tokens >= first.usage.total_tokens - 1
+        assert client.responses.retrieve(second.id).output_text == second.output_text
+        listed = [item.id for item in client.responses.input_items.list(second.id, limit=1)]
+        assert len(listed) == 4
+        assert first.output[0].id in listed
+        client.responses.delete(first.id)
+        with pytest.raises(openai.NotFoundError) as caught:
+            client.responses.create(model=MODEL, input="x", previous_response_id=second.id)
+        assert caught.value.code == "previous_response_not_found"
 
 
 def test_errors_of_an_application_with_a_prefix_speak_the_dialect(boards: App) -> None:
