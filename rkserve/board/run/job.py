@@ -44,8 +44,8 @@ from rkserve.native.runtime import Perf
 
 _S, _E = GenerationState, GenerationEvent
 PAUSE_END = Delta("", ())  # emitted at the end of a pause
-# A token this soon after the last one that was passed on is left to the consumer, which gets it in
-# one delta with those behind it: a runtime that is faster than its consumers has many at a time.
+# A token this soon after the one before, and the first one, is left to the consumer, which gets it
+# in one delta with those behind it: a runtime that is faster than its consumers has many at a time.
 MERGE_S = 0.002
 
 
@@ -77,16 +77,15 @@ class _DirectPath:
 
     def __init__(self, pass_on: PassDelta | None) -> None:
         self._pass_on = pass_on
-        self._passed_s = -math.inf
+        self._came_s = math.inf  # the latest token; infinite before the first one
         self.is_awaited = False  # the consumer has taken all events, and waits for the next one
         self.fault: Exception | None = None
 
     def is_open(self, now_s: float) -> bool:
-        """Return whether a delta may be passed on now."""
-        if self._pass_on is None or not self.is_awaited or now_s - self._passed_s < MERGE_S:
-            return False
-        self._passed_s = now_s
-        return True
+        """Return whether the delta of a token that has just come may be passed on."""
+        is_late = now_s - self._came_s >= MERGE_S
+        self._came_s = now_s
+        return is_late and self._pass_on is not None and self.is_awaited
 
     def pass_on(self, delta: Delta) -> bool:
         """Pass a delta on; return False after an error, which the consumer raises.
@@ -216,9 +215,9 @@ class Job(ChangeSignal):
 
     def _passed_on(self) -> bool:
         """Pass the current delta on; return False where it is left to the consumer."""
-        if self._news.is_set() or self.muted or self._events or self.outcome is not None:
-            return False
         if not self._direct.is_open(loop_time_s()):
+            return False
+        if self._news.is_set() or self.muted or self._events or self.outcome is not None:
             return False
         delta = self.generation.take()
         if delta is None:

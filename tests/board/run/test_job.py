@@ -123,7 +123,7 @@ async def test_a_delta_is_passed_on_while_the_consumer_waits_for_it() -> None:
     assert passed == [], "the consumer had not asked for an event yet"
     assert await made.next_event() == Delta("word", (7,))
     waiting = asyncio.create_task(made.next_event())
-    await asyncio.sleep(0)
+    await asyncio.sleep(MERGE_S)
     made.token(8, b" more", waiting=False)
     assert passed == [Delta(" more", (8,))]
     made.token(9, b" at", waiting=False)
@@ -133,6 +133,7 @@ async def test_a_delta_is_passed_on_while_the_consumer_waits_for_it() -> None:
     waiting = asyncio.create_task(made.next_event())
     await asyncio.sleep(MERGE_S)
     made.token(11, b"\xe2", waiting=True)
+    await asyncio.sleep(MERGE_S)
     made.token(12, b"\x82\xac", waiting=False)
     made.end(ENDED)
     assert [one.text for one in passed] == [" more", "\u20ac"]
@@ -146,7 +147,7 @@ async def test_a_delta_that_cannot_be_passed_on_ends_the_stream_and_not_the_read
     made = job(refuse)
     await made.next_event()
     waiting = asyncio.create_task(made.next_event())
-    await asyncio.sleep(0)
+    await asyncio.sleep(MERGE_S)
     made.token(8, b" more", waiting=False)
     with pytest.raises(OSError, match="no connection"):
         await waiting
