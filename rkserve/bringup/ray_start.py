@@ -1,8 +1,8 @@
 """Changes to ``ray start`` on a head, made by Ray's own hook (``RAY_START_HOOK``).
 
 The hook gets the parameters of ``ray start`` before it starts anything. Ray's dashboard imports for
-seconds, and Ray waits for it before it starts the raylet; nothing of rkserve needs it. Here it is
-started after the raylet, and with a lower priority than the processes that requests need.
+seconds, and Ray waits for it before it starts the raylet. No request needs the dashboard: it starts
+after the raylet here, with a lower priority than the processes that requests need.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _has_registered(node: Node) -> bool:
     deadline_s = time.monotonic() + REGISTERED_S
     while time.monotonic() < deadline_s:
         try:
-            services.get_node(node.gcs_address, node._node_id)  # noqa: SLF001 - Ray has no other
+            services.get_node(node.gcs_address, node.node_id)
         except RuntimeError:
             time.sleep(POLL_S)
         else:

@@ -148,7 +148,7 @@ def direct(command: Json) -> serve.Application:
     router = serve.deployment(
         name="Router-direct", ray_actor_options=ANYWHERE, max_ongoing_requests=AT_ONCE
     )(DirectRouter)
-    return boards._with_ingress_request_router(  # noqa: SLF001 - as ``serve.llm`` calls it
+    return boards._with_ingress_request_router(  # noqa: SLF001 - Ray has no public way; ``serve.llm`` calls it, too
         router.bind(boards)
     )
 
@@ -215,6 +215,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     # As a module with a name: Ray sends classes of a script by value, with all that they refer to.
-    from benchmarks.serving.plain import ray_apps  # noqa: PLW0406 - it is itself
+    from benchmarks.serving.plain import ray_apps  # noqa: PLW0406 - Ray pickles a script's classes by value
 
     ray_apps.main()

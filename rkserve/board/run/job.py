@@ -95,7 +95,7 @@ class _DirectPath:
         assert self._pass_on is not None
         try:
             self._pass_on(delta)
-        except Exception as exc:  # noqa: BLE001 - see above
+        except Exception as exc:  # noqa: BLE001 - the consumer raises it, whatever it is
             self.fault = exc
             return False
         return True
