@@ -195,11 +195,11 @@ class Measurement:
 
     def _parked(self) -> tuple[list[ParkedRound], ParkedFigures]:
         self._progress.begin("(e) parked conversations")
-        rounds = self._one_board.parked(self._size.parked_rounds)
-        figures = parked_figures(rounds)
+        rounds, learning = self._one_board.parked(self._size.parked_rounds)
+        figures = parked_figures(rounds, learning)
         self._progress.end(
-            f"TTFT of who returns {figures.ttft.value:.3f} of a cold one, "
-            f"of who displaces {figures.displacing.value:.3f} of a calm one"
+            f"TTFT of a return {figures.ttft.value:.3f} of a cold one, "
+            f"of its guest {figures.displacing.value:.3f} of a calm one"
         )
         return rounds, figures
 

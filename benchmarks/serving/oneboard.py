@@ -31,6 +31,9 @@ from rkserve.bench.systems import SimulatedDeployment
 
 PARKED_ANSWER = 8  # tokens
 CALM_S = 1.5  # until a board has nothing left to do about the conversation before
+# Boards park by the chance of a return, and learn it from those that they have seen: without files
+# after a first one, two or three rounds of a new deployment compute the conversation again.
+LEARNING_ROUNDS = 4
 NEXT_TURN = "Write 4000 tokens more."
 
 PAUSES_EACH = 8
@@ -56,16 +59,24 @@ class OneBoard:
 
     # -- (e) ----------------------------------------------------------------------------------
 
-    def parked(self, rounds: int) -> list[ParkedRound]:
-        """Let conversations lose the board and come back, ``rounds`` times."""
+    def parked(self, rounds: int) -> tuple[list[ParkedRound], list[ParkedRound]]:
+        """Let conversations lose the board and come back, ``rounds`` times.
+
+        Return the rounds, and those before them from which the board has learned.
+        """
         self._crew.deploy(SimulatedDeployment(SMALL_PROFILE, prefix_reuse=False))
         self._ask(self._short(), PARKED_ANSWER)  # the first answer of a deployment is slower
-        found = []
+        learning = self._rounds(LEARNING_ROUNDS, "learning round")
         with self._metered("(e)"):
-            for number in range(rounds):
-                self._crew.note(f"round {number + 1} of {rounds}")
-                found.append(self._one_round())
+            found = self._rounds(rounds, "round")
         hold(flaws_of_parked(found, PROMPT_TOKENS, PARKED_ANSWER))
+        return found, learning
+
+    def _rounds(self, count: int, name: str) -> list[ParkedRound]:
+        found = []
+        for number in range(count):
+            self._crew.note(f"{name} {number + 1} of {count}")
+            found.append(self._one_round())
         return found
 
     def _one_round(self) -> ParkedRound:

@@ -42,10 +42,13 @@ class ParkedFigures:
 
     Token counts are medians. ``most_beyond_new`` is how many tokens were prefilled at most although
     the conversation had them before; ``save_ms`` is from the last text of a returned answer to its
-    end, for which its file is written again.
+    end, ``unsaved_ms`` of a first one: neither waits for a file. Before them were
+    ``learning_rounds``, in ``learning_anew`` of which the conversation was computed again.
     """
 
     rounds: int
+    learning_rounds: int
+    learning_anew: int
     returned_ttft_ms: Spread
     cold_ttft_ms: Spread
     ttft: Ratio
@@ -61,8 +64,10 @@ class ParkedFigures:
     unsaved_ms: Spread
 
 
-def parked_figures(rounds: Sequence[ParkedRound]) -> ParkedFigures:
-    """Sum up rounds, at least one."""
+def parked_figures(
+    rounds: Sequence[ParkedRound], learning: Sequence[ParkedRound] = ()
+) -> ParkedFigures:
+    """Sum up rounds, at least one, after those from which the board has learned."""
     returned, cold = [r.returned for r in rounds], [r.first for r in rounds]
     displacing, calm = [r.displacing for r in rounds], [r.calm for r in rounds]
     rng = random.Random(SEED)
@@ -71,6 +76,8 @@ def parked_figures(rounds: Sequence[ParkedRound]) -> ParkedFigures:
     )
     return ParkedFigures(
         rounds=len(rounds),
+        learning_rounds=len(learning),
+        learning_anew=sum(not one.returned.cached_tokens for one in learning),
         returned_ttft_ms=Spread.of(returned_ms),
         cold_ttft_ms=Spread.of(cold_ms),
         ttft=ratio(returned_ms, cold_ms, rng),

@@ -20,8 +20,10 @@ def parked_section(found: ParkedFigures) -> str:
     rows = [
         _spread_row("TTFT of a returning conversation, ms", found.returned_ttft_ms, found.ttft),
         _spread_row(f"TTFT of {HISTORY_TOKENS} tokens that are new, ms", found.cold_ttft_ms),
-        _spread_row("TTFT of who has it parked, ms", found.displacing_ttft_ms, found.displacing),
-        _spread_row("TTFT of who finds nothing to park, ms", found.calm_ttft_ms),
+        _spread_row(
+            "TTFT of the one that displaces it, ms", found.displacing_ttft_ms, found.displacing
+        ),
+        _spread_row("TTFT of one that displaces nothing, ms", found.calm_ttft_ms),
         _spread_row("last text to end, returned, ms", found.save_ms),
         _spread_row("last text to end, new, ms", found.unsaved_ms),
     ]
@@ -42,11 +44,14 @@ def parked_section(found: ParkedFigures) -> str:
         f"{found.rounds} rounds on one board (`{SMALL_PROFILE}`), through the cluster: a "
         f"conversation of {HISTORY_TOKENS} tokens that are new to the board is answered, another "
         f"one of {PROMPT_TOKENS} takes the board, and the first comes back with its history and a "
-        "new turn, so with a longer prompt than it is held to. Who takes the board waits until the "
-        "other's KV cache is on disk; the answer of who came back ends when its longer KV cache "
-        "is. Medians of token counts. **The disk is simulated**: 114 688 bytes a token at 200 MB/s "
-        "(`RKSIM_DISK_MB_PER_S`), an assumption; an SD card is slower, NVMe faster. The file's "
-        "sha256 and its fsync, for which the board stays occupied, are real work of this machine, "
+        "new turn, so with a longer prompt than it is held to. The one that displaces it waits "
+        "until its KV cache is on disk; at the end of an answer nothing is written (the last two "
+        "rows). "
+        f"{found.learning_rounds} rounds before these are not counted: a board parks by the chance "
+        "of a return that it has seen, and computed the conversation again in "
+        f"{found.learning_anew} of them. Medians of token counts. **The disk is simulated**: "
+        "114 688 bytes a token at 200 MB/s (`RKSIM_DISK_MB_PER_S`), an assumption; an SD card is "
+        "slower, NVMe faster. The file's sha256 and its fsync are real work of this machine, "
         "but of a file with holes in it.\n"
     )
 

@@ -25,8 +25,11 @@ from tests.support.values.bench_answers import answer, batches, interrupted, par
 
 
 def test_a_returning_conversation_is_held_to_a_cold_one_and_its_guest_to_a_calm_one() -> None:
-    figures = parked_figures([parked_round(n) for n in range(5)])
+    learning = [parked_round(n, cached_tokens=1005 * (n > 1)) for n in range(4)]
 
+    figures = parked_figures([parked_round(n) for n in range(5)], learning)
+
+    assert (figures.rounds, figures.learning_rounds, figures.learning_anew) == (5, 4, 2)
     assert figures.ttft.value == pytest.approx(0.25)
     assert figures.displacing.value == pytest.approx(4.0)
     assert (figures.prompt_tokens, figures.cached_tokens) == (1027, 1005)

@@ -166,8 +166,8 @@ def spoken(prompt: tuple[int, ...], length: int) -> str:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Wait for what a test cannot be told of; the loop's own limit applies."""
-    while not condition():  # noqa: ASYNC110 - the board owes nobody an event
+    """Wait for a condition that no event announces; the loop's own limit applies."""
+    while not condition():  # noqa: ASYNC110 - boards have no event for each of their states
         await asyncio.sleep(0.001)
 
 
