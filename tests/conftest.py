@@ -17,10 +17,12 @@ import httpx2._transports.default
 import pytest
 from hypothesis import HealthCheck, settings
 
+from rkserve.core import child_process
 from rkserve.core.errors import RkserveError
 from rkserve.core.request_record import log_for
 from rkserve.native.binding.library import detect
 from rkserve.native.sim.build import RELEASES, ensure_built
+from tests.support import engine_forks
 from tests.support.boards import fakes, own_time
 from tests.support.cluster.local_cluster import App, LocalCluster, running_cluster
 from tests.support.forks import Forks
@@ -53,6 +55,10 @@ OPTIONAL = {
 NOTES: pytest.StashKey[list[str]] = pytest.StashKey()
 FIGURES: pytest.StashKey[list[str]] = pytest.StashKey()
 CLUSTER: pytest.StashKey[LocalCluster] = pytest.StashKey()
+
+
+# The engines of boards in this process; a replica on Ray executes its own.
+child_process._vfork = engine_forks.start
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -209,6 +215,13 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     names = pyfuncitem._fixtureinfo.argnames
     run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
     return True
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Have the test's engines executed where it is about that, otherwise forked."""
+    marker = item.get_closest_marker("executes_engine")
+    engine_forks.executes_engine = marker is not None
 
 
 @pytest.hookimpl(wrapper=True)

@@ -41,6 +41,8 @@ from tests.support.boards.engine_bench import Recorder, command
 from tests.support.boards.fakes import FakeEngine, Script, run_loop
 from tests.support.sim.sim_board import TOKENIZER, Sim, ask, both_releases, chat
 
+pytestmark = pytest.mark.executes_engine
+
 
 @pytest.fixture
 def sim(tmp_path: Path) -> Sim:

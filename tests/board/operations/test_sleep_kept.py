@@ -251,6 +251,7 @@ def children() -> set[int]:
     return found
 
 
+@pytest.mark.executes_engine  # finds it among the children of this process
 @in_turn
 @pytest.mark.parametrize("how", ["refused", "crashed", "killed"])
 def test_a_load_that_fails_at_the_wake_is_an_error_for_everyone(
