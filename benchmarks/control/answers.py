@@ -29,8 +29,9 @@ class Answer:
     """One streamed answer. ``prompt`` is the number of its prompt.
 
     ``stamp`` is what its headers say of its version, ``version`` what its last chunk says, and
-    ``spans`` which tokens were whose; each is empty where nothing was said. It was ``continued`` so
-    often on another board, and waited ``lost_ms`` for that from when the losses were noticed.
+    ``spans`` which tokens were whose; each is empty where nothing was said. ``early`` headers were
+    sent while no board had accepted it, and cannot name a version. It was ``continued`` so often on
+    another board, and waited ``lost_ms`` for that from when the losses were noticed.
     """
 
     exchange: Exchange
@@ -43,6 +44,7 @@ class Answer:
     paused_ms: float = 0.0
     continued: int = 0
     lost_ms: float = 0.0
+    early: bool = False
 
     @property
     def whole(self) -> bool:
@@ -107,6 +109,7 @@ def read_answer(incoming: Incoming, prompt: int) -> Answer:
         paused_ms=last.get("timings", {}).get("paused_ms", 0.0),
         continued=last.get("timings", {}).get("continued", 0),
         lost_ms=last.get("timings", {}).get("lost_ms", 0.0),
+        early=incoming.status == OK and "x-rkserve-board" not in incoming.headers,
     )
 
 

@@ -144,7 +144,7 @@ def _reason(answer: Answer) -> str:
 
 def _stamped(answer: Answer) -> bool:
     """Return whether its headers, its end and its spans name the version of each token."""
-    if not answer.stamp or not answer.version or not answer.spans:
+    if not (answer.stamp or answer.early) or not answer.version or not answer.spans:
         return False
     ends = [0, *(span.end for span in answer.spans)]
     starts = [*(span.start for span in answer.spans), answer.exchange.completion_tokens]

@@ -102,6 +102,7 @@ TIMES = eras(A, [(call("b", 10.0, 10.1), B), (call("a", 20.0, 20.1), A)])
             id="two versions",
         ),
         pytest.param(answer(stamp=""), {"unstamped": 1}, id="no header"),
+        pytest.param(answer(stamp="", early=True), {}, id="headers before a board accepted it"),
         pytest.param(replace(answer(), version=""), {"unstamped": 1}, id="none at the end"),
         pytest.param(answer(spans=()), {"unstamped": 1}, id="no spans"),
         pytest.param(
