@@ -45,7 +45,7 @@ def parked_section(found: ParkedFigures) -> str:
         f"conversation of {HISTORY_TOKENS} tokens that are new to the board is answered, another "
         f"one of {PROMPT_TOKENS} takes the board, and the first comes back with its history and a "
         "new turn, so with a longer prompt than it is held to. The one that displaces it waits "
-        "until its KV cache is on disk; at the end of an answer nothing is written (the last two "
+        "until its KV cache is on disk; no file is written at the end of an answer (the last two "
         "rows). "
         f"{found.learning_rounds} rounds before these are not counted: a board parks by the chance "
         "of a return that it has seen, and computed the conversation again in "

@@ -110,8 +110,8 @@ SETTINGS: tuple[RaySetting, ...] = (
             name,
             value,
             "Serve gives a replica that answers no health checks its time to end in order, an hour "
-            "for a Router, and what waits for a frozen one hangs as long (a client gave up after "
-            "90 s); with this it is killed, after 37 s.",
+            "for a Router, and clients of a frozen one hang as long (one gave up after 90 s); with "
+            "this it is killed, after 37 s.",
             (HEAD,),
         )
         for name, value in FORCED_STOP.items()

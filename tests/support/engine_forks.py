@@ -4,8 +4,8 @@ To start Python and import takes an engine longer than most tests need from it. 
 as in an engine that was executed: its pipes, session, environment and end. Tests of the start
 itself are marked ``executes_engine``.
 
-Forks are made by a process without threads, which imports nothing but the engine: a fork of the
-tests' own process would inherit their threads' locks.
+Forks are made by a process without threads, which imports the engine alone: a fork of the tests'
+own process would inherit the locks of its threads.
 """
 
 from __future__ import annotations
