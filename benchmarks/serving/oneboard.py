@@ -31,8 +31,8 @@ from rkserve.bench.systems import SimulatedDeployment
 
 PARKED_ANSWER = 8  # tokens
 CALM_S = 1.5  # until a board has nothing left to do about the conversation before
-# Boards park by the chance of a return, and learn it from those that they have seen: without files
-# after a first one, two or three rounds of a new deployment compute the conversation again.
+# Boards park by the chance of a return, and learn it from those that they have seen: the second and
+# third round of a new deployment compute the conversation again.
 LEARNING_ROUNDS = 4
 NEXT_TURN = "Write 4000 tokens more."
 

@@ -29,6 +29,7 @@ PROGRAM = "rkserve.native.engine.process"
 ROOT = Path(__file__).parents[2]
 # Variables that act on the start of a program; with another value than here it is executed.
 OF_START = ("LD_PRELOAD", "LD_LIBRARY_PATH", "ASAN_OPTIONS", "UBSAN_OPTIONS", "MALLOC_ARENA_MAX")
+HERE = {name: os.environ.get(name) for name in OF_START}  # before a test changes any
 MESSAGE_BYTES = 1 << 17
 PIPES = 3
 
@@ -111,7 +112,7 @@ def start(
 ) -> subprocess.Popen[bytes]:
     """Start a program, an engine by a fork; stands in for ``child_process._vfork``."""
     given = child_process.clean_environ() if environ is None else environ
-    alike = all(given.get(name) == os.environ.get(name) for name in OF_START)
+    alike = all(given.get(name) == value for name, value in HERE.items())
     if executes_engine or not alike or tuple(command[:3]) != (sys.executable, "-m", PROGRAM):
         return _execute(command, err, environ)
     forks = _forks.get(os.getpid())
