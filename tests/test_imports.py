@@ -116,7 +116,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "__main__": frozenset({"cli"}),
 }
 OWNERS: dict[str, frozenset[str]] = {
-    "ray": frozenset({"deployments", "bench.cluster", "bringup.ray_start"}),
+    "ray": frozenset({"deployments", "bench.cluster", "bringup.ray_start", "bringup.ray_worker"}),
     "fastapi": frozenset({"http"}),
     "starlette": frozenset({"http", "deployments"}),
     "uvicorn": frozenset(),

@@ -2,7 +2,8 @@
 
 The hook gets the parameters of ``ray start`` before it starts anything. Ray's dashboard imports for
 seconds, and Ray waits for it before it starts the raylet. No request needs the dashboard: it starts
-after the raylet here, with a lower priority than the processes that requests need.
+after the raylet here, with a lower priority than the processes that requests need. Workers are
+forks of one process that has imported Ray (``ray_worker``).
 """
 
 from __future__ import annotations
@@ -15,23 +16,27 @@ from typing import Any
 from ray._private import services
 from ray._private.node import Node
 
+from rkserve.bringup import ray_worker
 from rkserve.bringup.ray_node import RAYLET_RUNS
 
+FORKED_WORKERS = "RKSERVE_FORKED_WORKERS"
 DASHBOARD_NICENESS = 10
 REGISTERED_S = 30.0  # Ray's own limit
 POLL_S = 0.1
 
 
 def tune(params: Any, head: bool) -> None:
-    """Leave out Ray Client's server, and start the dashboard last.
+    """Leave out Ray Client's server, fork workers, and start the dashboard last.
 
     Args:
         params: Ray's ``RayParams`` of this start.
-        head: False for a node that joins a cluster, which has neither of them.
+        head: False for a node that joins a cluster, which has neither, and one worker.
     """
     if not head:
         return
     params.ray_client_server_port = None  # no option of `ray start` leaves it out
+    if os.environ.get(FORKED_WORKERS) != "0":
+        params.worker_path = ray_worker.__file__
     start_api_server, start_ray_processes = Node.start_api_server, Node.start_ray_processes
     asked: dict[str, Any] = {}
 

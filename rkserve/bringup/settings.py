@@ -59,6 +59,14 @@ SETTINGS: tuple[RaySetting, ...] = (
         (HEAD,),
     ),
     RaySetting(
+        "RKSERVE_FORKED_WORKERS",
+        "1",
+        "Ray executes a Python for each worker, which imports Ray and Serve anew. Workers that are "
+        "forks of one process save a head with four simulated boards 12 of 32 s until its first "
+        "answer, and 390 of its 1,730 MB. With 0 all are executed.",
+        (HEAD,),
+    ),
+    RaySetting(
         "RAY_SERVE_MAX_PER_REPLICA_RETRY_COUNT",
         "1000000",
         "Serve gives up on a deployment after three failed starts per replica by default, and a "

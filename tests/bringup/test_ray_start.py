@@ -11,7 +11,7 @@ from ray._common.utils import load_class
 from ray._private import services
 from ray._private.node import Node
 
-from rkserve.bringup import ray_start
+from rkserve.bringup import ray_start, ray_worker
 from rkserve.bringup.processes import BOARD, HEAD
 from rkserve.bringup.ray_node import RAYLET_RUNS
 from rkserve.bringup.settings import settings_of
@@ -41,7 +41,8 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 def started() -> SimpleNamespace:
     """Call the hook and then the steps of Ray's start; return the parameters."""
-    params, node = SimpleNamespace(ray_client_server_port=10001), Node.__new__(Node)
+    params = SimpleNamespace(ray_client_server_port=10001, worker_path="ray's own")
+    node = Node.__new__(Node)
     node._gcs_address, node._node_id = "head:6379", "id"
     load_class(settings_of(HEAD)[HOOK])(params, True)
     node.start_api_server(**ASKED)
@@ -60,7 +61,16 @@ def test_the_dashboard_follows_the_raylet(
         ASKED,
     ]
     assert RAYLET_RUNS in capsys.readouterr().out
+    assert params.worker_path == ray_worker.__file__
     assert params.ray_client_server_port is None, "0 would be refused, and no option is 10001"
+
+
+def test_workers_are_executed_where_an_operator_asks_for_it(
+    steps: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert settings_of(HEAD)[ray_start.FORKED_WORKERS] == "1"
+    monkeypatch.setenv(ray_start.FORKED_WORKERS, "0")
+    assert started().worker_path == "ray's own"
 
 
 def test_a_raylet_that_does_not_register_is_left_to_ray(
@@ -74,7 +84,8 @@ def test_a_raylet_that_does_not_register_is_left_to_ray(
 
 def test_a_node_that_joins_starts_as_ever(steps: list[Any]) -> None:
     assert HOOK not in settings_of(BOARD)
-    params = SimpleNamespace(ray_client_server_port=10001)
+    params = SimpleNamespace(ray_client_server_port=10001, worker_path="ray's own")
     ray_start.tune(params, head=False)
     Node.__new__(Node).start_ray_processes()
     assert (steps, params.ray_client_server_port) == (["raylet"], 10001)
+    assert params.worker_path == "ray's own"

@@ -24,6 +24,7 @@ import psutil
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
+from rkserve.bringup import ray_worker
 from rkserve.config.board_group import CPU
 from rkserve.core.board_report import BoardReport, BoardState
 from rkserve.core.child_process import free_port
@@ -407,6 +408,7 @@ def _started(folder: Path) -> Iterator[LocalCluster]:
             "include_dashboard": False,
             "include_log_monitor": False,
             "no_monitor": True,  # Ray's autoscaler
+            "worker_path": ray_worker.__file__,  # as on heads of users
             "temp_dir": str(folder / "ray"),
             "_system_config": _SYSTEM,
         },
@@ -437,7 +439,12 @@ def _environ(changes: dict[str, str]) -> Iterator[None]:
 
 
 # Ray's workers before they have an actor, whose name they take then, and its agents.
-_STARTING = ("default_worker.py", "dashboard/agent.py", "runtime_env/agent/main.py")
+_STARTING = (
+    "default_worker.py",
+    ray_worker.STARTING,
+    "dashboard/agent.py",
+    "runtime_env/agent/main.py",
+)
 
 
 def expect_no_process_of(folder: Path) -> None:

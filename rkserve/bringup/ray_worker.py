@@ -1,0 +1,345 @@
+"""The program of Ray's workers on a head: forks of one process that has imported their modules.
+
+Ray executes a Python for each worker, and the imports of ten of them are most of a head's start.
+Here the first worker of a node becomes a fork server: it imports Ray, Serve and rkserve once, then
+forks a worker for itself and one for each later worker, which passes on its arguments and streams
+and exits. A raylet knows its workers by their ids, and takes the process that registers with one
+for the worker.
+
+A worker with another environment, Python or release of rkserve than the server's starts as it would
+without this program, and so does each where the server fails. The server ends with its raylet.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import gc
+import hashlib
+import importlib
+import importlib.util
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import struct
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import IO, NoReturn
+
+PRELOADED = (
+    "ray.serve",
+    "ray.serve._private.controller",
+    "ray.serve._private.proxy",
+    "ray.serve._private.replica",
+    "rkserve.app",
+)
+RAYLET = "--raylet-name="
+# The one variable in which workers of a node differ. Ray reads it when a worker connects; workers
+# that wait for a job, as the first ones do, have none yet.
+JOB = "RAY_JOB_ID"
+RAYLET_PID = "RAY_RAYLET_PID"
+TITLE, STARTING = "rkserve::fork_server", "rkserve::starting_worker"
+STREAMS = (0, 1, 2)
+MESSAGE_BYTES = 1 << 17
+QUEUED = 64
+FORKED, GO, OTHER = b"forked", b"go", b"other"
+# On a busy machine the imports take long. The raylet waits 180 s for its worker.
+ANSWER_S = 60.0
+# From a process that has just connected, or has its answer; the server does nothing else meanwhile.
+REQUEST_S = 2.0
+GO_S = 10.0
+CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
+
+
+@dataclass(frozen=True)
+class WorkerStart:
+    """The arguments, folder and job of a worker, and a digest of all that its imports depend on."""
+
+    arguments: list[str]
+    folder: str
+    job: str | None
+    fingerprint: str
+
+    @classmethod
+    def of_this_process(cls) -> WorkerStart:
+        """Describe this process, before it imports. Raises ``OSError`` without a folder."""
+        environ = {name: value for name, value in os.environ.items() if name != JOB}
+        about = (sys.executable, sys.version, sys.flags, sys.path, sorted(environ.items()), _code())
+        digest = hashlib.sha256(repr(about).encode()).hexdigest()
+        return cls(sys.argv[1:], str(Path.cwd()), os.environ.get(JOB), digest)
+
+    def apply(self) -> None:
+        """Give this process, a fork, the arguments, folder and job. Raises ``OSError``."""
+        os.chdir(self.folder)
+        sys.argv[1:] = self.arguments
+        os.environ.pop(JOB, None)
+        if self.job is not None:
+            os.environ[JOB] = self.job
+
+
+def _code() -> list[tuple[str, int, int]]:
+    """Return the modules of rkserve that a worker would import, each with its size and time."""
+    found = importlib.util.find_spec("rkserve")
+    if found is None or found.origin is None:
+        return []
+    return sorted(
+        (file.path, file.stat().st_size, file.stat().st_mtime_ns)
+        for folder, _, _ in os.walk(Path(found.origin).parent)
+        for file in os.scandir(folder)
+        if file.name.endswith(".py")
+    )
+
+
+class ForkServer:
+    """The fork server, as its own process has it.
+
+    It holds a lock on a file beside the raylet's socket until it ends: the process with the lock is
+    the server, so that the next worker replaces one that was killed.
+    """
+
+    def __init__(self, address: Path, lock: IO[bytes], raylet: int) -> None:
+        """Listen at ``address``, for the workers of the process ``raylet``. Raises ``OSError``."""
+        self._lock = lock
+        self._raylet = os.pidfd_open(raylet)
+        if os.getppid() != raylet:
+            raise ProcessLookupError(raylet)  # it has ended, and another process may have its pid
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        address.unlink(missing_ok=True)  # of a server that was killed
+        self._listener.bind(str(address))
+        address.chmod(0o600)
+        self._listener.listen(QUEUED)
+
+    def close(self) -> None:
+        """Close the descriptors of the server, where this process is a worker."""
+        os.close(self._raylet)
+        self._listener.close()
+        self._lock.close()
+
+    def serve(self, own: WorkerStart) -> None:
+        """Fork a worker for this process and for each that connects, until the raylet ends.
+
+        Returns in workers only.
+        """
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel collects ended workers
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the raylet, in its order
+        if self._forks_worker():
+            return
+        looked_at = select.poll()
+        looked_at.register(self._raylet, select.POLLIN)
+        looked_at.register(self._listener, select.POLLIN)
+        while all(number != self._raylet for number, _ in looked_at.poll()):
+            connection, _ = self._listener.accept()
+            with connection:
+                if self._is_worker(connection, own):
+                    return
+        os._exit(0)
+
+    def _forks_worker(self) -> bool:
+        """Fork; True in the worker. Raises ``OSError``."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        if os.fork():
+            return False
+        with _ends_by_an_error():
+            self.close()
+            os.setpgid(0, 0)  # raylets end a worker's process group with it
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            gc.enable()
+            sys.modules["ray._raylet"].setproctitle(STARTING)  # Ray names it when it is connected
+            if numpy_random := sys.modules.get("numpy.random"):
+                numpy_random.seed()
+        return True
+
+    def _is_worker(self, connection: socket.socket, own: WorkerStart) -> bool:
+        """Fork a worker for the process that has connected; True in the worker."""
+        streams: list[int] = []
+        try:
+            connection.settimeout(REQUEST_S)
+            if _peer(connection)[1] != os.geteuid():
+                return False
+            message, streams, *_ = socket.recv_fds(connection, MESSAGE_BYTES, len(STREAMS))
+            start = WorkerStart(**json.loads(message))
+            if start.fingerprint != own.fingerprint or len(streams) != len(STREAMS):
+                connection.send(OTHER)
+            elif self._forks_worker():
+                _take_over(connection, start, streams)
+                return True
+        except (OSError, ValueError, TypeError):
+            traceback.print_exc()
+        finally:
+            for stream in streams:
+                os.close(stream)
+        return False
+
+
+def _take_over(connection: socket.socket, start: WorkerStart, streams: list[int]) -> None:
+    """Make this fork the worker that the connected process was to be, or end it.
+
+    That process ends once it has sent ``GO``. Without that it has started by itself.
+    """
+    with _ends_by_an_error():
+        start.apply()
+        for number, stream in zip(STREAMS, streams, strict=True):
+            os.dup2(stream, number)
+        connection.settimeout(GO_S)
+        connection.send(FORKED)
+        if connection.recv(MESSAGE_BYTES) != GO:
+            os._exit(0)
+
+
+@contextmanager
+def _ends_by_an_error() -> Iterator[None]:
+    """End this process, a fork, by any exception, which the code of the server is not for."""
+    try:
+        yield
+    except BaseException:  # noqa: BLE001 - any other end would go on as the server
+        traceback.print_exc()
+        os._exit(1)
+
+
+def _peer(connection: socket.socket) -> tuple[int, int]:
+    """Return the pid and the account of the process at the other end."""
+    found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
+    pid, account, _ = CREDENTIALS.unpack(found)
+    return pid, account
+
+
+def preload() -> None:
+    """Import what each worker imports, with nothing that a fork must not share.
+
+    Raises:
+        RuntimeError: forks would make the same random ids.
+    """
+    gc.disable()
+    import ray.actor
+    from ray import _raylet
+
+    real = ray.actor.ActorClassID
+    # Serve decorates actors when it is imported. Each gets a random id of a generator in C++, the
+    # state of which is made by the first use, and is copied by forks: all would make the same ids.
+    ray.actor.ActorClassID = SimpleNamespace(from_random=lambda: real(os.urandom(real.size())))
+    try:
+        for module in PRELOADED:
+            importlib.import_module(module)
+    finally:
+        ray.actor.ActorClassID = real
+    if _id_of_a_fork() == _id_of_a_fork():
+        raise RuntimeError("forked workers would make the same random ids")
+    _raylet.setproctitle(TITLE)  # type: ignore[attr-defined]
+    gc.collect()
+    gc.freeze()
+
+
+def _id_of_a_fork() -> bytes:
+    """Return the first random id that a fork of this process makes."""
+    from ray import UniqueID
+
+    end, start = os.pipe()
+    if not (pid := os.fork()):
+        os.write(start, UniqueID.from_random().binary())
+        os._exit(0)
+    os.close(start)
+    os.waitpid(pid, 0)
+    with os.fdopen(end, "rb") as file:
+        return file.read()
+
+
+def is_forked(address: Path, own: WorkerStart) -> bool:
+    """Ask the server at ``address`` for a fork in this process's place; True if there is one.
+
+    A server that does not answer is killed: the workers that it has forked run on, and a later
+    worker replaces it.
+    """
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+        try:
+            connection.connect(str(address))
+            pid, account = _peer(connection)
+            if account != os.geteuid():
+                return False
+            connection.settimeout(ANSWER_S)
+            socket.send_fds(connection, [json.dumps(asdict(own)).encode()], STREAMS)
+            forked = connection.recv(MESSAGE_BYTES) == FORKED
+            if forked:
+                connection.send(GO)
+        except TimeoutError:
+            sys.stderr.write(f"rkserve: no worker was forked within {ANSWER_S:.0f} s\n")
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            return False
+        except OSError:
+            return False  # it has ended, does not listen yet, or cannot have these streams
+        return forked
+
+
+def start_worker(program: Path) -> None:
+    """Run the worker ``program`` in this process or in one forked for it; return at once where the
+    fork server has made a fork in this process's place.
+    """
+    raylets = [word.removeprefix(RAYLET) for word in sys.argv if word.startswith(RAYLET)]
+    if raylets and RAYLET_PID in os.environ:
+        address = Path(f"{raylets[-1]}.forks")
+        try:
+            own = WorkerStart.of_this_process()
+            if (server := _server(address)) is not None:
+                _serve(server, own)
+            elif is_forked(address, own):
+                return
+        except (OSError, ValueError):
+            traceback.print_exc()
+    runpy.run_path(str(program), run_name="__main__")
+
+
+def _server(address: Path) -> ForkServer | None:
+    """Make this process the fork server; None if there is one.
+
+    Raises:
+        OSError: there is no room for its files, or the kernel is older than 5.3.
+        ValueError: the pid of the raylet is none.
+    """
+    lock = address.with_suffix(".lock").open("ab")
+    try:
+        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.close()
+        return None
+    try:
+        return ForkServer(address, lock, int(os.environ[RAYLET_PID]))
+    except BaseException:
+        lock.close()
+        raise
+
+
+def _serve(server: ForkServer, own: WorkerStart) -> None:
+    """Return in workers only: forks, or this process if it cannot be the server."""
+    try:
+        preload()
+        server.serve(own)
+    except Exception:  # noqa: BLE001 - whatever failed, without this worker there is no cluster
+        traceback.print_exc()
+        server.close()
+        gc.enable()
+
+
+def main() -> NoReturn:
+    """Start a worker with Ray's own program."""
+    found = importlib.util.find_spec("ray")
+    if found is None or found.origin is None:
+        sys.exit("rkserve: Ray is not installed for the Python of this worker")
+    program = Path(found.origin).parent / "_private" / "workers" / "default_worker.py"
+    here = str(Path(__file__).parent)
+    if sys.path[:1] == [here]:
+        sys.path[0] = str(program.parent)  # as if that were the program
+    start_worker(program)
+    sys.exit()
+
+
+if __name__ == "__main__":
+    main()
