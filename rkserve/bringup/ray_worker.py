@@ -131,15 +131,16 @@ class ForkServer:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the raylet, in its order
         if self._forks_worker():
             return
-        looked_at = select.poll()
-        looked_at.register(self._raylet, select.POLLIN)
-        looked_at.register(self._listener, select.POLLIN)
-        while all(number != self._raylet for number, _ in looked_at.poll()):
-            connection, _ = self._listener.accept()
-            with connection:
-                if self._is_worker(connection, own):
-                    return
-        os._exit(0)
+        with _ends_by_an_error():
+            looked_at = select.poll()
+            looked_at.register(self._raylet, select.POLLIN)
+            looked_at.register(self._listener, select.POLLIN)
+            while all(number != self._raylet for number, _ in looked_at.poll()):
+                connection, _ = self._listener.accept()
+                with connection:
+                    if self._is_worker(connection, own):
+                        return
+            os._exit(0)
 
     def _forks_worker(self) -> bool:
         """Fork; True in the worker. Raises ``OSError``."""
@@ -197,10 +198,10 @@ def _take_over(connection: socket.socket, start: WorkerStart, streams: list[int]
 
 @contextmanager
 def _ends_by_an_error() -> Iterator[None]:
-    """End this process, a fork, by any exception, which the code of the server is not for."""
+    """End this process by any exception: a fork, or the server once it has forked."""
     try:
         yield
-    except BaseException:  # noqa: BLE001 - any other end would go on as the server
+    except BaseException:  # noqa: BLE001 - to go on would be a second server, or a second worker
         traceback.print_exc()
         os._exit(1)
 

@@ -276,6 +276,22 @@ def test_a_killed_server_is_replaced_by_the_next_worker(node: Node) -> None:
     assert node.imports() == 2
 
 
+def test_a_server_that_fails_is_no_second_worker(node: Node) -> None:
+    first = node.first()
+    (node.folder / "1.json").unlink()
+    used = {int(one.name) for one in Path(f"/proc/{first['parent']}/fd").iterdir()}
+    free = next(number for number in range(len(used) + 1) if number not in used)
+    # Only accept() fails: a worker that it became would have the server's own descriptors to use.
+    psutil.Process(first["parent"]).rlimit(psutil.RLIMIT_NOFILE, (free, free))
+    second = node.worker()
+    assert second["pid"] == second["child"].pid, "started by itself"
+    assert first["child"].wait(WITHIN_S) == 1
+    assert not (node.folder / "1.json").exists()
+    third = node.worker()
+    assert third["parent"] == third["child"].pid, "the next server"
+    os.kill(first["pid"], signal.SIGKILL)  # whose description is gone
+
+
 def test_a_server_that_does_not_answer_is_killed(node: Node) -> None:
     node.set("ANSWER_S", 0.5)
     first = node.first()
