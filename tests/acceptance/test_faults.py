@@ -20,6 +20,7 @@ import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from rkserve.bringup import ray_worker
 from rkserve.core.board_report import BoardReport
 from tests.support.boards.fakes import run_loop
 from tests.support.cluster.local_cluster import App, LocalCluster, wait_for
@@ -376,6 +377,21 @@ def test_a_killed_replica_costs_no_answer_and_comes_back_as_the_same_board(well:
     after = report_of(well, "sim-1")
     assert after.pid != before.pid
     assert after.replica != before.replica
+    _expect_every_board_to_serve(well)
+
+
+def test_a_killed_replica_comes_back_without_the_process_that_forked_it(well: App) -> None:
+    before = report_of(well, "sim-2")
+    server = psutil.Process(before.pid).parent()
+    assert server is not None
+    assert server.cmdline()[0].startswith(ray_worker.TITLE)
+    server.kill()
+    os.kill(before.pid, signal.SIGKILL)
+    well.settled()
+    other = psutil.Process(report_of(well, "sim-2").pid).parent()
+    assert other is not None
+    assert other.cmdline()[0].startswith(ray_worker.TITLE), "the new worker is the next server's"
+    assert other.pid != server.pid
     _expect_every_board_to_serve(well)
 
 
