@@ -98,14 +98,14 @@ def _code() -> list[tuple[str, int, int]]:
 
 
 class ForkServer:
-    """The fork server, as its own process has it.
+    """The server that forks workers, run by the process that holds its lock.
 
-    It holds a lock on a file beside the raylet's socket until it ends: the process with the lock is
-    the server, so that the next worker replaces one that was killed.
+    The lock is on a file beside the raylet's socket, and ends with the process, so that the next
+    worker replaces a server that was killed.
     """
 
     def __init__(self, address: Path, lock: IO[bytes], raylet: int) -> None:
-        """Listen at ``address``, for the workers of the process ``raylet``. Raises ``OSError``."""
+        """Listen at ``address`` for workers of the raylet with this pid. Raises ``OSError``."""
         self._lock = lock
         self._raylet = os.pidfd_open(raylet)
         if os.getppid() != raylet:
