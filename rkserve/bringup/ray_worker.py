@@ -155,8 +155,6 @@ class ForkServer:
             signal.signal(signal.SIGINT, signal.default_int_handler)
             gc.enable()
             sys.modules["ray._raylet"].setproctitle(STARTING)  # Ray names it when it is connected
-            if numpy_random := sys.modules.get("numpy.random"):
-                numpy_random.seed()
         return True
 
     def _is_worker(self, connection: socket.socket, own: WorkerStart) -> bool:
@@ -221,7 +219,6 @@ def preload() -> None:
     """
     gc.disable()
     import ray.actor
-    from ray import _raylet
 
     real = ray.actor.ActorClassID
     # Serve decorates actors when it is imported. Each gets a random id of a generator in C++, the
@@ -234,7 +231,7 @@ def preload() -> None:
         ray.actor.ActorClassID = real
     if _id_of_a_fork() == _id_of_a_fork():
         raise RuntimeError("forked workers would make the same random ids")
-    _raylet.setproctitle(TITLE)  # type: ignore[attr-defined]
+    sys.modules["ray._raylet"].setproctitle(TITLE)
     gc.collect()
     gc.freeze()
 

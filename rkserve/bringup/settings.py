@@ -62,8 +62,8 @@ SETTINGS: tuple[RaySetting, ...] = (
         "RKSERVE_FORKED_WORKERS",
         "1",
         "Ray executes a Python for each worker, which imports Ray and Serve anew. Workers that are "
-        "forks of one process save a head with four simulated boards 12 of 32 s until its first "
-        "answer, and 390 of its 1,730 MB. With 0 all are executed.",
+        "forks of one process save a head with four simulated boards 15 of 32 s until its first "
+        "answer, and 440 of its 1,730 MB. With 0 all are executed.",
         (HEAD,),
     ),
     RaySetting(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
@@ -71,6 +72,19 @@ import os, subprocess, sys, time
 os.environ["RAY_RAYLET_PID"] = str(os.getpid())
 subprocess.Popen(sys.argv[1:])
 time.sleep(1000)
+"""
+# Sends a request of an account.
+ASK = """
+import os, socket, sys
+os.seteuid(int(sys.argv[1]))
+server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+server.connect("raylet.forks")
+server.settimeout(20)
+try:
+    socket.send_fds(server, [sys.argv[2].encode()], (0, 1, 2))
+    print(server.recv(100).decode() or "refused")
+except (ConnectionResetError, BrokenPipeError):
+    print("refused")
 """
 WITHIN_S = 60.0
 STREAMS_AND_LISTED = [0, 1, 2, 3]  # the last is the folder of descriptors itself
@@ -234,13 +248,10 @@ def test_a_worker_without_a_job_has_none(node: Node) -> None:
     assert child.wait(WITHIN_S) == 0
 
 
-@pytest.mark.parametrize("environ", [{"RAY_backend_log_level": "debug"}, {"PYTHONPATH": "x"}])
-def test_a_worker_with_another_environment_starts_by_itself(
-    node: Node, environ: dict[str, str]
-) -> None:
+@pytest.mark.parametrize("name", ["RAY_backend_log_level", "PYTHONPATH"])
+def test_a_worker_with_another_environment_starts_by_itself(node: Node, name: str) -> None:
     node.first()
-    if "PYTHONPATH" in environ:
-        environ["PYTHONPATH"] = f"{node.folder}/packages{os.pathsep}x"
+    environ = {name: f"{node.folder}/packages{os.pathsep}x"}
     worker = node.worker(**environ)
     assert worker["pid"] == worker["child"].pid
     assert worker["environ"] == node.environ(**environ)
@@ -345,23 +356,38 @@ def test_what_is_no_request_changes_nothing(node: Node) -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another account")
 def test_another_account_gets_no_fork(node: Node) -> None:
-    first = node.first()
+    request = request_of_a_worker(node)
+    node.first()
     node.folder.joinpath("raylet.forks").chmod(0o777)
-    other = (
-        "import os, socket, sys; os.seteuid(65534); "
-        "s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET); s.connect(sys.argv[1]); "
-        "s.settimeout(20); print(s.recv(100))"
-    )
     node.folder.chmod(0o755)
-    asked = subprocess.run(
-        (sys.executable, "-c", other, "raylet.forks"),
-        cwd=node.folder,  # the folders above it are root's alone
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert asked.stdout == "b''\n", asked.stderr
-    assert len(psutil.Process(first["parent"]).children()) == 1
+
+    def asked_by(account: int) -> str:
+        command = (sys.executable, "-c", ASK, str(account), request.decode())
+        # The folders above this one are root's alone.
+        done = subprocess.run(
+            command, cwd=node.folder, capture_output=True, text=True, check=False, timeout=WITHIN_S
+        )
+        return done.stdout + done.stderr
+
+    assert asked_by(0) == "forked\n"
+    assert asked_by(65534) == "refused\n"
+
+
+def request_of_a_worker(node: Node) -> bytes:
+    """Return a request of a worker, which finds the tests' process in the server's place."""
+    lock, address = node.folder / "raylet.lock", node.folder / "raylet.forks"
+    with (
+        lock.open("ab") as file,
+        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener,
+    ):
+        fcntl.lockf(file, fcntl.LOCK_EX)
+        listener.bind(str(address))
+        listener.listen()
+        node.start()
+        connection, _ = listener.accept()
+        with connection:
+            request = connection.recv(ray_worker.MESSAGE_BYTES)
+    return request
 
 
 def test_the_server_ends_with_its_raylet(node: Node) -> None:
