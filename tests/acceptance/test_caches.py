@@ -259,6 +259,12 @@ def test_without_a_key_the_operator_s_calls_are_taken_from_this_machine_only(
 # -- parked conversations -------------------------------------------------------------------------
 
 
+def first_turn() -> list[dict[str, str]]:
+    """A long first turn. No two have the same length, so `wait_for_parked` can tell them apart."""
+    number = next(numbers)
+    return [user(f"{STORY} number{' and one' * number}")]
+
+
 def wait_for_parked(http: httpx.Client, tokens: int) -> None:
     """Wait until a conversation of so many tokens is on disk, where it goes behind the answers."""
 
@@ -273,7 +279,7 @@ def test_a_conversation_that_comes_back_prefills_only_what_is_new(
     app: App, http: httpx.Client
 ) -> None:
     (before,) = app.reports()
-    first = [user(f"{STORY} number {next(numbers)}")]
+    first = first_turn()
     answer = say(http, first)
     held = answer["usage"]["prompt_tokens"] + answer["usage"]["completion_tokens"] - 1
     assert held > 600
@@ -351,7 +357,7 @@ def test_a_short_conversation_is_not_parked(http: httpx.Client) -> None:
     usage = [say(http, [user(f"Repeat after me: {text}")])["usage"] for text in texts]
     longest = max(one["prompt_tokens"] + one["completion_tokens"] for one in usage)
     # What replaces them is parked by the same job, so theirs has been decided by then.
-    story = say(http, [user(f"{STORY} number {next(numbers)}")])["usage"]
+    story = say(http, first_turn())["usage"]
     say(http, [user("Repeat after me: my turn")])
     wait_for_parked(http, story["prompt_tokens"] + story["completion_tokens"] - 1)
     found = http.get("/v1/cache/cached").json()["data"]
@@ -360,7 +366,7 @@ def test_a_short_conversation_is_not_parked(http: httpx.Client) -> None:
 
 def test_parked_conversations_survive_the_engine_that_parked_them(app: App) -> None:
     with app.http_sync() as http:
-        talk = [user(f"{STORY} number {next(numbers)}")]
+        talk = first_turn()
         answer = say(http, talk)
         held = answer["usage"]["prompt_tokens"] + answer["usage"]["completion_tokens"] - 1
         say(http, [user("Repeat after me: my turn")])
@@ -375,7 +381,7 @@ def test_parked_conversations_survive_the_engine_that_parked_them(app: App) -> N
 def test_a_parked_file_that_was_damaged_is_a_miss_and_never_a_wrong_answer(
     app: App, http: httpx.Client
 ) -> None:
-    talk = [user(f"{STORY} number {next(numbers)}")]
+    talk = first_turn()
     answer = say(http, talk)
     held = answer["usage"]["prompt_tokens"] + answer["usage"]["completion_tokens"] - 1
     say(http, [user("Repeat after me: my turn")])
@@ -390,7 +396,8 @@ def test_a_parked_file_that_was_damaged_is_a_miss_and_never_a_wrong_answer(
 
 
 def _cache_files(cluster: LocalCluster) -> list[Path]:
-    found = [p for p in (cluster.folder / "state" / "cache" / BOARD).rglob("*") if p.is_file()]
+    """Complete files of prompts' caches. A seal's `.json.tmp` may be renamed at any moment."""
+    found = list((cluster.folder / "state" / "cache" / BOARD).rglob("*.kv"))
     large = [path for path in found if path.stat().st_size > 1_000_000]
     assert large, found
     return large
