@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from ray import serve
 from ray.exceptions import ActorDiedError, RayError, RayTaskError
 from ray.serve.exceptions import DeploymentUnavailableError, RayServeException
+from ray.serve.schema import DeploymentStatusOverview, ReplicaState
 
 from rkserve.core.board_report import BoardReport
 from rkserve.core.errors import BoardFailed, BoardGone, BoardSilent, BoardStartFailed, RkserveError
@@ -30,6 +31,8 @@ from rkserve.transport.server import ChannelAddress
 log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
+# States of a replica that no request reaches, from its start on.
+NOT_YET = (ReplicaState.STARTING, ReplicaState.STOPPING)
 
 
 class _Unlisted(BoardFailed):
@@ -251,12 +254,29 @@ class RayLink:
             return  # no answer at all; a call to each replica alone shows why
         await wait_for_all([one(answer) for answer in answers], timeout_s)
 
+    async def has_running(self) -> bool:
+        """Return whether a board of this group may run, from Serve's own status; True if that is
+        not there.
+        """
+        try:
+            deployment = await self._status()
+        except (RayError, RayServeException) as exc:
+            log.warning("the status of group %s is not known: %s", self._group, exc)
+            return True
+        return deployment is not None and any(
+            number for state, number in deployment.replica_states.items() if state not in NOT_YET
+        )
+
     async def start_failure(self) -> BoardStartFailed | None:
         """Return the latest start failure of a board of this group, from Serve's own status."""
+        deployment = await self._status()
+        return BoardStartFailed.parse(deployment.message) if deployment else None
+
+    async def _status(self) -> DeploymentStatusOverview | None:
+        """Return Serve's status of this group's deployment."""
         status = await asyncio.to_thread(serve.status)  # a blocking call to Serve's controller
         application = status.applications.get(self._handle.app_name)
-        deployment = application and application.deployments.get(self._handle.deployment_name)
-        return BoardStartFailed.parse(deployment.message) if deployment else None
+        return application and application.deployments.get(self._handle.deployment_name)
 
     async def _translated(self, call: Callable[[], Awaitable[_T]], where: str) -> _T:
         """Await a call to a board, with Ray's exceptions translated.

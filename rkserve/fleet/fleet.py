@@ -92,6 +92,9 @@ class BoardLink(Protocol):
     async def reports(self) -> list[BoardReport]:
         """Collect one report from every board that answers."""
 
+    async def has_running(self) -> bool:
+        """Return whether a board of this group may run, in place of all being started."""
+
     async def start_failure(self) -> BoardStartFailed | None:
         """Return the latest failure to start of a board of this group, if it persists."""
 
@@ -248,14 +251,16 @@ class Fleet(BoardTable):
             log.warning("the boards of group %s did not report: %s", group, exc)
 
     async def find_boards(self, timeout_s: float) -> None:
-        """Refresh until every group has a board, or for ``timeout_s``."""
+        """Refresh until every group with a board that runs has one here, or for ``timeout_s``.
+
+        A board that still loads its model is not awaited: it takes up to minutes.
+        """
         deadline_s = asyncio.get_running_loop().time() + timeout_s
         while True:
             await self.refresh()
-            if (
-                all(self.has_board(group) for group in self.links)
-                or asyncio.get_running_loop().time() >= deadline_s
-            ):
+            missing = [link for group, link in self.links.items() if not self.has_board(group)]
+            run = await asyncio.gather(*(link.has_running() for link in missing))
+            if not any(run) or asyncio.get_running_loop().time() >= deadline_s:
                 return
             await asyncio.sleep(LOOK_AGAIN_S)
 

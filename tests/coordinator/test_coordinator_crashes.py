@@ -104,6 +104,9 @@ class FusedLink:
     async def reports(self) -> list[BoardReport]:
         return await self.real.reports()
 
+    async def has_running(self) -> bool:
+        return await self.real.has_running()
+
     async def start_failure(self) -> BoardStartFailed | None:
         return None
 

@@ -10,9 +10,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ray import serve
 from ray.exceptions import ActorDiedError, GetTimeoutError, RayTaskError, TaskCancelledError
 from ray.serve._private.common import DeploymentID
-from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
+from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RayServeException
+from ray.serve.schema import ReplicaState
 
 from rkserve.core.board_report import BoardReport
 from rkserve.core.errors import BoardFailed, BoardGone, QueueFull, StateConflict
@@ -77,6 +79,7 @@ class Handle:
         self.embed = SimpleNamespace()
         self._answers = answers if answers is not None else []
         self._router = None  # nothing has come from Serve's controller
+        self.app_name = self.deployment_name = ""
 
     def options(self, *, stream: bool = True, session_id: str | None = None) -> Handle:
         if session_id is not None:
@@ -381,3 +384,40 @@ async def test_a_question_has_a_time_limit_and_is_taken_back_then() -> None:
     with pytest.raises(BoardFailed, match=r"did not answer: nothing came within 0\.02 s"):
         await RayLink(group, "sim", 1.0).ask("replica of a", "report", timeout_s=0.02)
     assert group.cancelled == ["replica of a"]
+
+
+def serve_status(**states: int) -> SimpleNamespace:
+    """Serve's status with the replicas of the group's deployment by their states."""
+    replicas = {ReplicaState(name): number for name, number in states.items()}
+    deployment = SimpleNamespace(replica_states=replicas)
+    application = SimpleNamespace(deployments={"Board-sim": deployment})
+    return SimpleNamespace(applications={"rkserve": application})
+
+
+@pytest.mark.parametrize(
+    ("states", "runs"),
+    [
+        ({"STARTING": 3}, False),
+        ({"STOPPING": 1, "RUNNING": 0}, False),
+        ({}, False),
+        ({"STARTING": 2, "RUNNING": 1}, True),
+        ({"RECOVERING": 1}, True),  # the controller has been started again
+    ],
+)
+async def test_boards_that_run_are_those_of_serve_s_status(
+    states: dict[str, int], runs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serve, "status", lambda: serve_status(**states))
+    handle = Handle()
+    handle.app_name, handle.deployment_name = "rkserve", "Board-sim"
+    assert await link(handle).has_running() is runs
+    handle.app_name = "another"
+    assert not await link(handle).has_running()
+
+
+async def test_boards_may_run_where_serve_has_no_status(monkeypatch: pytest.MonkeyPatch) -> None:
+    def status() -> None:
+        raise RayServeException("There is no Serve instance running on this Ray cluster.")
+
+    monkeypatch.setattr(serve, "status", status)
+    assert await link(Handle()).has_running()

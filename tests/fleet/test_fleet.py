@@ -326,6 +326,14 @@ async def test_boards_are_looked_for_before_the_first_request_but_not_for_long()
     assert it.is_ready(MODEL)
 
 
+async def test_boards_that_still_start_are_not_awaited() -> None:
+    boards = FakeBoards([], runs=False)
+    it = fleet(only=boards)
+    looking = asyncio.create_task(it.find_boards(60.0))
+    await asyncio.wait_for(looking, 10)
+    assert it.reports() == []
+
+
 GIVES_UP: Sequence[Step] = [accepted("a"), BoardOutOfOrder("a", "failed: out of memory")]
 
 

@@ -403,6 +403,10 @@ class UpstreamLink:
         if type(length) is int and length > 0:
             self._report = replace(self._report, context_len=length)
 
+    async def has_running(self) -> bool:
+        """Return True: nothing is started for it."""
+        return True
+
     async def start_failure(self) -> BoardStartFailed | None:
         """Return None: nothing is started for it."""
         return None

@@ -236,6 +236,9 @@ class House:
     async def reports(self) -> list[BoardReport]:
         return [replace(b.board.report(), replica=name) for name, b in self.benches.items()]
 
+    async def has_running(self) -> bool:
+        return bool(self.benches)
+
     async def start_failure(self) -> None:
         return None
 

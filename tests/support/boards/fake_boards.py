@@ -67,6 +67,7 @@ class FakeBoards:
     closed: list[str] = field(default_factory=list)
     running: int = 0
     unreachable: bool = False  # no board has a connection
+    runs: bool = True  # in Serve's status, whether or not a board has reported
 
     @classmethod
     def answering(cls, *boards: str, text: str = "hello") -> FakeBoards:
@@ -121,6 +122,9 @@ class FakeBoards:
         if self.trouble is not None:
             raise self.trouble
         return list(self.reported)
+
+    async def has_running(self) -> bool:
+        return self.runs
 
     async def start_failure(self) -> BoardStartFailed | None:
         return self.failure

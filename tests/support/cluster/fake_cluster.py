@@ -409,6 +409,9 @@ class FakeCluster:
         there = [one for one in self.boards.values() if not one.dead and not one.frozen]
         return [one.report() for one in there]
 
+    async def has_running(self) -> bool:
+        return bool(self.boards)
+
     async def start_failure(self) -> BoardStartFailed | None:
         return None
 

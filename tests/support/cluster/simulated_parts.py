@@ -221,6 +221,10 @@ class Link:
         self.complete = len(found) == len(there)
         return found
 
+    async def has_running(self) -> bool:
+        """See ``BoardLink``."""
+        return True
+
     async def start_failure(self) -> BoardStartFailed | None:
         """See ``BoardLink``."""
         return None
