@@ -66,6 +66,12 @@ OTHERS = 0o077  # permissions of the group and of everybody
 TOKEN_BYTES = 32  # as many as Ray takes
 NAMESPACE = "serve"  # of Serve's actors
 WAITING_POLL_S = 0.5
+# The part of Serve's start that ends with the proxies for which the rest of it waits.
+CREATES_PROXIES = "_create_controller_and_proxy_refs"
+NO_PROXIES = (
+    "rkserve: Serve's proxies were not ready after {:.0f} s; the logs of Ray's session have the "
+    "reason in serve/proxy_*.log."
+)
 ROOT = Path("/")
 MEGA = 1_000_000
 # Set by `rkserve up` for a `serve run` that is started beside Ray: it reads a line once it has
@@ -388,9 +394,40 @@ def main() -> None:
             sys.exit(FAILED)
         if os.environ.pop(AWAITS_RAY, "") and not sys.stdin.readline():
             return  # the head has ended before its Ray ran
+        if name == "run" and given is not None and Path(given).is_file():
+            _deploy_before_the_proxies()
         if name == "run" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             signal.signal(signal.SIGINT, _interrupt)
     cli()
+
+
+def _deploy_before_the_proxies() -> None:
+    """Have ``serve run`` deploy its file first, and wait for the proxies then: HAProxy starts while
+    the application is built.
+    """
+    import ray
+    from ray import serve
+    from ray.serve._private import api
+    from ray.serve._private.client import ServeControllerClient
+
+    create, deploy = getattr(api, CREATES_PROXIES), ServeControllerClient.deploy_apps
+    proxies: list[Any] = []
+
+    def create_controller(*args: Any, **options: Any) -> tuple[Any, list[Any]]:
+        controller, starting = create(*args, **options)
+        proxies.extend(starting)
+        return controller, []
+
+    def deploy_apps(client: ServeControllerClient, *args: Any, **options: Any) -> None:
+        deploy(client, *args, **options)
+        try:
+            ray.get(proxies, timeout=api.HTTP_PROXY_TIMEOUT)
+        except ray.exceptions.GetTimeoutError:
+            serve.shutdown()
+            sys.exit(NO_PROXIES.format(api.HTTP_PROXY_TIMEOUT))
+
+    setattr(api, CREATES_PROXIES, create_controller)
+    ServeControllerClient.deploy_apps = deploy_apps
 
 
 def _interrupt(number: int, frame: Any) -> None:

@@ -15,7 +15,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray
 import yaml
+from ray import serve
+from ray.serve._private import api
+from ray.serve._private.client import ServeControllerClient
 from ray.serve.exceptions import RayServeException
 
 from rkserve.app import build
@@ -480,6 +484,50 @@ def test_serve_run_of_a_head_that_has_ended_before_its_ray_ran_does_nothing(
     monkeypatch.setattr(sys, "argv", ["serve", "run", "--address", "192.0.2.1:1", str(file)])
     preflight.main()
     assert preflight.AWAITS_RAY not in os.environ
+
+
+@pytest.mark.parametrize("limit_s", [60.0, 0.0])
+def test_serve_run_deploys_before_it_waits_for_the_proxies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit_s: float
+) -> None:
+    """Through Serve's own command, with stand-ins for the cluster."""
+    steps: list[str] = []
+
+    def deploy(_: ServeControllerClient, config: Any, *, _blocking: bool) -> None:
+        steps.append(f"deploy {config.applications[0].name}")
+
+    def create(*_: Any, **__: Any) -> tuple[str, list[str]]:
+        steps.append("controller")
+        return "its handle", ["a proxy"]
+
+    def get(refs: list[str], timeout: float) -> None:
+        steps.append(f"wait for {refs}")
+        if not timeout:
+            raise ray.exceptions.GetTimeoutError
+
+    file = exposed(tmp_path, "127.0.0.1")
+    monkeypatch.setattr(sys, "argv", ["serve", "run", "--non-blocking", str(file)])
+    monkeypatch.setattr(preflight, "_check_given", lambda *_: None)
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ray, "get", get)
+    monkeypatch.setattr(serve, "shutdown", lambda: steps.append("shut down"))
+    monkeypatch.setattr(api, "HTTP_PROXY_TIMEOUT", limit_s)
+    monkeypatch.setattr(api, preflight.CREATES_PROXIES, create)
+    monkeypatch.setattr(api, "_get_global_client", no_client)
+    monkeypatch.setattr(api, "_set_global_client", lambda _: None)
+    monkeypatch.setattr(ServeControllerClient, "deploy_apps", deploy)
+    monkeypatch.setattr(
+        api, "ServeControllerClient", lambda _: ServeControllerClient.__new__(ServeControllerClient)
+    )
+    with pytest.raises(SystemExit) as ended:
+        preflight.main()
+    expected = ["controller", "deploy rkserve", "wait for ['a proxy']"]
+    assert steps == (expected if limit_s else [*expected, "shut down"])
+    assert bool(ended.value.code) is not bool(limit_s)
+
+
+def no_client() -> None:
+    raise RayServeException("There is no Serve instance running on this Ray cluster.")
 
 
 def test_the_example_for_boards_needs_a_key(tmp_path: Path) -> None:
