@@ -1,10 +1,13 @@
 """The program of Ray's workers on a head: forks of one process that has imported their modules.
 
 Ray executes a Python for each worker, and the imports of ten of them are most of a head's start.
-Here the first worker of a node becomes a fork server: it imports Ray, Serve and rkserve once, then
-forks a worker for itself and one for each later worker, which passes on its arguments and streams
-and exits. A raylet knows its workers by their ids, and takes the process that registers with one
-for the worker.
+Here a fork server imports Ray, Serve and rkserve once. It forks a process for each worker, which
+passes on its arguments and streams and exits. A raylet knows its workers by their ids, and takes
+the process that registers with one for the worker.
+
+The hook of ``ray start`` starts the server with the raylet, so that it imports while Ray's agents
+do. Where there is none, such as after it was killed, the next worker becomes the server, and forks
+a worker for itself.
 
 A worker with another environment, Python or release of rkserve than the server's starts as it would
 without this program, and so does each where the server fails. The server ends with its raylet.
@@ -26,7 +29,7 @@ import socket
 import struct
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -41,10 +44,15 @@ PRELOADED = (
     "rkserve.app",
 )
 RAYLET = "--raylet-name="
-# The one variable in which workers of a node differ. Ray reads it when a worker connects; workers
-# that wait for a job, as the first ones do, have none yet.
-JOB = "RAY_JOB_ID"
+# The arguments of a server that is no worker: a pidfd of its raylet, and the raylet's socket.
+SERVES = "--fork-server"
+# The one variable in which workers of a node differ. Ray reads it when it is imported, so that all
+# forks register without a job, as a raylet's first workers do, and may get a task of any.
+JOB, NO_JOB = "RAY_JOB_ID", "ffffffff"
 RAYLET_PID = "RAY_RAYLET_PID"
+# Set by a raylet for its workers, with the value that it gives.
+SET_BY_RAYLETS = {"SPT_NOENV": "1"}
+LD_PRELOAD, KEEPS_LD_PRELOAD = "LD_PRELOAD", "RAY_LD_PRELOAD_ON_WORKERS"
 TITLE, STARTING = "rkserve::fork_server", "rkserve::starting_worker"
 STREAMS = (0, 1, 2)
 MESSAGE_BYTES = 1 << 17
@@ -52,6 +60,9 @@ QUEUED = 64
 FORKED, GO, OTHER = b"forked", b"go", b"other"
 # On a busy machine the imports take long. The raylet waits 180 s for its worker.
 ANSWER_S = 60.0
+# The limit after the imports, and what the lock file has in it by then.
+FORK_S = 10.0
+READY = b"ready"
 # From a process that has just connected, or has its answer; the server does nothing else meanwhile.
 REQUEST_S = 2.0
 GO_S = 10.0
@@ -105,11 +116,10 @@ class ForkServer:
     """
 
     def __init__(self, address: Path, lock: IO[bytes], raylet: int) -> None:
-        """Listen at ``address`` for workers of the raylet with this pid. Raises ``OSError``."""
+        """Listen at ``address`` for workers of the raylet, a pidfd. Raises ``OSError``."""
         self._lock = lock
-        self._raylet = os.pidfd_open(raylet)
-        if os.getppid() != raylet:
-            raise ProcessLookupError(raylet)  # it has ended, and another process may have its pid
+        self._raylet = raylet
+        self._has_forked = False
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         address.unlink(missing_ok=True)  # of a server that was killed
         self._listener.bind(str(address))
@@ -122,14 +132,18 @@ class ForkServer:
         self._listener.close()
         self._lock.close()
 
-    def serve(self, own: WorkerStart) -> None:
-        """Fork a worker for this process and for each that connects, until the raylet ends.
+    def serve(self, own: WorkerStart, *, is_worker: bool) -> None:
+        """Fork a worker for each process that connects, until the raylet ends, and one for this
+        process if it ``is_worker``.
 
         Returns in workers only.
         """
+        self._lock.write(READY)
+        self._lock.flush()
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel collects ended workers
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the raylet, in its order
-        if self._forks_worker():
+        if is_worker and self._forks_worker():
+            own.apply()
             return
         with _ends_by_an_error():
             looked_at = select.poll()
@@ -146,6 +160,7 @@ class ForkServer:
         """Fork; True in the worker. Raises ``OSError``."""
         sys.stdout.flush()
         sys.stderr.flush()
+        self._has_forked = True
         if os.fork():
             return False
         with _ends_by_an_error():
@@ -162,14 +177,16 @@ class ForkServer:
         streams: list[int] = []
         try:
             connection.settimeout(REQUEST_S)
-            if _peer(connection)[1] != os.geteuid():
+            pid, account = _peer(connection)
+            if account != os.geteuid():
                 return False
             message, streams, *_ = socket.recv_fds(connection, MESSAGE_BYTES, len(STREAMS))
             start = WorkerStart(**json.loads(message))
             if start.fingerprint != own.fingerprint or len(streams) != len(STREAMS):
                 connection.send(OTHER)
+                self._end_if_useless()
             elif self._forks_worker():
-                _take_over(connection, start, streams)
+                _take_over(connection, start, streams, pid)
                 return True
         except (OSError, ValueError, TypeError):
             traceback.print_exc()
@@ -178,20 +195,44 @@ class ForkServer:
                 os.close(stream)
         return False
 
+    def _end_if_useless(self) -> None:
+        """End a server that started beside the raylet, with another environment than its workers'.
 
-def _take_over(connection: socket.socket, start: WorkerStart, streams: list[int]) -> None:
-    """Make this fork the worker that the connected process was to be, or end it.
+        The next worker becomes one that has theirs.
+        """
+        if not self._has_forked:
+            sys.stderr.write("rkserve: the first worker has another environment\n")
+            os._exit(1)
+
+
+def _take_over(
+    connection: socket.socket, start: WorkerStart, streams: list[int], replaced: int
+) -> None:
+    """Make this fork the worker that the connected process, ``replaced``, was to be, or end it.
 
     That process ends once it has sent ``GO``. Without that it has started by itself.
     """
     with _ends_by_an_error():
         start.apply()
+        _take_priorities(replaced)
         for number, stream in zip(STREAMS, streams, strict=True):
             os.dup2(stream, number)
         connection.settimeout(GO_S)
         connection.send(FORKED)
         if connection.recv(MESSAGE_BYTES) != GO:
             os._exit(0)
+
+
+def _take_priorities(pid: int) -> None:
+    """Give this process the niceness of another, and its place in the order in which the kernel
+    kills processes when memory ends. Raylets set both for the workers that they start.
+    """
+    with suppress(OSError):  # it has ended, or this account may not raise its own
+        os.setpriority(os.PRIO_PROCESS, 0, os.getpriority(os.PRIO_PROCESS, pid))
+    with suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_bytes(
+            Path(f"/proc/{pid}/oom_score_adj").read_bytes()
+        )
 
 
 @contextmanager
@@ -218,6 +259,7 @@ def preload() -> None:
         RuntimeError: forks would make the same random ids.
     """
     gc.disable()
+    os.environ[JOB] = NO_JOB
     import ray.actor
 
     real = ray.actor.ActorClassID
@@ -262,13 +304,14 @@ def is_forked(address: Path, own: WorkerStart) -> bool:
             pid, account = _peer(connection)
             if account != os.geteuid():
                 return False
-            connection.settimeout(ANSWER_S)
+            is_ready = _lock_file(address).read_bytes() == READY
+            connection.settimeout(limit_s := FORK_S if is_ready else ANSWER_S)
             socket.send_fds(connection, [json.dumps(asdict(own)).encode()], STREAMS)
             forked = connection.recv(MESSAGE_BYTES) == FORKED
             if forked:
                 connection.send(GO)
         except TimeoutError:
-            sys.stderr.write(f"rkserve: no worker was forked within {ANSWER_S:.0f} s\n")
+            sys.stderr.write(f"rkserve: no worker was forked within {limit_s:.0f} s\n")
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
             return False
@@ -277,17 +320,22 @@ def is_forked(address: Path, own: WorkerStart) -> bool:
         return forked
 
 
+def _address(raylet: str) -> Path:
+    """Return the address of the fork server of the raylet with that socket."""
+    return Path(f"{raylet}.forks")
+
+
 def start_worker(program: Path) -> None:
     """Run the worker ``program`` in this process or in one forked for it; return at once where the
     fork server has made a fork in this process's place.
     """
     raylets = [word.removeprefix(RAYLET) for word in sys.argv if word.startswith(RAYLET)]
     if raylets and RAYLET_PID in os.environ:
-        address = Path(f"{raylets[-1]}.forks")
+        address = _address(raylets[-1])
         try:
             own = WorkerStart.of_this_process()
-            if (server := _server(address)) is not None:
-                _serve(server, own)
+            if (lock := _lock(address)) is not None:
+                _serve(_server(address, lock), own)
             elif is_forked(address, own):
                 return
         except (OSError, ValueError):
@@ -295,35 +343,76 @@ def start_worker(program: Path) -> None:
     runpy.run_path(str(program), run_name="__main__")
 
 
-def _server(address: Path) -> ForkServer | None:
-    """Make this process the fork server; None if there is one.
-
-    Raises:
-        OSError: there is no room for its files, or the kernel is older than 5.3.
-        ValueError: the pid of the raylet is none.
-    """
-    lock = address.with_suffix(".lock").open("ab")
+def _lock(address: Path) -> IO[bytes] | None:
+    """Lock ``address`` for a fork server; None if there is one. Raises ``OSError``."""
+    lock = _lock_file(address).open("ab")
     try:
         fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         lock.close()
         return None
+    lock.truncate(0)
+    return lock
+
+
+def _lock_file(address: Path) -> Path:
+    return address.with_suffix(".lock")
+
+
+def _server(address: Path, lock: IO[bytes]) -> ForkServer:
+    """Make this worker the fork server.
+
+    Raises:
+        OSError: there is no room for its files, or the kernel is older than 5.3.
+        ValueError: the pid of the raylet is none.
+    """
     try:
-        return ForkServer(address, lock, int(os.environ[RAYLET_PID]))
+        return ForkServer(address, lock, _parent(int(os.environ[RAYLET_PID])))
     except BaseException:
         lock.close()
         raise
+
+
+def _parent(pid: int) -> int:
+    """Return a pidfd of this process's parent. Raises ``OSError`` if that is not ``pid``."""
+    descriptor = os.pidfd_open(pid)
+    if os.getppid() != pid:
+        os.close(descriptor)
+        raise ProcessLookupError(pid)  # it has ended, and another process may have its pid
+    return descriptor
 
 
 def _serve(server: ForkServer, own: WorkerStart) -> None:
     """Return in workers only: forks, or this process if it cannot be the server."""
     try:
         preload()
-        server.serve(own)
+        server.serve(own, is_worker=True)
     except Exception:  # noqa: BLE001 - whatever failed, without this worker there is no cluster
         traceback.print_exc()
         server.close()
+        own.apply()
         gc.enable()
+
+
+def serve_from_start(raylet: int, address: Path) -> None:
+    """Be the fork server at ``address`` of a raylet, a pidfd, that has no workers yet.
+
+    Returns in workers only; ends where a worker has become the server first. Raises ``OSError``.
+    """
+    own = WorkerStart.of_this_process()
+    if (lock := _lock(address)) is None:
+        sys.exit()
+    server = ForkServer(address, lock, raylet)
+    preload()
+    server.serve(own, is_worker=False)
+
+
+def workers_environ(environ: Mapping[str, str], raylet: int) -> dict[str, str]:
+    """Return the environment of workers of a raylet with this environment and pid."""
+    changed = {**environ, **SET_BY_RAYLETS, RAYLET_PID: str(raylet)}
+    if changed.get(KEEPS_LD_PRELOAD) == "0":
+        changed.pop(LD_PRELOAD, None)
+    return changed
 
 
 def main() -> NoReturn:
@@ -335,7 +424,12 @@ def main() -> NoReturn:
     here = str(Path(__file__).parent)
     if sys.path[:1] == [here]:
         sys.path[0] = str(program.parent)  # as if that were the program
-    start_worker(program)
+    if sys.argv[1:2] == [SERVES]:
+        raylet, name = sys.argv[2:]
+        serve_from_start(int(raylet), _address(name))
+        runpy.run_path(str(program), run_name="__main__")
+    else:
+        start_worker(program)
     sys.exit()
 
 

@@ -25,6 +25,7 @@ MODULES = {
     "ray/__init__.py": (
         "import os\n"
         "print('imports', flush=True)\n"
+        "job = os.environ.get('RAY_JOB_ID')\n"
         "class UniqueID:\n"
         "    def __init__(self, value): self.value = value\n"
         "    size = staticmethod(lambda: 28)\n"
@@ -57,6 +58,7 @@ MODULES = {
         "    pid=os.getpid(), parent=os.getppid(), group=os.getpgrp(), random=random.random(),\n"
         "    id=ray.UniqueID.from_random().binary().hex(), gc=gc.isenabled(), main=__name__,\n"
         "    path=sys.path[0], titles=ray._raylet.titles, environ=dict(os.environ),\n"
+        "    imported_job=ray.job,\n"
         "    files=sorted(int(n) for n in os.listdir('/proc/self/fd')),\n"
         "    same=ray.actor.ActorClassID is ray._raylet.ActorClassID)\n"
         "file = sys.argv[1]\n"
@@ -133,8 +135,13 @@ class Node:
         """Return the command of the next worker."""
         self.number += 1
         report = str(self.folder / f"{self.number}.json")
-        raylet = f"--raylet-name={self.folder}/raylet"
+        raylet = f"--raylet-name={self.raylet}"
         return [python, str(self.program), report, *arguments, raylet]
+
+    @property
+    def raylet(self) -> str:
+        """The raylet's socket, beside which the server's is."""
+        return f"{self.folder}/raylet"
 
     def environ(self, **changes: str) -> dict[str, str]:
         """Return the environment of workers."""
@@ -164,6 +171,23 @@ class Node:
                 process_group=0,
             )
         self.children.append(child)
+        return child
+
+    def start_server(self, raylet: int, **changes: str) -> subprocess.Popen[bytes]:
+        """Start the fork server as the hook of ``ray start`` does beside the raylet, a pid."""
+        descriptor = os.pidfd_open(raylet)
+        with (self.folder / "server.log").open("ab") as log:
+            child = subprocess.Popen(
+                (sys.executable, self.program, ray_worker.SERVES, str(descriptor), self.raylet),
+                env=self.environ(**changes),
+                pass_fds=[descriptor],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+            )
+        os.close(descriptor)
+        self.children.append(child)
+        wait_for(Path(f"{self.raylet}.forks").exists, "the server's socket")
         return child
 
     def worker(self, *arguments: str, **options: Any) -> dict[str, Any]:
@@ -207,7 +231,8 @@ def node(tmp_path: Path) -> Iterator[Node]:
     for number in range(one.number):  # also where a test has killed their parent
         report = tmp_path / f"{number + 1}.json"
         if report.exists() and runs(pid := json.loads(report.read_text())["pid"]):
-            os.kill(pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # one that was killed above, and ends
+                os.kill(pid, signal.SIGKILL)
     for child in one.children:
         child.wait()
 
@@ -239,6 +264,85 @@ def test_a_fork_is_the_worker_that_the_raylet_asked_for(node: Node, tmp_path: Pa
     assert worker["group"] == worker["pid"], "raylets end the group of a worker with it"
     assert worker["files"] == STREAMS_AND_LISTED, "no descriptor of the server"
     wait_for(lambda: "worker ['--worker-id=b'" in node.log(2), "the line in the worker's own log")
+
+
+def test_a_server_that_starts_with_the_raylet_forks_the_first_worker_too(node: Node) -> None:
+    server = node.start_server(os.getpid())
+    for number in (1, 2):
+        worker = node.worker(RAY_JOB_ID=f"{number:02}000000")
+        assert worker["parent"] == server.pid
+        assert worker["job"] == f"{number:02}000000"
+        assert worker["files"] == STREAMS_AND_LISTED
+        assert (worker["main"], worker["gc"]) == ("__main__", True)
+        assert worker["child"].wait(WITHIN_S) == 0
+    assert (node.imports(), (node.folder / "server.log").read_text().count("imports")) == (0, 1)
+
+
+def test_a_server_with_another_environment_than_the_first_worker_is_replaced(node: Node) -> None:
+    server = node.start_server(os.getpid(), RAY_backend_log_level="debug")
+    first = node.worker()
+    assert first["pid"] == first["child"].pid, "started by itself"
+    assert server.wait(WITHIN_S) == 1
+    assert "has another environment" in (node.folder / "server.log").read_text()
+    second, third = node.worker(), node.worker()
+    assert second["parent"] == second["child"].pid == third["parent"]
+
+
+def test_a_second_server_ends_at_once(node: Node) -> None:
+    first = node.first()
+    assert node.start_server(os.getpid()).wait(WITHIN_S) == 0
+    assert node.worker()["parent"] == first["parent"]
+
+
+def test_a_server_that_starts_with_the_raylet_ends_with_it(node: Node) -> None:
+    raylet = subprocess.Popen((sys.executable, "-c", "import time; time.sleep(1000)"))
+    node.children.append(raylet)
+    server = node.start_server(raylet.pid, RAY_RAYLET_PID=str(raylet.pid))
+    assert node.worker(RAY_RAYLET_PID=str(raylet.pid))["parent"] == server.pid
+    raylet.kill()
+    raylet.wait()
+    assert server.wait(WITHIN_S) == 0
+
+
+def test_imports_that_fail_before_the_first_worker_leave_it_to_itself(node: Node) -> None:
+    proxy = node.folder / "packages" / "ray" / "serve" / "_private" / "proxy.py"
+    proxy.write_text("1 / 0\n")
+    server = node.start_server(os.getpid())
+    worker = node.worker()
+    assert worker["pid"] == worker["child"].pid
+    assert server.wait(WITHIN_S) == 1
+    assert "ZeroDivisionError" in (node.folder / "server.log").read_text()
+
+
+def test_a_fork_has_the_priorities_of_the_process_that_it_replaces(node: Node) -> None:
+    """Raylets give their workers both; the server beside a raylet has neither."""
+    server = node.start_server(os.getpid())
+    server.send_signal(signal.SIGSTOP)
+    child = node.start()
+    os.setpriority(os.PRIO_PROCESS, child.pid, 7)
+    Path(f"/proc/{child.pid}/oom_score_adj").write_text("900")
+    server.send_signal(signal.SIGCONT)
+    worker = node.described(1)
+    assert worker["parent"] == server.pid
+    assert os.getpriority(os.PRIO_PROCESS, worker["pid"]) == 7
+    assert Path(f"/proc/{worker['pid']}/oom_score_adj").read_text() == "900\n"
+    assert os.getpriority(os.PRIO_PROCESS, server.pid) == os.getpriority(os.PRIO_PROCESS, 0)
+
+
+def test_the_environment_of_workers_is_their_raylet_s_with_what_it_sets() -> None:
+    raylet = {"HOME": "/root", "LD_PRELOAD": "libjemalloc.so", "RAY_LD_PRELOAD_ON_WORKERS": "0"}
+    found = ray_worker.workers_environ(raylet, 17)
+    own = {"RAY_RAYLET_PID": "17", "SPT_NOENV": "1"}
+    assert found == {"HOME": "/root", "RAY_LD_PRELOAD_ON_WORKERS": "0", **own}
+    kept = {**raylet, "RAY_LD_PRELOAD_ON_WORKERS": "1"}
+    assert ray_worker.workers_environ(kept, 17) == {**kept, **own}
+
+
+def test_a_server_that_was_a_job_s_worker_forks_workers_for_any_job(node: Node) -> None:
+    """Ray reads the job when it is imported."""
+    first, second = (node.worker(RAY_JOB_ID=f"{number:02}000000") for number in (1, 2))
+    assert (first["job"], second["job"]) == ("01000000", "02000000")
+    assert first["imported_job"] == second["imported_job"] == "ffffffff"
 
 
 def test_a_worker_without_a_job_has_none(node: Node) -> None:
@@ -304,7 +408,7 @@ def test_a_server_that_fails_is_no_second_worker(node: Node) -> None:
 
 
 def test_a_server_that_does_not_answer_is_killed(node: Node) -> None:
-    node.set("ANSWER_S", 0.5)
+    node.set("FORK_S", 0.5)
     first = node.first()
     first["child"].send_signal(signal.SIGSTOP)
     second = node.worker()
@@ -314,6 +418,17 @@ def test_a_server_that_does_not_answer_is_killed(node: Node) -> None:
     assert "no worker was forked within" in node.log(2)
     third = node.worker()
     assert third["parent"] == third["child"].pid, "the next server"
+
+
+def test_a_server_that_does_not_end_its_imports_is_killed(node: Node) -> None:
+    node.set("ANSWER_S", 0.5)
+    node.set("FORK_S", 1000.0)
+    proxy = node.folder / "packages" / "ray" / "serve" / "_private" / "proxy.py"
+    proxy.write_text("import time\ntime.sleep(1000)\n")
+    server = node.start_server(os.getpid())
+    worker = node.worker()
+    assert worker["pid"] == worker["child"].pid
+    assert server.wait(WITHIN_S) == -signal.SIGKILL
 
 
 def test_a_worker_that_gave_up_is_not_forked_later(node: Node) -> None:
@@ -344,12 +459,12 @@ def test_what_is_no_request_changes_nothing(node: Node) -> None:
     first = node.first()
     for message in (b"", b"[]", b'{"arguments": 1}', b"\xff"):
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
-            connection.connect(f"{node.folder}/raylet.forks")
+            connection.connect(f"{node.raylet}.forks")
             if message:
                 connection.send(message)
                 assert connection.recv(100) == b""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
-        connection.connect(f"{node.folder}/raylet.forks")
+        connection.connect(f"{node.raylet}.forks")
         assert connection.recv(100) == b"", "it waits for no process for long"
     assert node.worker()["parent"] == first["parent"]
 
@@ -411,9 +526,9 @@ def test_a_worker_whose_raylet_has_ended_starts_by_itself(node: Node) -> None:
 def test_imports_that_fail_leave_an_ordinary_worker(node: Node) -> None:
     (node.folder / "packages" / "ray" / "serve" / "_private" / "proxy.py").write_text("1 / 0\n")
     for _ in range(2):
-        worker = node.worker()
+        worker = node.worker(RAY_JOB_ID="01000000")
         assert worker["pid"] == worker["child"].pid
-        assert (worker["gc"], worker["same"]) == (True, True)
+        assert (worker["gc"], worker["same"], worker["job"]) == (True, True, "01000000")
         assert worker["files"] == STREAMS_AND_LISTED
     assert "ZeroDivisionError" in node.log(1)
 
