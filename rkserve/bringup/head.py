@@ -55,7 +55,7 @@ from rkserve.router.membership import FOLDER, TERMS, ClusterTerms, new_token, wr
 # Unbuffered, so that the last line of its log is the newest one, not what was kept back.
 RAY_START = (
     *(sys.executable, "-I", "-S", ray_node.__file__),
-    *(sys.executable, "-u", "-m", "ray.scripts.scripts", "start"),
+    *(sys.executable, "-u", "-m", "rkserve.bringup.ray_start", "start"),
 )
 RAYLET_ENDED = (
     "its raylet has ended, as it does where Ray's agents take more than 15 s to start; "
@@ -272,6 +272,7 @@ class RunningHead:
         serve = [*serving.SERVE, "--address", ray_address, config]
         waiting = {**environ, preflight.AWAITS_RAY: "1"}
         started = self.node.start(serve, waiting, logs[1], signal.SIGINT, waits=True)
+        environ = {**environ, ray_node.DASHBOARD_WAITS: "1"}
         ray = start_ray(
             self.node, command, environ, logs[0], self.note, store=self.store, beside=started
         )
@@ -280,7 +281,7 @@ class RunningHead:
                 self.note(ServeLog(self.state.log("serve")).explain_end(started.returncode))
             return FAILED
         self.note(f"Ray runs at {ray_address} after {self._passed()}.")
-        self.node.release(started)
+        self.node.release(started, ends_first=True)
         self.children = {"Ray": ray, "serve": started}
         if self._until("The Router is", self._answers, serving.START_TIMEOUT_S):
             self.note(f"The Router answers at {self.plan.url} after {self._passed()}.")
@@ -296,9 +297,11 @@ class RunningHead:
                 )
             if self.plan.waits:
                 self.node.record(ready=True)
+                self.node.release(ray)  # its dashboard waits for the end of the start
             limit_s = None if self.plan.waits else serving.START_TIMEOUT_S
             if models := self._until("Boards are", self._models, limit_s):
                 self._ask(models)
+                self.node.release(ray)
                 self.node.record(ready=True)
                 self._until("", lambda: None, None)
         return FAILED
@@ -379,6 +382,7 @@ class RunningHead:
 
     def _until(self, step: str, look: Callable[[], Any], limit_s: float | None) -> Any:
         """Return what ``look`` returns once that is true; None after a child or the limit ended."""
+        pause = serving.Pause()
         began_s = recorded_s = time.monotonic()
         while limit_s is None or time.monotonic() - began_s < limit_s:
             for name, child in self.children.items():
@@ -400,7 +404,7 @@ class RunningHead:
                 if step:  # Ray's dashboard asks Serve's controller each time
                     self._show_failing()
                 recorded_s = time.monotonic()
-            time.sleep(serving.POLL_S)
+            pause.sleep()
         self.note(
             f"rkserve: {step} not ready after {limit_s:.0f} s; see {self.state.log('serve')}."
         )
@@ -430,13 +434,14 @@ def start_ray(
         log.seek(0)
         log.truncate()
         stored = {} if store is None else store.environ()
-        ray = node.start(command, {**environ, **stored}, log, signal.SIGTERM)
-        last = ""
+        waits = ray_node.DASHBOARD_WAITS in environ
+        ray = node.start(command, {**environ, **stored}, log, signal.SIGTERM, waits=waits)
+        last, pause = "", serving.Pause()
         while ray.poll() is None and not last:
             text = path.read_text(errors="replace")
             if RAY_STARTED in text or ray_node.RAYLET_RUNS in text:
                 return ray
-            time.sleep(serving.POLL_S)
+            pause.sleep()
             # `ray start` would wait three minutes for it.
             ends = {ray_node.RAYLET: RAYLET_ENDED, ray_node.GCS: GCS_ENDED}
             last = next((s for p, s in ends.items() if has_ended_below(PROC, ray.pid, p)), "")

@@ -351,7 +351,7 @@ class NodeSupervisor:
     ) -> subprocess.Popen[bytes]:
         """Start a child, which the signal ``ends_by`` ends in order.
 
-        With ``waits`` it is one that reads a line before it begins; see ``release``.
+        With ``waits`` it is one that reads a line before it goes on; see ``release``.
         """
         child = subprocess.Popen(
             command,
@@ -365,13 +365,17 @@ class NodeSupervisor:
         self.record()
         return child
 
-    def release(self, child: subprocess.Popen[bytes]) -> None:
-        """Let a child begin that waits, and end it before all that were started so far."""
+    def release(self, child: subprocess.Popen[bytes], *, ends_first: bool = False) -> None:
+        """Let a child go on that waits, once. With ``ends_first`` it is ended before all that were
+        started so far.
+        """
         assert child.stdin is not None, "started with waits"
         with contextlib.suppress(BrokenPipeError):  # it has ended, which its watch notices
-            child.stdin.write(b"\n")
-            child.stdin.close()
-        self._children.sort(key=lambda one: one[0] is child)
+            if not child.stdin.closed:
+                child.stdin.write(b"\n")
+                child.stdin.close()
+        if ends_first:
+            self._children.sort(key=lambda one: one[0] is child)
 
     def drop(self, child: subprocess.Popen[bytes], patience_s: float = ENDS_S) -> None:
         """End a child that failed to start, with everything below it; see ``end_child``."""

@@ -22,6 +22,8 @@ RAYLET, GCS = "raylet", "gcs_server"
 NEEDED = (RAYLET, GCS)
 # Printed by the hook of ``ray start`` once the raylet has registered; applications may connect.
 RAYLET_RUNS = "rkserve: the raylet runs, and Ray's dashboard follows"
+# Set where the dashboard waits for a line of standard input, so that it takes no time of the start.
+DASHBOARD_WAITS = "RKSERVE_DASHBOARD_WAITS"
 # The time of each to end in order; Ray's own `--block` gives one second, which is too short for a
 # busy board.
 PATIENCE_S = 5.0

@@ -21,7 +21,7 @@ from rkserve.core import tls
 
 SERVE = (sys.executable, "-m", "rkserve.deployments.preflight", "run")
 START_TIMEOUT_S = 600
-POLL_S = 0.5
+LONGEST_PAUSE_S, SHORTEST_PAUSE_S = 0.5, 0.05
 ANSWER_S = 120.0
 UNAUTHORIZED = 401
 UNNAMED = "its models"
@@ -31,6 +31,20 @@ EMBEDDINGS = "/v1/embeddings"
 # of an error's own text may begin with a word and a colon, too.
 ERROR_LINE = re.compile(r"^(?:(?:\w+\.)+\w+|\w*(?:Error|Exception|Exit)): ", re.MULTILINE)
 Note = Callable[[str], None]
+
+
+class Pause:
+    """Pauses between looks at a step of a start, each of a twentieth of the time since the first:
+    short beside a step of seconds, and rare in one of minutes.
+    """
+
+    def __init__(self) -> None:
+        self._began_s = time.monotonic()
+
+    def sleep(self) -> None:
+        """Wait until the next look is due."""
+        waited_s = time.monotonic() - self._began_s
+        time.sleep(min(LONGEST_PAUSE_S, max(SHORTEST_PAUSE_S, waited_s / 20)))
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,6 @@ from typing import Annotated
 
 import typer
 
-from rkserve.bringup.board import JOINED, LEAVE, JoinOptions, run_board
 from rkserve.bringup.discovery import suggest_heads
 from rkserve.bringup.head import DOWN, join_command, run_head
 from rkserve.bringup.head_plan import HeadOptions
@@ -233,6 +232,9 @@ def join(
 
     Exit codes: 0 left, or with --detach joined; 1 something failed or ended.
     """
+    # `up` needs none of it, and its start would take longer by that import.
+    from rkserve.bringup.board import JOINED, LEAVE, JoinOptions, run_board
+
     if detach and not start:
         raise typer.BadParameter("--detach and --no-start exclude each other")
     folder = _folder(state)

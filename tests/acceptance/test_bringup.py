@@ -239,6 +239,27 @@ def check_parts(home: Home) -> None:
     assert eventually("Ray's dashboard", lambda: dashboard_status(home.head)) < 500
 
 
+def check_forks(home: Home) -> None:
+    """Check that Ray's workers are forks of the server that has started with the raylet."""
+    processes = {}
+    for one in home.head.record.all_alive():
+        with suppress(psutil.NoSuchProcess):
+            process = psutil.Process(one.pid)
+            processes[one.pid] = (process.ppid(), " ".join(process.cmdline()).strip())
+    titles = {title: pid for pid, (_, title) in processes.items()}
+    server = titles["rkserve::fork_server"]
+    parent, _ = processes[server]
+    program, *_ = processes[parent][1].split()
+    assert not program.endswith("/raylet"), "no worker became the server"
+    of_serve = {title: parent for parent, title in processes.values() if "ray::Serve" in title}
+    assert {title.partition(".")[0] for title in of_serve} >= {
+        "ray::ServeController",
+        "ray::ServeReplica:rkserve:Router",
+        "ray::ServeReplica:rkserve:Coordinator",
+    }
+    assert set(of_serve.values()) == {server}, of_serve
+
+
 def dashboard_status(head: Node) -> int | None:
     """Return the status with which Ray's dashboard answers; None while it does not."""
     with suppress(httpx.TransportError):
@@ -373,6 +394,7 @@ def test_a_board_is_approved_serves_and_leaves_and_the_head_ends(home: Home) -> 
     expect_closed(home)
     assert eventually("the head's own board answers", lambda: chat(home)) == "here"
     check_parts(home)
+    check_forks(home)
     assert not embedding(home)
 
     refused = board.run(*join(home, home.url, "wrong"), code=1)

@@ -178,8 +178,9 @@ def test_a_child_that_waits_begins_when_it_is_released_and_ends_first(tmp_path: 
         node.start([sys.executable, "-c", SPEAKER, "other"], os.environ, log, signal.SIGTERM)
         wait_for(lambda: "other begins" in log_file.read_text())
         assert "waiting" not in log_file.read_text()
-        node.release(waits)
+        node.release(waits, ends_first=True)
         wait_for(lambda: "waiting begins" in log_file.read_text())
+        node.release(waits)  # again, which changes nothing
     ends = ["other begins", "waiting begins", "waiting ends", "other ends"]
     assert log_file.read_text().splitlines() == ends
 

@@ -400,7 +400,22 @@ def _started(folder: Path) -> Iterator[LocalCluster]:
     from ray import serve
     from ray.cluster_utils import Cluster
 
-    cluster = Cluster(
+    with _servers_with_raylets():
+        cluster = _head(Cluster, folder)
+    try:
+        ray.init(address=cluster.address, namespace="rkserve-tests", log_to_driver=False)
+        port = free_port()
+        serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
+        yield LocalCluster(folder, port, cluster)
+        serve.shutdown()
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+def _head(cluster: Any, folder: Path) -> Any:
+    """Start a cluster of Ray's class for them with its head."""
+    return cluster(
         initialize_head=True,
         head_node_args={
             "num_cpus": 2,
@@ -413,15 +428,21 @@ def _started(folder: Path) -> Iterator[LocalCluster]:
             "_system_config": _SYSTEM,
         },
     )
+
+
+@contextlib.contextmanager
+def _servers_with_raylets() -> Iterator[None]:
+    """Start Ray's workers on a head as `ray start` does there."""
+    from ray._private import services
+
+    from rkserve.bringup import ray_start
+
+    before = services.start_ray_process
+    ray_start.start_servers_with_raylets()
     try:
-        ray.init(address=cluster.address, namespace="rkserve-tests", log_to_driver=False)
-        port = free_port()
-        serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
-        yield LocalCluster(folder, port, cluster)
-        serve.shutdown()
+        yield
     finally:
-        ray.shutdown()
-        cluster.shutdown()
+        services.start_ray_process = before
 
 
 @contextlib.contextmanager
