@@ -55,7 +55,8 @@ SETTINGS: tuple[RaySetting, ...] = (
         "rkserve.bringup.ray_start.tune",
         "`ray start` waits for Ray's dashboard, which imports for seconds, before it starts the "
         "raylet, and starts a server for Ray Client, which rkserve does not use: here the "
-        "dashboard follows the raylet, and there is no such server.",
+        "dashboard follows the raylet, after the first answer if `rkserve up` starts Ray, and "
+        "there is no such server.",
         (HEAD,),
     ),
     RaySetting(
