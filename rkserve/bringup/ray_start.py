@@ -9,6 +9,9 @@ seconds, and Ray waits for it before it starts the raylet. No request needs the 
 after the raylet here, with a lower priority than the processes that requests need, and where the
 caller says so once the first request has been answered.
 
+A raylet waits for its agents, which import for seconds, too, until it knows their ports. Those are
+fixed, so that it knows them from the start, and agents have the dashboard's priority.
+
 Workers are forks of one process that has imported Ray (``ray_worker``), which starts with the
 raylet.
 """
@@ -16,7 +19,9 @@ raylet.
 from __future__ import annotations
 
 import os
+import re
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -24,6 +29,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from ray import _raylet
 from ray._private import services
 from ray._private.node import Node
 from ray._private.ray_constants import PROCESS_TYPE_RAYLET
@@ -40,12 +46,13 @@ OTHER_COMMANDS = (
 FORKED_WORKERS = "RKSERVE_FORKED_WORKERS"
 # The dashboard has the errors of replicas that do not start.
 DASHBOARD_WAITS_S = 20.0
-DASHBOARD_NICENESS = 10
+NICENESS = 10  # of the dashboard and the agents
 REGISTERED_S = 30.0  # Ray's own limit
 POLL_S = 0.1
 # Ray starts as many workers at a time as there are cores, since each imports for seconds. A fork
 # takes 0.1 s, and waits for other processes after that.
 STARTUP_CONCURRENCY = 16
+DASHBOARD_AGENT, RUNTIME_ENV_AGENT = "--dashboard_agent_command", "--runtime_env_agent_command"
 CONCURRENCY, WORKERS, RAYLET_SOCKET, LOGS = (
     "--maximum_startup_concurrency=",
     "--python_worker_command=",
@@ -64,6 +71,7 @@ def tune(params: Any, head: bool) -> None:
     if not head:
         return
     params.ray_client_server_port = None  # no option of `ray start` leaves it out
+    start_agents_beside_raylets()
     if os.environ.get(FORKED_WORKERS) != "0":
         params.worker_path = ray_worker.__file__
         start_servers_with_raylets()
@@ -81,10 +89,46 @@ def tune(params: Any, head: bool) -> None:
             sys.stdout.flush()
             if waits and not _may_go_on(node.all_processes[PROCESS_TYPE_RAYLET][0].process.pid):
                 sys.exit("rkserve: the raylet has ended")
-        os.nice(DASHBOARD_NICENESS)  # of this process, which only waits from here on, too
+        os.nice(NICENESS)  # of this process, which only waits from here on, too
         start_api_server(node, **asked)
 
     Node.start_api_server, Node.start_ray_processes = later, raylet_first
+
+
+def start_agents_beside_raylets() -> None:
+    """Have this process start raylets that do not wait for their agents."""
+    start_ray_process = services.start_ray_process
+
+    def with_ports(command: list[str], process_type: str, *rest: Any, **options: Any) -> Any:
+        if process_type == PROCESS_TYPE_RAYLET:
+            command = _with_known_agents(command)
+        return start_ray_process(command, process_type, *rest, **options)
+
+    services.start_ray_process = with_ports
+
+
+def _with_known_agents(command: list[str]) -> list[str]:
+    """Store the ports of a raylet's agents where they would; return its command with their
+    niceness.
+
+    It is unchanged if a port is not fixed: the raylet waits for that.
+    """
+    given = dict(word.partition("=")[::2] for word in command)
+    listens = re.search(r" --listen-port=(\d+)", given.get(DASHBOARD_AGENT, ""))
+    names: Any = _raylet  # the declarations of its names are not complete
+    ports = {
+        names.METRICS_AGENT_PORT_NAME: given.get("--metrics-agent-port"),
+        names.METRICS_EXPORT_PORT_NAME: given.get("--metrics_export_port"),
+        names.RUNTIME_ENV_AGENT_PORT_NAME: given.get("--runtime_env_agent_port"),
+        names.DASHBOARD_AGENT_LISTEN_PORT_NAME: listens and listens[1],
+    }
+    nice = shutil.which("nice")
+    if nice is None or not all(int(port or 0) for port in ports.values()):
+        return command
+    for name, port in ports.items():
+        names.persist_port(given["--session_dir"], given["--node_id"], name, int(port or 0))
+    agents = f"({DASHBOARD_AGENT}|{RUNTIME_ENV_AGENT})="
+    return [re.sub(agents, rf"\g<0>{nice} -n {NICENESS} ", word, count=1) for word in command]
 
 
 def start_servers_with_raylets() -> None:

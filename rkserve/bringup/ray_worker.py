@@ -36,12 +36,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, NoReturn
 
+# In two steps: Serve's controller and proxies start first, and need no more than the first one.
 PRELOADED = (
-    "ray.serve",
-    "ray.serve._private.controller",
-    "ray.serve._private.proxy",
-    "ray.serve._private.replica",
-    "rkserve.app",
+    ("ray.serve", "ray.serve._private.controller", "ray.serve._private.proxy"),
+    ("ray.serve._private.replica", "rkserve.app"),
 )
 RAYLET = "--raylet-name="
 # The arguments of a server that is no worker: a pidfd of its raylet, and the raylet's socket.
@@ -127,10 +125,13 @@ class ForkServer:
         self._listener.listen(QUEUED)
 
     def close(self) -> None:
-        """Close the descriptors of the server, where this process is a worker."""
+        """Leave nothing of the server in this process, where that is a worker."""
         os.close(self._raylet)
         self._listener.close()
         self._lock.close()
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        gc.enable()
 
     def serve(self, own: WorkerStart, *, is_worker: bool) -> None:
         """Fork a worker for each process that connects, until the raylet ends, and one for this
@@ -140,8 +141,6 @@ class ForkServer:
         """
         self._lock.write(READY)
         self._lock.flush()
-        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel collects ended workers
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the raylet, in its order
         if is_worker and self._forks_worker():
             own.apply()
             return
@@ -150,25 +149,33 @@ class ForkServer:
             looked_at.register(self._raylet, select.POLLIN)
             looked_at.register(self._listener, select.POLLIN)
             while all(number != self._raylet for number, _ in looked_at.poll()):
-                connection, _ = self._listener.accept()
-                with connection:
-                    if self._is_worker(connection, own):
-                        return
+                if self.forks_waiting(own):
+                    return
             os._exit(0)
+
+    def forks_waiting(self, own: WorkerStart) -> bool:
+        """Fork a worker for each process that has connected by now; True in workers."""
+        looked_at = select.poll()
+        looked_at.register(self._listener, select.POLLIN)
+        while looked_at.poll(0):
+            connection, _ = self._listener.accept()
+            with connection:
+                if self._is_worker(connection, own):
+                    return True
+        return False
 
     def _forks_worker(self) -> bool:
         """Fork; True in the worker. Raises ``OSError``."""
         sys.stdout.flush()
         sys.stderr.flush()
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel collects ended workers
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the raylet, in its order
         self._has_forked = True
         if os.fork():
             return False
         with _ends_by_an_error():
             self.close()
             os.setpgid(0, 0)  # raylets end a worker's process group with it
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-            gc.enable()
             sys.modules["ray._raylet"].setproctitle(STARTING)  # Ray names it when it is connected
         return True
 
@@ -252,30 +259,40 @@ def _peer(connection: socket.socket) -> tuple[int, int]:
     return pid, account
 
 
-def preload() -> None:
-    """Import what each worker imports, with nothing that a fork must not share.
+def preload() -> Iterator[None]:
+    """Import what workers import, with nothing that a fork must not share, in steps.
 
-    Raises:
-        RuntimeError: forks would make the same random ids.
+    Yields after each, when a fork may be made. Raises ``RuntimeError``: forks would make the same
+    random ids.
     """
     gc.disable()
     os.environ[JOB] = NO_JOB
+    for modules in PRELOADED:
+        with _unshared_ids():
+            for module in modules:
+                importlib.import_module(module)
+        if _id_of_a_fork() == _id_of_a_fork():
+            raise RuntimeError("forked workers would make the same random ids")
+        sys.modules["ray._raylet"].setproctitle(TITLE)
+        gc.freeze()  # without a collection: imports leave little, and it takes 0.4 s
+        yield
+
+
+@contextmanager
+def _unshared_ids() -> Iterator[None]:
+    """Give actors ids of the kernel's.
+
+    Serve decorates actors when it is imported. Each gets a random id of a generator in C++, the
+    state of which is made by the first use, and is copied by forks: all would make the same ids.
+    """
     import ray.actor
 
     real = ray.actor.ActorClassID
-    # Serve decorates actors when it is imported. Each gets a random id of a generator in C++, the
-    # state of which is made by the first use, and is copied by forks: all would make the same ids.
     ray.actor.ActorClassID = SimpleNamespace(from_random=lambda: real(os.urandom(real.size())))
     try:
-        for module in PRELOADED:
-            importlib.import_module(module)
+        yield
     finally:
         ray.actor.ActorClassID = real
-    if _id_of_a_fork() == _id_of_a_fork():
-        raise RuntimeError("forked workers would make the same random ids")
-    sys.modules["ray._raylet"].setproctitle(TITLE)
-    gc.collect()
-    gc.freeze()
 
 
 def _id_of_a_fork() -> bytes:
@@ -287,7 +304,8 @@ def _id_of_a_fork() -> bytes:
         os.write(start, UniqueID.from_random().binary())
         os._exit(0)
     os.close(start)
-    os.waitpid(pid, 0)
+    with suppress(ChildProcessError):  # the kernel has collected it
+        os.waitpid(pid, 0)
     with os.fdopen(end, "rb") as file:
         return file.read()
 
@@ -385,13 +403,13 @@ def _parent(pid: int) -> int:
 def _serve(server: ForkServer, own: WorkerStart) -> None:
     """Return in workers only: forks, or this process if it cannot be the server."""
     try:
-        preload()
+        for _ in preload():
+            pass
         server.serve(own, is_worker=True)
     except Exception:  # noqa: BLE001 - whatever failed, without this worker there is no cluster
         traceback.print_exc()
         server.close()
         own.apply()
-        gc.enable()
 
 
 def serve_from_start(raylet: int, address: Path) -> None:
@@ -403,7 +421,9 @@ def serve_from_start(raylet: int, address: Path) -> None:
     if (lock := _lock(address)) is None:
         sys.exit()
     server = ForkServer(address, lock, raylet)
-    preload()
+    for _ in preload():
+        if server.forks_waiting(own):
+            return
     server.serve(own, is_worker=False)
 
 

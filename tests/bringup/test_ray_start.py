@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from rkserve.bringup.ray_node import DASHBOARD_WAITS, RAYLET_RUNS
 from rkserve.bringup.settings import settings_of
 
 HOOK = "RAY_START_HOOK"
+NODE = "ab" * 28
 ASKED = {"include_dashboard": None, "raise_on_failure": False}
 
 
@@ -68,7 +70,7 @@ def test_the_dashboard_follows_the_raylet(
     assert steps == [
         "raylet",
         *["look at head:6379"] * 3,
-        ray_start.DASHBOARD_NICENESS,
+        ray_start.NICENESS,
         ASKED,
     ]
     assert RAYLET_RUNS in capsys.readouterr().out
@@ -118,7 +120,7 @@ def test_the_dashboard_waits_where_the_caller_says_so(
     elif how == "end":
         stdin.close()
     begun.join(60)
-    assert steps[-2:] == [ray_start.DASHBOARD_NICENESS, ASKED]
+    assert steps[-2:] == [ray_start.NICENESS, ASKED]
     assert DASHBOARD_WAITS not in os.environ, "Ray's processes would inherit it"
 
 
@@ -218,27 +220,80 @@ def test_a_raylet_whose_fork_server_does_not_start_runs(
     )
 
 
+def command_with_agents(folder: Path, listens: int) -> list[str]:
+    """Return a raylet's command with agents at fixed ports, the last one at ``listens``."""
+    return [
+        *raylet_command(folder),
+        "--labels=",
+        "--head",
+        *("--metrics-agent-port=7003", "--metrics_export_port=7005"),
+        *("--runtime_env_agent_port=7004", f"--session_dir={folder}", f"--node_id={NODE}"),
+        f"--dashboard_agent_command=python -u agent.py --grpc-port=7003 --listen-port={listens} -x",
+        "--runtime_env_agent_command=python -u main.py --runtime-env-agent-port=7004",
+    ]
+
+
+def test_a_raylet_knows_the_ports_of_agents_that_still_import(
+    steps: list[Any], processes: Processes, tmp_path: Path
+) -> None:
+    started()
+    command = command_with_agents(tmp_path, 7006)
+    services.start_ray_process(command, PROCESS_TYPE_RAYLET, fate_share=False)
+    ports = {file.name: int(file.read_text()) for file in tmp_path.glob(f"*_{NODE}")}
+    assert ports == {
+        f"metrics_agent_port_{NODE}": 7003,
+        f"runtime_env_agent_port_{NODE}": 7004,
+        f"metrics_export_port_{NODE}": 7005,
+        f"dashboard_agent_listen_port_{NODE}": 7006,
+    }
+    nice = f"{shutil.which('nice')} -n {ray_start.NICENESS}"
+    made = processes.commands[PROCESS_TYPE_RAYLET]
+    for agent, program in (("dashboard", "agent.py"), ("runtime_env", "main.py")):
+        (word,) = [word for word in made if word.startswith(f"--{agent}_agent_command=")]
+        assert word.startswith(f"--{agent}_agent_command={nice} python -u {program} ")
+    assert {"--labels=", "--head"} <= set(made)
+    assert len(made) == len(command)
+
+
+@pytest.mark.parametrize("without", ["port", "nice"])
+def test_a_raylet_waits_for_agents_that_choose_their_ports(
+    without: str,
+    steps: list[Any],
+    processes: Processes,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if without == "nice":
+        monkeypatch.setenv("PATH", str(tmp_path))
+    started()
+    command = command_with_agents(tmp_path, 0 if without == "port" else 7006)
+    services.start_ray_process(command, PROCESS_TYPE_RAYLET, fate_share=False)
+    assert set(command) - set(processes.commands[PROCESS_TYPE_RAYLET]) == {
+        "--maximum_startup_concurrency=2"
+    }
+    assert not [*tmp_path.glob(f"*_{NODE}")]
+
+
 def test_ray_still_starts_its_raylet_so() -> None:
     """The names and options of Ray's that the hook counts on."""
     text = inspect.getsource(services.start_raylet)
-    for option in (
-        ray_start.CONCURRENCY,
-        ray_start.WORKERS,
-        ray_start.RAYLET_SOCKET,
-        ray_start.LOGS,
-    ):
+    options = (ray_start.CONCURRENCY, ray_start.WORKERS, ray_start.RAYLET_SOCKET, ray_start.LOGS)
+    of_agents = ("--metrics-agent-port=", "--metrics_export_port=", "--runtime_env_agent_port=")
+    agents = (ray_start.DASHBOARD_AGENT, ray_start.RUNTIME_ENV_AGENT)
+    for option in (*options, *of_agents, *agents, "--session_dir=", "--node_id=", "--listen-port="):
         assert f'"{option}' in text
     assert "start_ray_process(\n        command,\n" in text
 
 
 def test_workers_are_executed_where_an_operator_asks_for_it(
-    steps: list[Any], monkeypatch: pytest.MonkeyPatch
+    steps: list[Any], processes: Processes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert settings_of(HEAD)[ray_start.FORKED_WORKERS] == "1"
     monkeypatch.setenv(ray_start.FORKED_WORKERS, "0")
-    start_ray_process = services.start_ray_process
     assert started().worker_path == "ray's own"
-    assert services.start_ray_process is start_ray_process
+    command = raylet_command(tmp_path)
+    services.start_ray_process(command, PROCESS_TYPE_RAYLET, fate_share=False)
+    assert (processes.commands, processes.servers) == ({PROCESS_TYPE_RAYLET: command}, [])
 
 
 def test_a_raylet_that_does_not_register_is_left_to_ray(
@@ -246,7 +301,7 @@ def test_a_raylet_that_does_not_register_is_left_to_ray(
 ) -> None:
     monkeypatch.setattr(ray_start, "REGISTERED_S", 0.0)
     started()
-    assert steps == ["raylet", ray_start.DASHBOARD_NICENESS, ASKED]
+    assert steps == ["raylet", ray_start.NICENESS, ASKED]
     assert RAYLET_RUNS not in capsys.readouterr().out
 
 

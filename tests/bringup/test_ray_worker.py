@@ -260,7 +260,7 @@ def test_a_fork_is_the_worker_that_the_raylet_asked_for(node: Node, tmp_path: Pa
     assert worker["environ"] == node.environ(RAY_JOB_ID="01000000")
     assert worker["path"] == str(Path(program).parent), "the folder of Ray's program, as without"
     assert (worker["main"], worker["gc"], worker["same"]) == ("__main__", True, True)
-    assert worker["titles"] == [ray_worker.TITLE, ray_worker.STARTING]
+    assert worker["titles"] == [ray_worker.TITLE, ray_worker.TITLE, ray_worker.STARTING]
     assert worker["group"] == worker["pid"], "raylets end the group of a worker with it"
     assert worker["files"] == STREAMS_AND_LISTED, "no descriptor of the server"
     wait_for(lambda: "worker ['--worker-id=b'" in node.log(2), "the line in the worker's own log")
@@ -276,6 +276,29 @@ def test_a_server_that_starts_with_the_raylet_forks_the_first_worker_too(node: N
         assert (worker["main"], worker["gc"]) == ("__main__", True)
         assert worker["child"].wait(WITHIN_S) == 0
     assert (node.imports(), (node.folder / "server.log").read_text().count("imports")) == (0, 1)
+
+
+def test_workers_of_serve_s_own_are_forked_before_the_last_imports(node: Node) -> None:
+    app = node.folder / "packages" / "rkserve" / "app.py"
+    app.write_text(
+        "import os, time\n"
+        f"while not os.path.exists('{node.folder}/go'): time.sleep(0.01)\n"
+        "print('rkserve', flush=True)\n"
+    )
+    node.set("ANSWER_S", 1000.0)
+    server = node.start_server(os.getpid())
+    server.send_signal(signal.SIGSTOP)
+    first = node.start()
+    waits = psutil.Process(first.pid)
+    wait_for(lambda: len(waits.net_connections("unix")) == 1, "its connection")
+    server.send_signal(signal.SIGCONT)
+    worker = node.described(1)
+    assert (worker["parent"], worker["gc"], worker["same"]) == (server.pid, True, True)
+    second = node.start()
+    (node.folder / "go").touch()
+    assert node.described(2)["parent"] == server.pid
+    assert second.wait(WITHIN_S) == 0
+    assert (node.folder / "server.log").read_text().count("rkserve") == 1
 
 
 def test_a_server_with_another_environment_than_the_first_worker_is_replaced(node: Node) -> None:
@@ -544,7 +567,7 @@ def test_forks_that_would_make_the_same_ids_are_not_made(node: Node) -> None:
 def test_the_preloaded_modules_leave_forks_their_own_ids() -> None:
     """Ray's own modules, in a process of their own."""
     text = (
-        "from rkserve.bringup import ray_worker as w; import ray; w.preload(); "
+        "from rkserve.bringup import ray_worker as w; import ray; [*w.preload()]; "
         "print(len({w._id_of_a_fork() for _ in range(5)}), ray.actor.ActorClassID.__name__)"
     )
     done = subprocess.run((sys.executable, "-c", text), capture_output=True, text=True, check=False)
