@@ -183,6 +183,10 @@ class ChannelLink:
         lines = [line for name in self._names if (line := self._channels.line(name))]
         return list(await asyncio.gather(*(line.ask("report") for line in lines)))
 
+    def has_new(self) -> bool:
+        """Return False: all are there from the start."""
+        return False
+
     async def has_running(self) -> bool:
         """Return True: all run."""
         return True

@@ -21,7 +21,7 @@ from rkserve.core import tls
 
 SERVE = (sys.executable, "-m", "rkserve.deployments.preflight", "run")
 START_TIMEOUT_S = 600
-LONGEST_PAUSE_S, SHORTEST_PAUSE_S = 0.5, 0.05
+LONGEST_PAUSE_S, SHORTEST_PAUSE_S = 0.5, 0.1
 ANSWER_S = 120.0
 UNAUTHORIZED = 401
 UNNAMED = "its models"

@@ -56,6 +56,7 @@ class RayLink:
         self._group = group
         self._report_timeout_s = report_timeout_s
         self._replicas = Replicas(handle, report_timeout_s)
+        self._asked = frozenset[str]()  # the replicas that were listed at the last round
         self.complete = False  # see ``BoardLink``
 
     async def open(
@@ -125,7 +126,7 @@ class RayLink:
         then every replica that Ray lists is asked alone, including those without an earlier report.
         """
         self.complete = False
-        listed = self._replicas.listed()
+        self._asked = listed = self._replicas.listed()
         lines = self._lines_to(listed)
         near = await asyncio.gather(*(self._reported(line) for line in lines.values()))
         reports = [report for report in near if report is not None]
@@ -253,6 +254,10 @@ class RayLink:
         except (RayError, RayServeException, TimeoutError, asyncio.TimeoutError):
             return  # no answer at all; a call to each replica alone shows why
         await wait_for_all([one(answer) for answer in answers], timeout_s)
+
+    def has_new(self) -> bool:
+        """Return whether Ray lists a replica that the last round of reports did not ask."""
+        return not self._replicas.listed() <= self._asked
 
     async def has_running(self) -> bool:
         """Return whether a board of this group may run, from Serve's own status; True if that is

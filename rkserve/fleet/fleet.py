@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 FAILURES_EVERY = 5  # each look is a call to Serve's controller
+SETTLES_S = 2.0  # a few rounds of the Coordinator
 LOOK_AGAIN_S = 0.25  # bounds the rounds of reports caused by requests without a board
 # Boards answer such calls within milliseconds; a frozen one must not delay the others for longer.
 TOGETHER_S = 1.0
@@ -92,6 +93,9 @@ class BoardLink(Protocol):
     async def reports(self) -> list[BoardReport]:
         """Collect one report from every board that answers."""
 
+    def has_new(self) -> bool:
+        """Return whether a board has come that no round of reports has asked."""
+
     async def has_running(self) -> bool:
         """Return whether a board of this group may run, in place of all being started."""
 
@@ -113,7 +117,7 @@ class Fleet(BoardTable):
         """
         super().__init__(groups, files_per_board)
         self.links = links
-        self._refreshed_s = float("-inf")
+        self._refreshed_s = self._settled_s = float("-inf")
         self._looking = asyncio.Lock()
         self._rounds = asyncio.Lock()  # held while the boards are asked for their reports
         self._begun = self._done = 0  # rounds of reports: number begun, last one ended
@@ -285,8 +289,22 @@ class Fleet(BoardTable):
                     await self.refresh_failures()
             except Exception:
                 log.exception("the boards could not be asked; trying again")
-            now_s = asyncio.get_running_loop().time()
-            await asyncio.sleep(next_round(now_s, interval_s) - now_s)
+            await self._until_round(interval_s)
+
+    async def _until_round(self, interval_s: float) -> None:
+        """Wait for the next round, which is at once where a board has come.
+
+        That board serves after the Coordinator has sent it the desired state: the rounds after it
+        are close to each other for ``SETTLES_S``.
+        """
+        loop = asyncio.get_running_loop()
+        due_s = next_round(loop.time(), interval_s)
+        while (left_s := due_s - loop.time()) > 0:
+            await asyncio.sleep(min(LOOK_AGAIN_S, left_s))
+            if any(link.has_new() for link in self.links.values()):
+                self._settled_s = loop.time() + SETTLES_S
+            if loop.time() < self._settled_s:
+                return
 
     async def look_again(self) -> bool:
         """Refresh unless that was just done; concurrent callers share one round."""

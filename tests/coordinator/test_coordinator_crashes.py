@@ -104,6 +104,9 @@ class FusedLink:
     async def reports(self) -> list[BoardReport]:
         return await self.real.reports()
 
+    def has_new(self) -> bool:
+        return self.real.has_new()
+
     async def has_running(self) -> bool:
         return await self.real.has_running()
 

@@ -415,6 +415,20 @@ async def test_boards_that_run_are_those_of_serve_s_status(
     assert not await link(handle).has_running()
 
 
+async def test_a_replica_that_ray_lists_is_new_until_a_round_has_asked_it() -> None:
+    group = Group("a", "b")
+    second = group.listed.pop("replica of b")
+    found = RayLink(group, "sim", 0.05)
+    assert found.has_new()
+    await found.reports()
+    assert not found.has_new()
+    group.listed["replica of b"] = second
+    assert found.has_new()
+    await found.reports()
+    del group.listed["replica of a"]
+    assert not found.has_new(), "one has gone"
+
+
 async def test_boards_may_run_where_serve_has_no_status(monkeypatch: pytest.MonkeyPatch) -> None:
     def status() -> None:
         raise RayServeException("There is no Serve instance running on this Ray cluster.")

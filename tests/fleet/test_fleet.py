@@ -31,7 +31,7 @@ from rkserve.core.errors import (
 from rkserve.core.messages import Accepted, Delta, Event, GenerateRequest, Kv, Paused
 from rkserve.core.metrics import RouterMetrics
 from rkserve.fleet.board_table import FORGET_AFTER
-from rkserve.fleet.fleet import FAILURES_EVERY, LOOK_AGAIN_S, Fleet
+from rkserve.fleet.fleet import FAILURES_EVERY, LOOK_AGAIN_S, SETTLES_S, Fleet
 from rkserve.fleet.measurements import CircuitBreaker
 from rkserve.router.dispatch.dispatch import Dispatch, FailoverLimits
 from rkserve.router.policies import POLICIES
@@ -332,6 +332,25 @@ async def test_boards_that_still_start_are_not_awaited() -> None:
     looking = asyncio.create_task(it.find_boards(60.0))
     await asyncio.wait_for(looking, 10)
     assert it.reports() == []
+
+
+async def test_a_board_that_comes_is_asked_at_once_and_until_it_serves() -> None:
+    boards = FakeBoards([])
+    it = fleet(only=boards)
+    loop = asyncio.get_running_loop()
+    rounds: list[float] = []
+    it.changed.append(lambda: rounds.append(loop.time()))
+    follows = asyncio.create_task(it.follow(3600.0))
+    await asyncio.sleep(10)
+    assert len(rounds) == 1
+    boards.new, came_s = True, loop.time()
+    await asyncio.sleep(LOOK_AGAIN_S)
+    boards.new = False  # as once it was asked
+    await asyncio.sleep(60)
+    follows.cancel()
+    assert rounds[1] <= came_s + LOOK_AGAIN_S
+    assert rounds[-1] == pytest.approx(came_s + SETTLES_S, abs=2 * LOOK_AGAIN_S)
+    assert len(rounds) == pytest.approx(2 + SETTLES_S / LOOK_AGAIN_S, abs=2)
 
 
 GIVES_UP: Sequence[Step] = [accepted("a"), BoardOutOfOrder("a", "failed: out of memory")]

@@ -403,6 +403,10 @@ class UpstreamLink:
         if type(length) is int and length > 0:
             self._report = replace(self._report, context_len=length)
 
+    def has_new(self) -> bool:
+        """Return False: it does not come and go."""
+        return False
+
     async def has_running(self) -> bool:
         """Return True: nothing is started for it."""
         return True

@@ -236,6 +236,9 @@ class House:
     async def reports(self) -> list[BoardReport]:
         return [replace(b.board.report(), replica=name) for name, b in self.benches.items()]
 
+    def has_new(self) -> bool:
+        return False
+
     async def has_running(self) -> bool:
         return bool(self.benches)
 

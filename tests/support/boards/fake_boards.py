@@ -67,6 +67,7 @@ class FakeBoards:
     closed: list[str] = field(default_factory=list)
     running: int = 0
     unreachable: bool = False  # no board has a connection
+    new: bool = False  # a board has come since the last round of reports
     runs: bool = True  # in Serve's status, whether or not a board has reported
 
     @classmethod
@@ -122,6 +123,9 @@ class FakeBoards:
         if self.trouble is not None:
             raise self.trouble
         return list(self.reported)
+
+    def has_new(self) -> bool:
+        return self.new
 
     async def has_running(self) -> bool:
         return self.runs

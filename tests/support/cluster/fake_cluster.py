@@ -409,6 +409,9 @@ class FakeCluster:
         there = [one for one in self.boards.values() if not one.dead and not one.frozen]
         return [one.report() for one in there]
 
+    def has_new(self) -> bool:
+        return False
+
     async def has_running(self) -> bool:
         return bool(self.boards)
 

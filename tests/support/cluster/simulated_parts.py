@@ -221,6 +221,10 @@ class Link:
         self.complete = len(found) == len(there)
         return found
 
+    def has_new(self) -> bool:
+        """See ``BoardLink``."""
+        return False
+
     async def has_running(self) -> bool:
         """See ``BoardLink``."""
         return True
