@@ -382,7 +382,7 @@ class RunningHead:
 
     def _until(self, step: str, look: Callable[[], Any], limit_s: float | None) -> Any:
         """Return what ``look`` returns once that is true; None after a child or the limit ended."""
-        pause = serving.Pause()
+        interval = serving.PollInterval()
         began_s = recorded_s = time.monotonic()
         while limit_s is None or time.monotonic() - began_s < limit_s:
             for name, child in self.children.items():
@@ -404,7 +404,7 @@ class RunningHead:
                 if step:  # Ray's dashboard asks Serve's controller each time
                     self._show_failing()
                 recorded_s = time.monotonic()
-            pause.sleep()
+            interval.sleep()
         self.note(
             f"rkserve: {step} not ready after {limit_s:.0f} s; see {self.state.log('serve')}."
         )
@@ -436,12 +436,12 @@ def start_ray(
         stored = {} if store is None else store.environ()
         waits = ray_node.DASHBOARD_WAITS in environ
         ray = node.start(command, {**environ, **stored}, log, signal.SIGTERM, waits=waits)
-        last, pause = "", serving.Pause()
+        last, interval = "", serving.PollInterval()
         while ray.poll() is None and not last:
             text = path.read_text(errors="replace")
             if RAY_STARTED in text or ray_node.RAYLET_RUNS in text:
                 return ray
-            pause.sleep()
+            interval.sleep()
             # `ray start` would wait three minutes for it.
             ends = {ray_node.RAYLET: RAYLET_ENDED, ray_node.GCS: GCS_ENDED}
             last = next((s for p, s in ends.items() if has_ended_below(PROC, ray.pid, p)), "")

@@ -21,7 +21,7 @@ from rkserve.core import tls
 
 SERVE = (sys.executable, "-m", "rkserve.deployments.preflight", "run")
 START_TIMEOUT_S = 600
-LONGEST_PAUSE_S, SHORTEST_PAUSE_S = 0.5, 0.1
+LONGEST_POLL_S, SHORTEST_POLL_S = 0.5, 0.1
 ANSWER_S = 120.0
 UNAUTHORIZED = 401
 UNNAMED = "its models"
@@ -33,18 +33,18 @@ ERROR_LINE = re.compile(r"^(?:(?:\w+\.)+\w+|\w*(?:Error|Exception|Exit)): ", re.
 Note = Callable[[str], None]
 
 
-class Pause:
-    """Pauses between looks at a step of a start, each of a twentieth of the time since the first:
-    short beside a step of seconds, and rare in one of minutes.
+class PollInterval:
+    """The time between two polls of a step of a start, a twentieth of that since the first one:
+    short beside a step of seconds, and long enough in one of minutes.
     """
 
     def __init__(self) -> None:
         self._began_s = time.monotonic()
 
     def sleep(self) -> None:
-        """Wait until the next look is due."""
+        """Wait until the next poll is due."""
         waited_s = time.monotonic() - self._began_s
-        time.sleep(min(LONGEST_PAUSE_S, max(SHORTEST_PAUSE_S, waited_s / 20)))
+        time.sleep(min(LONGEST_POLL_S, max(SHORTEST_POLL_S, waited_s / 20)))
 
 
 @dataclass(frozen=True)
