@@ -6,8 +6,8 @@ other commands, which are more than half of its own.
 
 The hook gets the parameters of ``ray start`` before it starts anything. Ray's dashboard imports for
 seconds, and Ray waits for it before it starts the raylet. No request needs the dashboard: it starts
-after the raylet here, with a lower priority than the processes that requests need, and where the
-caller says so once the first request has been answered.
+after the raylet here, with a lower priority than the processes that requests need, and after the
+first answer if the caller asks for that.
 
 A raylet waits for its agents, which import for seconds, too, until it knows their ports. Those are
 fixed, so that it knows them from the start, and agents have the dashboard's priority.

@@ -58,7 +58,7 @@ QUEUED = 64
 FORKED, GO, OTHER = b"forked", b"go", b"other"
 # On a busy machine the imports take long. The raylet waits 180 s for its worker.
 ANSWER_S = 60.0
-# The limit after the imports, and what the lock file has in it by then.
+# The limit after the imports, and the content of the lock file by then.
 FORK_S = 10.0
 READY = b"ready"
 # From a process that has just connected, or has its answer; the server does nothing else meanwhile.
@@ -260,7 +260,7 @@ def _peer(connection: socket.socket) -> tuple[int, int]:
 
 
 def preload() -> Iterator[None]:
-    """Import what workers import, with nothing that a fork must not share, in steps.
+    """Import the modules of workers in steps, with nothing that a fork must not share.
 
     Yields after each, when a fork may be made. Raises ``RuntimeError``: forks would make the same
     random ids.

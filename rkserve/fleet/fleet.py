@@ -97,7 +97,7 @@ class BoardLink(Protocol):
         """Return whether a board has come that no round of reports has asked."""
 
     async def has_running(self) -> bool:
-        """Return whether a board of this group may run, in place of all being started."""
+        """Return whether a board of this group may run; False if all are still being started."""
 
     async def start_failure(self) -> BoardStartFailed | None:
         """Return the latest failure to start of a board of this group, if it persists."""
