@@ -565,7 +565,7 @@ def test_whatever_happens_every_word_is_of_the_weights_that_it_is_put_down_to(
         for client in chance.clients:
             if client.error is None:
                 voices.check(client)
-            else:  # nobody else's fault ends an answer
-                assert isinstance(client.error, EngineDied if kills else BoardBehind)
+            else:  # an engine may be killed in the trial run of weights, too: the board is behind
+                assert isinstance(client.error, (EngineDied, BoardBehind) if kills else BoardBehind)
 
     play(tmp_path, body, release, n_batch)
