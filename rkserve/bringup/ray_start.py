@@ -44,7 +44,7 @@ OTHER_COMMANDS = (
     "ray.serve.scripts",
 )
 FORKED_WORKERS = "RKSERVE_FORKED_WORKERS"
-# The dashboard has the errors of replicas that do not start.
+# The longest wait of the dashboard, which has the errors of replicas that do not start.
 DASHBOARD_WAITS_S = 20.0
 NICENESS = 10  # of the dashboard and the agents
 REGISTERED_S = 30.0  # Ray's own limit

@@ -125,7 +125,7 @@ class ForkServer:
         self._listener.listen(QUEUED)
 
     def close(self) -> None:
-        """Leave nothing of the server in this process, where that is a worker."""
+        """Close the descriptors, and restore signals and garbage collection, in a worker."""
         os.close(self._raylet)
         self._listener.close()
         self._lock.close()

@@ -31,8 +31,8 @@ from rkserve.transport.server import ChannelAddress
 log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
-# States of a replica that no request reaches, from its start on.
-NOT_YET = (ReplicaState.STARTING, ReplicaState.STOPPING)
+# States of a replica that takes no requests yet, or no more.
+NOT_RUNNING = (ReplicaState.STARTING, ReplicaState.STOPPING)
 
 
 class _Unlisted(BoardFailed):
@@ -269,7 +269,9 @@ class RayLink:
             log.warning("the status of group %s is not known: %s", self._group, exc)
             return True
         return deployment is not None and any(
-            number for state, number in deployment.replica_states.items() if state not in NOT_YET
+            number
+            for state, number in deployment.replica_states.items()
+            if state not in NOT_RUNNING
         )
 
     async def start_failure(self) -> BoardStartFailed | None:

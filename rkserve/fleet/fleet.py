@@ -262,9 +262,10 @@ class Fleet(BoardTable):
         deadline_s = asyncio.get_running_loop().time() + timeout_s
         while True:
             await self.refresh()
+            if asyncio.get_running_loop().time() >= deadline_s:
+                return
             missing = [link for group, link in self.links.items() if not self.has_board(group)]
-            run = await asyncio.gather(*(link.has_running() for link in missing))
-            if not any(run) or asyncio.get_running_loop().time() >= deadline_s:
+            if not any(await asyncio.gather(*(link.has_running() for link in missing))):
                 return
             await asyncio.sleep(LOOK_AGAIN_S)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.server
 import json
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -140,3 +141,15 @@ def test_the_token_is_found_as_ray_finds_it(
     assert serving.read_token() == "abc"
     monkeypatch.setenv("RAY_AUTH_TOKEN", "def")
     assert serving.read_token() == "def"
+
+
+def test_polls_are_close_to_each_other_at_first_and_rare_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock, slept = iter((100.0, 100.0, 101.0, 106.0, 700.0)), list[float]()
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(time, "sleep", slept.append)
+    interval = serving.PollInterval()
+    for _ in range(4):
+        interval.sleep()
+    assert slept == pytest.approx([0.1, 0.1, 0.3, 0.5])
