@@ -210,8 +210,10 @@ def _staged(results: ControlResults) -> str:
         "## A large adapter on its way to all boards\n\n"
         f"{table(['', 'p50', 'p99', 'count'], rows)}\n"
         f"{LARGE_BYTES >> 20} MiB, uploaded over HTTP, staged and verified on {figures.boards} "
-        "boards, loaded, tried and served by all of them, without requests. All boards write to "
-        "the same disk and share the cores. The simulated runtime waits "
+        "boards, loaded, tried and served by all of them, without requests. Before that one board "
+        "tries it in a fresh engine, which loads the model once more (phase `adapter_stage: "
+        "trying`). All boards write to the same disk and share the cores. The simulated runtime "
+        "waits "
         f"{figures.simulated_ms:.0f} ms for the loading, which the target leaves out.\n"
     )
 
