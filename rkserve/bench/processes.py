@@ -154,6 +154,14 @@ def identity_of(root: Path, pid: int) -> ProcessIdentity | None:
     return None if stat is None or stat.zombie else stat.identity
 
 
+def age_s(root: Path, pid: int) -> float:
+    """Return the seconds since the process with this pid began; 0 if there is none."""
+    stat = _stat(root, pid)
+    if stat is None:
+        return 0.0
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - stat.identity.started * MS_PER_TICK / 1e3
+
+
 def is_alive(root: Path, identity: ProcessIdentity) -> bool:
     """Return True while the process with this pid and start time runs."""
     return identity_of(root, identity.pid) == identity

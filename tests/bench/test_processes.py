@@ -13,11 +13,13 @@ import pytest
 
 from rkserve.bench.processes import (
     MS_PER_TICK,
+    PROC,
     BenchFailed,
     CommandProcess,
     CpuUse,
     ProcessIdentity,
     ProcessMemory,
+    age_s,
     descendants,
     has_ended_below,
     is_alive,
@@ -45,6 +47,18 @@ def write_process(root: Path, pid: int, parent: int, command: str, rss: int = 10
     (folder / "stat").write_text(stat_line(pid, "python", parent, (1, 1)))
     (folder / "cmdline").write_bytes(command.replace(" ", "\0").encode())
     (folder / "smaps_rollup").write_text(f"00-ff ---p\nRss:   {rss} kB\nPss:   {rss // 2} kB\n")
+
+
+def test_the_age_of_a_process_counts_its_imports() -> None:
+    before_s = time.monotonic()
+    with subprocess.Popen(("sleep", "100")) as child:
+        time.sleep(0.2)
+        age = age_s(PROC, child.pid)
+        passed_s = time.monotonic() - before_s
+        child.kill()
+    tick_s = MS_PER_TICK / 1e3
+    assert 0.2 - tick_s <= age <= passed_s + tick_s
+    assert age_s(PROC, child.pid) == 0.0, "it has ended"
 
 
 @pytest.mark.parametrize(
