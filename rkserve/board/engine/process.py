@@ -108,11 +108,14 @@ class EngineProcess:
         """
         engine = cls(board_id)
         # Its pipes and tasks outlive the request that it is started for.
-        await apart(asyncio.create_task, engine._spawn(spec))
+        spawning: asyncio.Task[None] = apart(asyncio.create_task, engine._spawn(spec))
         try:
+            await spawning
             await engine._load(spec)
         except BaseException:
-            await engine.kill()
+            # A cancellation may come after the process has started, and before this task resumes.
+            if not spawning.cancelled() and spawning.exception() is None:
+                await engine.kill()
             raise
         return engine
 
@@ -277,8 +280,12 @@ class EngineProcess:
 
     async def _follow(self) -> None:
         """Wait for the engine's end, and fail all waiting calls."""
-        await self._pipe.over
-        self._fail_waiting(await self._describe_end())
+        try:
+            await self._pipe.over
+            self._fail_waiting(await self._describe_end())
+        except asyncio.CancelledError:  # the loop ends, and the engine with its pipes
+            self._child.close()
+            raise
 
     def _dispatch(self, kind: FrameKind, payload: bytes) -> None:
         if kind is FrameKind.TOKEN:

@@ -319,6 +319,45 @@ async def test_cancelling_a_start_leaves_no_process(sim: Sim) -> None:
         os.kill(pid, 0)
 
 
+async def test_a_start_that_is_cancelled_as_its_process_begins_leaves_none(
+    sim: Sim, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: asyncio.Future[EngineProcess] = asyncio.get_running_loop().create_future()
+    spawn = EngineProcess._spawn
+
+    async def spawned(engine: EngineProcess, spec: EngineSpec) -> None:
+        await spawn(engine, spec)
+        begun.set_result(engine)  # this test resumes before the start does
+
+    monkeypatch.setattr(EngineProcess, "_spawn", spawned)
+    starting = asyncio.create_task(EngineProcess.start("b", sim.spec()))
+    engine = await begun
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    assert engine.died.done()
+
+
+async def test_a_program_that_cannot_be_started_is_reported(
+    sim: Sim, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", str(sim.place / "missing"))
+    with pytest.raises(FileNotFoundError):
+        await EngineProcess.start("b", sim.spec())
+
+
+def test_an_engine_whose_loop_ends_has_its_pipes_closed(sim: Sim) -> None:
+    """The engine of a replica that ends without having stopped it ends by itself."""
+
+    async def start() -> EngineProcess:
+        return await EngineProcess.start("b", sim.spec())
+
+    engine = asyncio.run(start())
+    assert engine._child._process.wait(timeout=60) == 0
+    pipes = (engine._child._process.stdin, engine._child._process.stdout)
+    assert all(pipe is not None and pipe.closed for pipe in pipes)
+
+
 # -- the process by itself --------------------------------------------------------------------
 
 
