@@ -213,8 +213,7 @@ def _staged(results: ControlResults) -> str:
         "boards, loaded, tried and served by all of them, without requests. Before that one board "
         "tries it in a fresh engine, which loads the model once more (phase `adapter_stage: "
         "trying`). All boards write to the same disk and share the cores. The simulated runtime "
-        "waits "
-        f"{figures.simulated_ms:.0f} ms for the loading, which the target leaves out.\n"
+        f"waits {figures.simulated_ms:.0f} ms for the loading, which the target leaves out.\n"
     )
 
 
